@@ -1,8 +1,10 @@
 # make env   environment in .venv (first run about 90 s); on a machine with a GPU in .venv-cuda, with SGLang for CUDA
+# make compiled  the hot path in machine code, the planner and the row copies in C++ (2 min); make plain  without them again
 # make demo  a served model: short, long and decode instances behind the router
 #            CUDA=0 or CUDA=1, with any of these, chooses the engine instead of asking nvidia-smi
-# make test  style, types, architecture, unit tests, one setting of every mechanism on real SGLang (10 min)
-# make test-all  further: every setting, random plans, each role killed and stopped at every stage (25 min)
+# make check style, types, architecture and quick unit tests (90 s): what one runs all day
+# make test  further: all unit tests, one setting of every mechanism on real SGLang (10 min)
+# make test-all  further: every setting, random plans, each role killed and stopped at every stage (35 min)
 # make test-k8s  discovery, rights and leases on a real Kubernetes API server, built once from Debian's packages (8 min);
 #                the Helm chart over many values; Prometheus over a cluster, and the alerts
 # make lint  style, types and architecture
@@ -51,7 +53,7 @@ PYTEST_ARGS ?=
 WORKERS ?= $(shell expr $$(nproc) + 1)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=40
 
-.PHONY: env compiled plain cuda-lock kernels-env ray-env judges-env nixl-env mooncake-env charts-env traces-env demo test test-all test-k8s unit lint format clean
+.PHONY: env compiled plain check cuda-lock kernels-env ray-env judges-env nixl-env mooncake-env charts-env traces-env demo test test-all test-k8s unit lint format clean
 .DEFAULT_GOAL := env
 
 env: $(STAMP)
@@ -134,7 +136,10 @@ lint: env
 	@$(BIN)/lint-imports
 	@$(BIN)/python tools/check_structure.py
 
-test: lint $(KERNELS) $(TRACES)
+check: lint
+	@$(BIN)/python -m pytest -q -n $$(nproc) -m 'not slow' tests/unit $(PYTEST_ARGS)
+
+test: lint
 	@$(PYTEST) $(PYTEST_ARGS)
 
 test-all: lint $(KERNELS) $(RAY) $(JUDGES) $(NIXL) $(MOONCAKE) $(CHARTS) $(TRACES)

@@ -32,6 +32,7 @@ def check_membership(engines: list[Engine], folder: Path, seed: int, *options: s
         check_api(router, folder, seed, "--include-path-regex", MEMBERSHIP, "--exclude-path", "/flush_cache", *options)
 
 
+@pytest.mark.full
 def test_every_answer_is_documented(router: RunningRouter, engines: list[Engine], tmp_path: Path) -> None:
     check_served(router, engines, tmp_path, 1, "-n", "5", "--phases", "fuzzing")
     check_membership(engines, tmp_path, 1, "-n", "5", "--phases", "fuzzing")

@@ -27,6 +27,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[tuple[RingInstances, int]]:
         yield instances, page_tokens
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", range(20))
 def test_random_plans(pool: tuple[RingInstances, int], seed: int) -> None:
     check(*pool, random_plan(1000 + seed, INSTANCES))

@@ -66,6 +66,7 @@ def test_decode_recovers_from_a_killed_prefill(decode: Engine, victim: Engine) -
     assert wait_until_gone(pids, 5) == []
 
 
+@pytest.mark.full
 def test_engine_killed_while_it_starts_leaves_nothing() -> None:
     """Its children have not yet reached the point where SGLang binds them to their parent."""
     spawn = ("--start-method", "spawn")

@@ -106,6 +106,7 @@ def test_nothing_of_the_fork_server_is_left_in_an_engine() -> None:
     assert not sockets & {os.readlink(link) for link in server.iterdir()}
 
 
+@pytest.mark.full
 def test_what_refuses_to_start_says_so_and_sets_the_exit_status(client: ForkClient, tmp_path: Path) -> None:
     status, output = refused(client, tmp_path / "usage.log", ["--role", "short", "--port", "0"])
     assert (status, "sglang-ext worker: error:" in output) == (2, True)
@@ -145,6 +146,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.full
 @pytest.mark.chaos
 @pytest.mark.parametrize("is_serving", [pytest.param(False, marks=pytest.mark.full), True])
 def test_an_engine_ends_with_its_client(tmp_path: Path, is_serving: bool) -> None:

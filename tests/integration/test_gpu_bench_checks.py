@@ -56,6 +56,7 @@ def grid_of(tmp_path: Path, *start: str) -> tuple[dict[str, Any], list[str]]:
     return found, failures_of({"card": "cpu", "is_dry_run": True, "stages": stages})
 
 
+@pytest.mark.full
 def test_wrong_attention_in_the_graphs_is_seen(tmp_path: Path) -> None:
     found, failures = grid_of(tmp_path, "-c", BROKEN)
     assert found["worst_relative_error"] > CONTROL_BOUND

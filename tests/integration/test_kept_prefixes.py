@@ -126,6 +126,7 @@ def test_everything_is_given_up_while_it_is_kept(pool: tuple[list[Pair], Coordin
     check_clean(pairs, free)
 
 
+@pytest.mark.full
 def test_a_member_is_killed_while_it_is_kept(threads: ThreadPoolExecutor) -> None:
     with served(threads, "keeps-mortal") as (pairs, coordinator):
         free = free_tokens(pairs[0])
@@ -136,6 +137,7 @@ def test_a_member_is_killed_while_it_is_kept(threads: ThreadPoolExecutor) -> Non
         pairs[0].check_clean(free)
 
 
+@pytest.mark.full
 def test_what_does_not_fit_is_not_kept(threads: ThreadPoolExecutor) -> None:
     with served(threads, "keeps-little", "--max-total-tokens", "640") as (pairs, coordinator):
         free = [free_tokens(pair) for pair in pairs]

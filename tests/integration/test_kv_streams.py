@@ -185,6 +185,7 @@ def test_what_is_cached_here_or_there_is_not_computed_again(pool: LongPool) -> N
     assert pool.pairs[2].send(len(prompt) + 300, seed=310, prefix=prompt).is_exact()
 
 
+@pytest.mark.full
 def test_many_at_once_with_short_ones_between(pool: LongPool) -> None:
     free = pool.free_tokens()
     running = []

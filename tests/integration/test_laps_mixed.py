@@ -19,7 +19,9 @@ BATCH_TOKENS = 192
 OPTIONS = ("--laps-boundary-tokens", "64", "--laps-min-chunk-tokens", "16")
 
 
-@pytest.fixture(params=[(1, 1), (1, 16), (2, 1)], ids=["page 1", "page 16", "two ranks"])
+@pytest.fixture(
+    params=[pytest.param((1, 1), marks=pytest.mark.full), (1, 16), (2, 1)], ids=["page 1", "page 16", "two ranks"]
+)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     ranks, page = request.param
     pages = () if page == 1 else ("--page-size", str(page))

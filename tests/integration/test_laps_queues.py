@@ -164,6 +164,7 @@ def test_waiting_timeout_ends_a_held_request_and_no_other(pair: Pair) -> None:
     assert other.is_exact()
 
 
+@pytest.mark.full
 def test_running_timeout_ends_a_parked_request_and_no_other(pair: Pair) -> None:
     """More urgent long prefills, one after the other, leave it no turn."""
     victim = pair.send(LONG_TOKENS, seed=40, priority="low")

@@ -161,6 +161,7 @@ def test_the_running_timeout_ends_a_prefill_on_both_stages(timed_pair: Pair) -> 
     assert were_aborted(victim)
 
 
+@pytest.mark.full
 def test_prefills_for_a_decode_instance_that_has_died_end(pair: Pair) -> None:
     """The first stage notices what it cannot send, and both end the request in the same round."""
     (decode,) = FLEET.get(EngineSpec(DECODE.role, shape=SHAPE, name="dies"))

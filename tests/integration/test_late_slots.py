@@ -128,6 +128,7 @@ def test_an_abort_while_it_waits(pair: Pair, threads: ThreadPoolExecutor, side: 
     queue.check_answers(range(COUNT - 1))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lost", ["prefill", "decode"])
 def test_the_other_side_is_lost_while_they_wait(lost: str) -> None:
     specs = [

@@ -79,6 +79,7 @@ def recording(router: RunningRouter, out: Path) -> Iterator[None]:
     assert process.returncode == 0, errors
 
 
+@pytest.mark.full
 def test_a_recording_of_real_instances_has_their_requests_queues_and_loads(
     router: RunningRouter, engines: list[Engine], tmp_path: Path
 ) -> None:

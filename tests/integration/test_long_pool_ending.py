@@ -97,6 +97,7 @@ def test_aborted_while_it_is_on_its_way(pool: list[Pair], coordinator: Coordinat
     check_clean(pool, free)
 
 
+@pytest.mark.full
 def test_a_member_is_killed_while_it_is_on_its_way(threads: ThreadPoolExecutor) -> None:
     with Coordinator.running("--sp-sizes", "1,2", "--min-chunk-tokens", "64") as own:
         specs = [long_member(own, f"mortal{number}", PAGES, HANDSHAKE) for number in range(2)]

@@ -103,6 +103,7 @@ def test_without_its_pool_a_member_refuses_what_it_cannot_hold(pool: list[Pair],
     assert pool[0].send(1500, seed=132).is_exact()
 
 
+@pytest.mark.full
 def test_a_step_that_finds_a_kv_pool_full_is_computed_again_and_still_streamed() -> None:
     """No member could hold the prompt: without streaming it would have to be refused."""
     with Coordinator.running("--sp-sizes", "2", "--min-chunk-tokens", "64") as coordinator:

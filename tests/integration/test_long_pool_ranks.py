@@ -189,6 +189,7 @@ def test_aborted_while_others_compute_it(pool: list[Pair], coordinator: Coordina
     check_clean(pool, free)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wait", [wait_for_chunk, wait_for_transfer])
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_rank_that_stops_costs_time_only(
@@ -210,6 +211,7 @@ def test_a_rank_that_stops_costs_time_only(
     check_clean(pool, free)
 
 
+@pytest.mark.full
 def test_a_rank_that_stops_while_its_instance_is_idle_is_noticed(pool: list[Pair], coordinator: Coordinator) -> None:
     """No step waits for it, and its first rank goes on sending heartbeats."""
     free = [free_tokens(pair) for pair in pool]

@@ -151,6 +151,7 @@ def test_errors_are_the_sdks(client: openai.OpenAI, model: str) -> None:
     assert refused.value.param == "temperature"
 
 
+@pytest.mark.full
 def test_a_stream_that_is_kept_alive(engines: list[Engine]) -> None:
     """The instance stands still for a while; neither the SDK nor a client that takes every line for JSON minds."""
     with running_router(engines, "--sse-keep-alive-secs", "0.2", "--length-boundary-tokens", "256") as router:

@@ -63,6 +63,7 @@ def test_a_lost_stage_ends_its_instance_and_decode_serves_on(
     replacement.stop()
 
 
+@pytest.mark.full
 def test_a_stage_that_was_stopped_for_a_while_goes_on(victim: Engine) -> None:
     (decode,) = FLEET.get(DECODE)
     (stopped,) = victim.process_ids("sglang::scheduler_PP1")

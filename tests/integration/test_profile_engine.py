@@ -84,6 +84,7 @@ def test_what_queues_behind_a_chunk_follows_it_at_once() -> None:
     prefill.wait_idle()
 
 
+@pytest.mark.full
 def test_what_a_stage_of_a_pipeline_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two stages: the file has what one takes, beside an instance of one stage, and a simulation with it adds up."""
     prefill, decode = FLEET.get(STAGES, PIPELINE_DECODE)

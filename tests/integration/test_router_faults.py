@@ -181,6 +181,7 @@ def test_instances_come_and_go_at_run_time(router: RunningRouter, engines: list[
     assert router.call("POST", "/workers", {"url": "http://127.0.0.1:9", "role": "decode"})[0].status == 401
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("role", [pytest.param(Role.SHORT, marks=pytest.mark.full), Role.DECODE])
 def test_a_frozen_instance_holds_nothing(engines: list[Engine], role: Role) -> None:
     """SIGSTOP of all its processes under load, with the router's defaults; it goes on, and is used again."""

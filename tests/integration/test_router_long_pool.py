@@ -163,6 +163,7 @@ def test_decode_has_no_room_taken_for_a_prompt_that_waits_in_the_coordinator() -
             engine.stop()
 
 
+@pytest.mark.full
 def test_a_prompt_larger_than_its_instance_is_sent_again_when_a_member_is_lost() -> None:
     """Its KV cannot come to its own instance; the router lets the pool compute it again."""
     small = ("--page-size", "16", "--max-total-tokens", "640")

@@ -20,6 +20,7 @@ def folder() -> Path:
     return ensure_smollm2()
 
 
+@pytest.mark.full
 def test_answers_a_question(folder: Path) -> None:
     import torch
     import transformers

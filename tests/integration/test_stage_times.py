@@ -83,6 +83,7 @@ def counted(pair: Pair, seed: int) -> tuple[dict[tuple[str, int], float], list[f
     return found, [found["busy_seconds_total", stage] for stage in (0, 1)]
 
 
+@pytest.mark.full
 def test_a_short_prompt_alone_leaves_each_stage_a_bubble(pair: Pair) -> None:
     """While one of the two computes it the other one cannot."""
     before, busy_s = counted(pair, seed=3000)
@@ -122,6 +123,7 @@ def test_busy_time_and_bubbles_add_up_to_the_time_with_work(pair: Pair) -> None:
     assert any(later["start_s"] < other["end_s"] for later, other in zip(first[1:], second, strict=False))
 
 
+@pytest.mark.full
 def test_a_timeline_has_a_lane_for_each_stage(pair: Pair, tmp_path: Path) -> None:
     since_s = time.time()
     assert pair.send(600, seed=3020).is_exact()

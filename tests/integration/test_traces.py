@@ -106,6 +106,7 @@ def sglang_roots(spans: list[ReceivedSpan]) -> list[ReceivedSpan]:
     return [span for span in spans if span.attributes.get("module") == "sglang::request"]
 
 
+@pytest.mark.full
 @needs_protocol
 def test_what_router_pool_and_instances_measured_of_a_long_prompt_is_its_time_to_the_first_token() -> None:
     """Its KV leaves for decode while two instances compute it; a short prompt is computed by one of them alone."""

@@ -119,6 +119,7 @@ def check_boundary(cluster: Up, tokens: int) -> None:
     assert "new tokens as short" not in (cluster.folder / "logs" / "router.log").read_text()
 
 
+@pytest.mark.full
 def test_an_instance_that_cannot_start_ends_it_with_its_log(tmp_path: Path) -> None:
     model = tmp_path / "broken"
     model.mkdir()

@@ -87,6 +87,7 @@ def collected(shown: dict[str, Any]) -> list[dict[str, Any]]:
     return [one for one in shown["recent"] or () if one["outcome"] in ("collected", "streamed")]
 
 
+@pytest.mark.full
 def test_two_long_instances_share_prompts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with up(tmp_path, **settings(tmp_path)) as cluster:
         cluster.wait_until_ready()

@@ -148,6 +148,7 @@ def stage_of(cluster: Up, number: int) -> int:
     return pid
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("stage", "number"),
     [

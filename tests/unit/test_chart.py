@@ -355,11 +355,13 @@ def test_the_values_in_the_documentation_are_taken() -> None:
     jsonschema.Draft7Validator(values_schema()).validate(merged(values))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_the_schema_takes(name: str) -> None:
     jsonschema.Draft7Validator(values_schema()).validate(merged(ACCEPTED[name]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_the_schema_refuses(name: str) -> None:
     values, place = REFUSED[name]
@@ -387,6 +389,7 @@ def test_every_value_is_described() -> None:
     assert missing(values_schema(), default_values(), "") == ["global"]
 
 
+@pytest.mark.slow
 def test_what_does_not_hold_is_noticed() -> None:
     """The checks themselves: each of these breaks the default in one place."""
 

@@ -132,6 +132,7 @@ def sglang_folder() -> Path:
     return Path(spec.submodule_search_locations[0]).parent
 
 
+@pytest.mark.slow
 def test_all_that_is_imported_is_locked() -> None:
     packages = locked()
     unlocked = {}
@@ -143,6 +144,7 @@ def test_all_that_is_imported_is_locked() -> None:
     assert not unlocked
 
 
+@pytest.mark.slow
 def test_all_that_is_imported_from_sglang_is_there() -> None:
     imports = product_imports()
     assert sum(one.module.startswith("sglang.") for one in imports) > 50

@@ -115,6 +115,7 @@ def test_what_is_copied_is_there_and_is_sent(path: Path) -> None:
         assert source in SENT, f".dockerignore leaves {source} out"
 
 
+@pytest.mark.slow
 def test_the_wheel_has_all_packages(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     packages = {
@@ -133,6 +134,7 @@ def test_the_wheel_has_all_packages(wheel: Path) -> None:
     assert any(name.endswith("entry_points.txt") for name in names)
 
 
+@pytest.mark.slow
 def test_a_router_runs_from_the_wheel_with_what_it_asks_for(wheel: Path, tmp_path: Path) -> None:
     """Of all that is installed here only what the package names as needed, and what that needs, can be imported."""
     zipfile.ZipFile(wheel).extractall(tmp_path)

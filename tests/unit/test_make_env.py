@@ -45,6 +45,7 @@ def is_for_cuda(commands: str) -> bool:
     return is_cuda
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "nvidia_smi", [None, NO_DRIVER, BLOCKED, "true"], ids=["none", "no-driver", "blocked", "empty"]
 )
@@ -55,6 +56,7 @@ def test_without_a_gpu_the_engine_is_the_cpu_s(tmp_path: Path, nvidia_smi: str |
     assert "examples/demo.py --device cpu" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nvidia_smi", [ONE_GPU, TWO_GPUS], ids=["one", "two"])
 def test_with_a_gpu_the_engine_is_cuda_s(tmp_path: Path, nvidia_smi: str) -> None:
     done = make(tmp_path, nvidia_smi, "demo", "KEEP=1")
@@ -63,6 +65,7 @@ def test_with_a_gpu_the_engine_is_cuda_s(tmp_path: Path, nvidia_smi: str) -> Non
     assert "examples/demo.py --device cuda --keep" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("nvidia_smi", "chosen"), [(ONE_GPU, "0"), (None, "1")])
 def test_the_engine_can_be_chosen(tmp_path: Path, nvidia_smi: str | None, chosen: str) -> None:
     assert is_for_cuda(make(tmp_path, nvidia_smi, "env", f"CUDA={chosen}").stdout) == (chosen == "1")
@@ -74,6 +77,7 @@ def test_another_value_is_refused_by_name(tmp_path: Path) -> None:
     assert "CUDA is /usr/local/cuda: 0 is the CPU, 1 is CUDA" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_cpu_s_packages_come_as_before(tmp_path: Path) -> None:
     """torch by its usual dependencies, all else as the lock has it."""
     commands = make(tmp_path, None, "env").stdout.splitlines()

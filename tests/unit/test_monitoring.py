@@ -47,6 +47,7 @@ def test_the_files_are_what_the_code_writes() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_every_metric_and_label_is_there() -> None:
     wrong = {place: names for place, expression in expressions() if (names := wrong_names(expression))}
     assert wrong == {}
@@ -134,6 +135,7 @@ def stored_name(name: str) -> str:
     return name
 
 
+@pytest.mark.slow
 def test_names_are_stored_as_they_are_declared() -> None:
     """Whether a colon came as one or as an underscore."""
     for name in read_declared() | read_sglang():

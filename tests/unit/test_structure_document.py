@@ -45,6 +45,7 @@ def test_folders_are_there(folder: str) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "name"), NAMES)
 def test_functions_are_there(path: str, name: str) -> None:
     assert any(name in defined(source) for source in files(path)), f"{path}: {name}"

@@ -30,6 +30,7 @@ def test_fixed_windows_are_as_short_as_they_are_long_and_the_last_is_the_default
         assert options.w_max_ms == pytest.approx(float(name), abs=0.01)
 
 
+@pytest.mark.slow
 def test_every_window_gets_the_same_stream_of_short_prompts() -> None:
     stream = arrivals(100.0, 20.0, 1)
     assert stream == arrivals(100.0, 20.0, 1)
@@ -39,6 +40,7 @@ def test_every_window_gets_the_same_stream_of_short_prompts() -> None:
     assert stream[0].prompt[:4] != arrivals(50.0, 20.0, 1)[0].prompt[:4]
 
 
+@pytest.mark.slow
 def test_times_run_from_when_a_request_was_due() -> None:
     """A server that answers one after the other makes those wait that are due meanwhile."""
 
@@ -114,6 +116,7 @@ def test_the_adaptive_window_is_judged_by_the_best_fixed_one_at_the_rate_of_the_
     assert {verdict.value for verdict in figure_5_verdicts({ADAPTIVE: FOUND[ADAPTIVE]})} == {None}
 
 
+@pytest.mark.slow
 def test_the_picture_has_what_was_measured(tmp_path: Path) -> None:
     assert curves(FOUND, "mean_s") == {
         20.0: ([(0.0, 0.01), (30.0, 0.04)], 0.01),

@@ -83,6 +83,7 @@ def test_decisions_of_a_level_are_what_was_added_meanwhile() -> None:
     assert decisions_between(before, before, 10.0) == {"batches": 0, "mean_s": None, "share": 0.0}
 
 
+@pytest.mark.slow
 def test_turns_go_on_where_the_one_before_ended() -> None:
     prompts = list(islice(turns(7, 1), 2000))
     assert prompts == list(islice(turns(7, 1), 2000))

@@ -307,6 +307,7 @@ def test_a_part_and_the_repository_are_carried_together(tmp_path: Path) -> None:
     assert part_limit_bytes(tmp_path) == CARRIED_BYTES - GROWTH_BYTES - 208
 
 
+@pytest.mark.full
 @given(st.lists(st.integers(0, 60_000), max_size=6), st.integers(12_000, 60_000))
 def test_a_site_comes_out_of_its_parts_as_it_was(sizes: list[int], limit_bytes: int) -> None:
     draw = random.Random(str(sizes))

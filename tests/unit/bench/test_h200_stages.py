@@ -165,6 +165,7 @@ def run_one(tmp_path: Path, one: Step, deadline_s: float, monkeypatch: pytest.Mo
     return found
 
 
+@pytest.mark.full
 def test_a_step_that_is_stopped_leaves_what_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(h200, "RESERVE_S", 3.0)
     script = WRITES + (
@@ -184,6 +185,7 @@ def test_a_step_that_is_stopped_leaves_what_it_had(tmp_path: Path, monkeypatch: 
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".log"]
 
 
+@pytest.mark.slow
 def test_a_step_that_fails_says_why_and_keeps_what_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run_one(tmp_path, step(WRITES + "sys.exit('out of memory')\n"), 60.0, monkeypatch)
     assert found["error"] == "out of memory"
@@ -192,6 +194,7 @@ def test_a_step_that_fails_says_why_and_keeps_what_it_had(tmp_path: Path, monkey
     assert "error" not in found
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_leaves_time_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stage_plan, "LEAST_LIMIT_S", 6.0)
     hangs = step("import time; time.sleep(600)")
@@ -235,6 +238,7 @@ def test_what_has_no_time_left_is_not_begun(tmp_path: Path, monkeypatch: pytest.
     assert not (tmp_path / "figure6-all.log").exists()
 
 
+@pytest.mark.slow
 def test_results_are_there_after_each_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second step reads the result of the first from the file of the run."""
     second = (
@@ -252,6 +256,7 @@ def test_results_are_there_after_each_step(tmp_path: Path, monkeypatch: pytest.M
     assert run.record["stages"]["figure6"]["steps"]["second"]["seen"] == [{"concurrency": 64, "failed": 0}]
 
 
+@pytest.mark.slow
 def test_what_was_compiled_beforehand_is_found_beside_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -372,6 +377,7 @@ def test_requests_blocks_and_checks_that_fail_are_failures() -> None:
     assert failures_of(record("preflight", "checks", {"checks": checks}, is_dry=True)) == []
 
 
+@pytest.mark.slow
 def test_results_of_several_commands_are_judged_as_one(tmp_path: Path) -> None:
     graphs = {"replays": {"8x1": 3}}
     level = {"concurrency": 64, "failed": 0, "requests_per_s": 10.0, "mean_s": 2.0, "graphs": graphs}
@@ -404,6 +410,7 @@ def test_results_of_several_commands_are_judged_as_one(tmp_path: Path) -> None:
     assert missing.stderr.startswith("error: --judge: ")
 
 
+@pytest.mark.slow
 def test_what_is_expected_is_printed_beforehand() -> None:
     (line, model, least, *_) = expected_lines("buckets-7b", H200, Selection(modes=("grid",)))
     assert line.endswith("s for grid")
@@ -488,6 +495,7 @@ def test_without_a_gpu_only_what_does_not_compute_is_looked_at(
     assert is_well or "cutlass" in found["engine"]["detail"]
 
 
+@pytest.mark.slow
 def test_a_check_that_may_hang_or_crash_is_tried_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(h200.HERE))
     (packages,) = (check for check in preflight.CHECKS if check.name == "packages")

@@ -66,6 +66,7 @@ def test_wheels_without_a_compiler_are_refused_by_name(tmp_path: Path) -> None:
         jit_cache.unpack_toolkit([wheel(tmp_path, "nvidia_nvvm", "nvidia/cu13/nvvm/bin/cicc")], tmp_path / "cuda")
 
 
+@pytest.mark.slow
 def test_what_is_compiled_here_must_load_there(tmp_path: Path) -> None:
     assert jit_cache.same_abi(site_with(tmp_path / "a", apache_tvm_ffi=here("apache-tvm-ffi")))
     with pytest.raises(jit_cache.JitBuildError, match=r"apache-tvm-ffi is 0\.0\.1 in .* and .* here"):
@@ -74,6 +75,7 @@ def test_what_is_compiled_here_must_load_there(tmp_path: Path) -> None:
         jit_cache.same_abi(tmp_path)
 
 
+@pytest.mark.slow
 def test_flashinfer_finds_its_modules_by_a_package_of_its_version(tmp_path: Path) -> None:
     site = site_with(tmp_path, flashinfer_python="0.6.15.post1")
     jit_cache.write_flashinfer_package(site)
@@ -92,6 +94,7 @@ def test_flashinfer_finds_its_modules_by_a_package_of_its_version(tmp_path: Path
         jit_cache.write_flashinfer_package(tmp_path / "elsewhere")
 
 
+@pytest.mark.full
 def test_a_module_that_does_not_compile_is_reported(tmp_path: Path) -> None:
     site = site_with(tmp_path, apache_tvm_ffi=here("apache-tvm-ffi"), flashinfer_python="0.6.15.post1")
     (site / "flashinfer_jit_cache").mkdir()

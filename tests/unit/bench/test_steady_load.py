@@ -73,6 +73,7 @@ def test_whole_streams_are_good_and_a_closed_connection_leads_to_the_next_router
     assert len(routers) == (2 if closes else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "outcome", "detail"),
     [

@@ -14,6 +14,7 @@ from support.traced_routers import BRANCHES, VARIANTS, build_variants, without_t
 ROOT = Path(__file__).resolve().parents[3]
 
 
+@pytest.mark.slow
 def test_the_copy_lacks_the_branches_of_the_request_path_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,6 +78,7 @@ def test_right_and_wrong_answers_and_what_the_control_shows(of_last_token: bool)
     assert len(wrong["different"]) == (0 if of_last_token else 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arrangement", ["handshake", "pool"])
 def test_a_worker_that_refuses_is_told_in_its_words(arrangement: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real workers, told that they are on a GPU: they end before they import SGLang."""

@@ -86,6 +86,7 @@ TRUTHS = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(
     truth=TRUTHS,
     assumed_over_truth=st.floats(0.5, 2.0),
@@ -109,6 +110,7 @@ def test_the_budget_holds_and_what_fits_is_captured(
             assert used_bytes + 2 * truth.bytes_per_token * shape.tokens + 2 * truth.own_bytes + 1 > budget_bytes
 
 
+@pytest.mark.slow
 @given(truth=TRUTHS, order=st.permutations(PAPER), assumed_over_truth=st.floats(0.01, 100.0))
 def test_after_the_largest_shape_a_capture_costs_what_graphs_cost(
     truth: Truth, order: list[GraphShape], assumed_over_truth: float

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -59,6 +60,7 @@ def snapshot(now_s: float, lengths: list[tuple[int, int]], free_tokens: int) -> 
     return RoundSnapshot(now_s, queue, free_tokens)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     shapes=st.sets(st.tuples(st.integers(1, 200), st.integers(1, 16)), min_size=1, max_size=12),

@@ -75,6 +75,7 @@ def ragged(new_lens: list[int], prefix_lens: list[int]) -> RaggedBatch:
     )
 
 
+@pytest.mark.slow
 def test_all_are_captured_at_start() -> None:
     graphs, recorder = build()
     assert list(graphs.capture_all()) == plan_captures([4, 8], [1, 2, 4], 32, 4)
@@ -94,6 +95,7 @@ def test_lazily_each_is_captured_once_when_wanted() -> None:
         graphs.replay(GraphShape(8, 1))
 
 
+@pytest.mark.slow
 def test_shapes_beyond_the_budget_leave_the_grid() -> None:
     graphs, recorder = build(budget_bytes=100 + 3 * GRAPH_BYTES)
     list(graphs.capture_all())
@@ -148,6 +150,7 @@ def build_failing(recorder: FailingRecorder, agree: Callable[[bool], bool] = boo
     return PrefillGraphs(shapes, recorder.toy, recorder, ledger, torch.zeros(32, HIDDEN), 100, lambda: 0.0, agree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_in_warm_up", [False, True])
 def test_a_shape_whose_capture_fails_leaves_the_grid_and_the_others_serve(
     is_in_warm_up: bool, caplog: pytest.LogCaptureFixture
@@ -178,6 +181,7 @@ def test_a_failure_at_serving_is_counted_by_its_reason() -> None:
     assert graphs.make_ready(GraphShape(8, 1))
 
 
+@pytest.mark.slow
 def test_when_all_fail_it_stops_trying(caplog: pytest.LogCaptureFixture) -> None:
     recorder = FailingRecorder({4, 8, 16, 32})
     graphs = build_failing(recorder)
@@ -191,6 +195,7 @@ def test_when_all_fail_it_stops_trying(caplog: pytest.LogCaptureFixture) -> None
     assert graphs.choose([4], [0]) is Fallback.CAPTURE
 
 
+@pytest.mark.slow
 def test_ranks_drop_what_one_of_them_has_not_captured() -> None:
     """What a peer rank says decides, in the same order of questions."""
     peer_fails_at = {2: False, 5: False}  # of the questions: is there room, is it recorded, by turns
@@ -210,6 +215,7 @@ def test_ranks_drop_what_one_of_them_has_not_captured() -> None:
     assert len(graphs.captured) == 4
 
 
+@pytest.mark.slow
 def test_nothing_is_collected_while_all_are_captured() -> None:
     frozen = []
 
@@ -226,6 +232,7 @@ def test_nothing_is_collected_while_all_are_captured() -> None:
     assert gc.get_freeze_count() == before
 
 
+@pytest.mark.slow
 def test_padding_is_compiled_before_the_first_replay(monkeypatch: pytest.MonkeyPatch) -> None:
     padded = []
 
@@ -240,6 +247,7 @@ def test_padding_is_compiled_before_the_first_replay(monkeypatch: pytest.MonkeyP
     assert padded == [(1, types)]
 
 
+@pytest.mark.slow
 def test_why_a_batch_has_no_shape() -> None:
     graphs, _ = build(budget_bytes=GRAPH_BYTES, max_prefix_tokens=10)
     assert graphs.choose([9], [0]) is Fallback.TOO_LARGE
@@ -260,6 +268,7 @@ def test_padding_that_costs_more_than_it_saves_is_refused() -> None:
     assert graphs.choose([128, *[16] * 8], [0] * 9) == GraphShape(128, 4)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(
     st.lists(

@@ -104,6 +104,7 @@ def collections_during(context: Callable[[], Any]) -> list[int]:
         return [gc.get_freeze_count()]
 
 
+@pytest.mark.slow
 def test_what_a_process_has_frozen_stays_frozen() -> None:
     gc.collect()
     gc.freeze()

@@ -46,6 +46,7 @@ def run_with_triton(*arguments: str, **environment: str) -> subprocess.Completed
     )
 
 
+@pytest.mark.full
 def test_kernels_are_their_references() -> None:
     done = run_with_triton("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels", TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
@@ -60,6 +61,7 @@ def compiled_here(tmp_path: Path) -> list[Compiled]:
     return [Compiled(**record) for record in json.loads(done.stdout.splitlines()[-1])]
 
 
+@pytest.mark.full
 def test_kernels_compile_for_hopper_as_the_document_says(tmp_path: Path) -> None:
     records = compiled_here(tmp_path)
     assert {record.kernel for record in records if not record.case.startswith(SGLANG)} == {

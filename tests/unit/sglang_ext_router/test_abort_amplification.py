@@ -35,6 +35,7 @@ def hanging(served: Cluster) -> tuple[ScriptedEngine, ScriptedEngine]:
     return served.short[0], served.decode[0]
 
 
+@pytest.mark.slow
 async def test_an_engine_with_the_hook_is_called_once_and_once_more() -> None:
     async with cluster(max_sequences_per_request=4096, long=0) as served:
         engines = hanging(served)
@@ -52,6 +53,7 @@ async def test_an_engine_with_the_hook_is_called_once_and_once_more() -> None:
         assert [len(engine.aborts) for engine in engines] == [2, 2]
 
 
+@pytest.mark.slow
 async def test_a_stock_engine_is_told_of_every_sequence_over_few_connections() -> None:
     async with cluster(max_sequences_per_request=512, long=0) as served:
         engines = hanging(served)
@@ -77,6 +79,7 @@ async def test_an_abort_of_another_request_does_not_wait_for_long_behind_those_o
         await decode.abort_of(decode.requests[1].rid, 2.0)
 
 
+@pytest.mark.slow
 async def test_calls_that_are_not_answered_do_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aborting, "CALL_TIMEOUT_S", 0.2)
     async with cluster(long=0) as served:
@@ -108,6 +111,7 @@ async def test_nothing_is_sent_to_an_instance_that_is_out() -> None:
 # -- the limit ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
@@ -138,6 +142,7 @@ async def test_as_many_as_allowed_are_served() -> None:
         assert (await served.ask("POST", "/v1/completions", {"prompt": ["a"] * 128, "n": 2})).status == 200
 
 
+@pytest.mark.slow
 @given(
     given_ids=st.one_of(st.none(), st.text("ab_", max_size=4), st.lists(st.text("ab_", max_size=4), min_size=1)),
     samples=st.integers(1, 3),

@@ -62,6 +62,7 @@ async def test_a_queue_of_size_zero() -> None:
         assert (await served.ask("POST", "/generate", PROMPT)).status == 429
 
 
+@pytest.mark.slow
 async def test_waiting_too_long_gives_408() -> None:
     async with busy(queue_timeout_secs=0.2) as served:
         start_s, clock_s = running_s(), time.monotonic()
@@ -73,6 +74,7 @@ async def test_waiting_too_long_gives_408() -> None:
         assert len(served.decode[0].requests) == 1
 
 
+@pytest.mark.slow
 async def test_a_deadline_ends_the_wait_earlier() -> None:
     async with busy(queue_timeout_secs=20.0) as served:
         start_s, clock_s = running_s(), time.monotonic()
@@ -99,6 +101,7 @@ async def test_the_earliest_deadline_is_served_first() -> None:
         assert order == ["early", "late", "none"]
 
 
+@pytest.mark.slow
 async def test_the_queue_wait_is_told() -> None:
     async with cluster(max_concurrent_requests=1) as served:
         served.decode[0].plan(reply(delay_s=0.3))
@@ -109,6 +112,7 @@ async def test_the_queue_wait_is_told() -> None:
         first.close()
 
 
+@pytest.mark.slow
 async def test_never_more_requests_under_way_than_allowed() -> None:
     async with cluster(max_concurrent_requests=3, queue_size=100) as served:
         most = 0
@@ -124,6 +128,7 @@ async def test_never_more_requests_under_way_than_allowed() -> None:
         assert most == 3
 
 
+@pytest.mark.slow
 async def test_a_long_queue_that_meets_no_instance_is_refused_whole() -> None:
     count = 300
     async with cluster(max_concurrent_requests=1, queue_size=count) as served:
@@ -139,6 +144,7 @@ async def test_a_long_queue_that_meets_no_instance_is_refused_whole() -> None:
             client.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slo", ["", "abc", "0", "-1", "nan", "inf", "-inf", "1e999", "0x10", "1 2"])
 async def test_a_bad_deadline_gives_400(slo: str) -> None:
     async with cluster() as served:
@@ -148,6 +154,7 @@ async def test_a_bad_deadline_gives_400(slo: str) -> None:
         assert served.upstream_requests() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_met_and_missed_deadlines_are_counted(is_stream: bool) -> None:
     """What counts is a stream's first byte; of another reply, the end of its prefill."""
@@ -163,6 +170,7 @@ async def test_met_and_missed_deadlines_are_counted(is_stream: bool) -> None:
         assert (served.router.metrics.short.slo_met, served.router.metrics.short.slo_missed) == (2, 1)
 
 
+@pytest.mark.slow
 async def test_deadlines_of_requests_without_a_token_are_missed_unless_they_are_at_fault() -> None:
     async with cluster(retry_max_retries=0) as served:
         metrics = served.router.metrics
@@ -181,6 +189,7 @@ async def test_deadlines_of_requests_without_a_token_are_missed_unless_they_are_
         client.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "body"),
     [
@@ -268,6 +277,7 @@ async def test_the_key(authorization: str | None, status: int) -> None:
         assert served.upstream_requests() == (2 if status == 200 else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["GET", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD"])
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
 async def test_only_post(method: str, path: str) -> None:

@@ -85,6 +85,7 @@ async def test_in_the_queue() -> None:
         assert len(served.decode[0].requests) == 1
 
 
+@pytest.mark.slow
 async def test_during_the_back_off_before_a_retry() -> None:
     async with cluster(retry_initial_backoff_ms=300, retry_max_backoff_ms=300) as served:
         served.short[0].script = cut()
@@ -206,6 +207,7 @@ async def test_every_sequence_of_a_batch_is_aborted() -> None:
             await served.decode[0].abort_of(f"{base}_{index}", 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rid", ["", "0"])
 async def test_a_clients_id_cannot_abort_the_requests_of_others(rid: str) -> None:
     """SGLang aborts every request whose id starts with the one given."""
@@ -222,6 +224,7 @@ async def test_a_clients_id_cannot_abort_the_requests_of_others(rid: str) -> Non
         other.cancel()
 
 
+@pytest.mark.slow
 async def test_an_abort_is_told_again_in_case_it_overtook_the_request() -> None:
     async with cluster() as served:
         served.decode[0].script = hang()
@@ -247,6 +250,7 @@ async def test_aborts_carry_the_key() -> None:
         assert told.header("authorization") == "Bearer secret"
 
 
+@pytest.mark.slow
 async def test_leaving_after_the_whole_reply_is_no_abort() -> None:
     async with cluster() as served:
         served.short[0].script = reply(delay_s=0.3)

@@ -129,6 +129,7 @@ BAD: list[tuple[str, ...]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", BAD, ids=lambda arguments: " ".join(map(ascii, arguments)))
 def test_a_bad_option_gives_status_2_and_one_line(
     arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -254,6 +255,7 @@ def test_a_folder_with_a_tokenizer(tmp_path: Path) -> None:
     assert parse("--tokenizer-path", str(tmp_path)).tokenizer_path == str(tmp_path)
 
 
+@pytest.mark.slow
 @given(text=st.text(max_size=40) | st.text(st.sampled_from("http:/[]@?#.%0123456789ab \x00\n"), max_size=25))
 def test_any_url_is_normalised_or_refused_in_one_line(text: str) -> None:
     try:

@@ -28,6 +28,7 @@ def start_drain(served: Cluster, grace_s: float = 5.0) -> asyncio.Task[None]:
     return asyncio.create_task(served.router.drain(grace_s))
 
 
+@pytest.mark.slow
 async def test_idle_connections_close_and_new_ones_are_refused() -> None:
     async with cluster() as served, await served.connect() as client:
         assert (await client.ask("POST", "/generate", BODY)).status == 200
@@ -37,6 +38,7 @@ async def test_idle_connections_close_and_new_ones_are_refused() -> None:
             await served.connect()
 
 
+@pytest.mark.slow
 async def test_a_running_stream_ends_and_says_that_the_connection_closes() -> None:
     async with cluster() as served, await served.connect() as client:
         served.decode[0].script = stream(*[event(i) for i in range(5)], DONE, delay_s=0.05)
@@ -51,6 +53,7 @@ async def test_a_running_stream_ends_and_says_that_the_connection_closes() -> No
         await asyncio.wait_for(drain, 3.0)
 
 
+@pytest.mark.slow
 async def test_queued_requests_are_served() -> None:
     async with cluster(max_concurrent_requests=1) as served:
         served.decode[0].script = reply(delay_s=0.1)
@@ -64,6 +67,7 @@ async def test_queued_requests_are_served() -> None:
         await asyncio.wait_for(drain, 3.0)
 
 
+@pytest.mark.slow
 async def test_pipelined_requests_are_served() -> None:
     async with cluster() as served, await served.connect() as client:
         served.decode[0].script = reply(delay_s=0.1)
@@ -76,6 +80,7 @@ async def test_pipelined_requests_are_served() -> None:
         await asyncio.wait_for(drain, 3.0)
 
 
+@pytest.mark.slow
 async def test_a_request_that_is_still_being_sent_is_served() -> None:
     async with cluster() as served, await served.connect() as client:
         await client.send(GOOD[:-4])
@@ -89,6 +94,7 @@ async def test_a_request_that_is_still_being_sent_is_served() -> None:
         await asyncio.wait_for(drain, 3.0)
 
 
+@pytest.mark.slow
 async def test_readyz_says_503_while_a_client_can_still_ask() -> None:
     async with cluster() as served, await served.connect() as client:
         served.decode[0].script = reply(delay_s=0.2)
@@ -99,6 +105,7 @@ async def test_readyz_says_503_while_a_client_can_still_ask() -> None:
         await asyncio.wait_for(drain, 3.0)
 
 
+@pytest.mark.slow
 async def test_a_reply_that_is_not_read_yet_is_not_cut() -> None:
     body = b'"' + b"x" * 20_000_000 + b'"'
     async with cluster() as served, await served.connect() as client:
@@ -115,6 +122,7 @@ async def test_a_reply_that_is_not_read_yet_is_not_cut() -> None:
         await asyncio.wait_for(drain, 3.0)
 
 
+@pytest.mark.slow
 async def test_what_does_not_end_in_time_is_cut_and_aborted() -> None:
     async with cluster() as served:
         served.decode[0].script = hang(stream_head() + chunk(event(1)))
@@ -136,6 +144,7 @@ async def test_what_does_not_end_in_time_is_cut_and_aborted() -> None:
 # -- the whole process ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
 async def test_the_process_drains_on_a_signal(signal_number: int) -> None:
     engines = [ScriptedEngine(Role.BOTH), ScriptedEngine(Role.DECODE, stream(event(1), DONE, delay_s=0.4))]
@@ -165,6 +174,7 @@ async def test_the_process_drains_on_a_signal(signal_number: int) -> None:
             await engine.stop()
 
 
+@pytest.mark.slow
 async def test_requests_are_taken_while_readyz_says_503_already() -> None:
     engines = [ScriptedEngine(Role.BOTH), ScriptedEngine(Role.DECODE)]
     for engine in engines:
@@ -216,6 +226,7 @@ async def until_ready(port: int) -> None:
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.slow
 async def test_a_client_that_goes_on_at_the_end_of_its_stream_is_served() -> None:
     """Its stream began before the router knew that it would end: its head has no `connection: close`."""
     async with cluster() as served, await served.connect() as client, await served.connect() as idle:

@@ -56,6 +56,7 @@ def drop_first_of(served: Cluster) -> Script:
     return play
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 @pytest.mark.parametrize(
     "failure",
@@ -210,6 +211,7 @@ async def test_a_whole_reply_that_breaks_off_is_cut() -> None:
             await served.ask("POST", "/generate", PROMPT)
 
 
+@pytest.mark.slow
 async def test_prefill_failing_after_the_first_byte_does_no_harm() -> None:
     async with cluster() as served:
         served.short[0].script = status(500, delay_s=0.1)
@@ -218,6 +220,7 @@ async def test_prefill_failing_after_the_first_byte_does_no_harm() -> None:
         assert answer.chunks == (event(1), event(2), event(3), DONE)
 
 
+@pytest.mark.slow
 async def test_prefill_failing_after_the_first_byte_ends_a_request_of_several_sequences() -> None:
     async with cluster() as served:
         served.short[0].script = status(500, delay_s=0.15)
@@ -275,6 +278,7 @@ async def test_requests_under_way_when_an_instance_is_killed_end_at_once() -> No
         assert running_s() - start_s < 1.0
 
 
+@pytest.mark.slow
 async def test_the_attempt_after_a_failure_is_not_hit_by_the_first_ones_abort() -> None:
     """SGLang aborts by the beginning of an id, and the client's own id is the same in every attempt."""
     async with cluster(short=2) as served:
@@ -292,6 +296,7 @@ async def test_the_attempt_after_a_failure_is_not_hit_by_the_first_ones_abort() 
         assert not [abort for abort in decode.aborts if second.rid.startswith(abort.rid)]
 
 
+@pytest.mark.slow
 async def test_the_whole_time_of_a_request_is_bounded() -> None:
     async with cluster(request_timeout_secs=0.3) as served:
         served.decode[0].script = hang()
@@ -301,6 +306,7 @@ async def test_the_whole_time_of_a_request_is_bounded() -> None:
         await served.decode[0].abort_of(served.decode[0].requests[0].rid, 1.0)
 
 
+@pytest.mark.slow
 async def test_the_whole_time_of_a_stream_is_bounded() -> None:
     async with cluster(request_timeout_secs=0.3) as served:
         served.decode[0].script = hang(stream_head() + chunk(event(1)))

@@ -47,6 +47,7 @@ def is_in(served: Cluster, index: int = 0) -> bool:
     return served.worker(served.decode[index].url).is_healthy
 
 
+@pytest.mark.slow
 async def test_with_the_defaults_a_frozen_instance_is_out_within_five_seconds() -> None:
     defaults = RouterConfig()
     names = ("health_check_interval_secs", "health_check_timeout_secs", "load_poll_interval_secs")
@@ -62,6 +63,7 @@ async def test_with_the_defaults_a_frozen_instance_is_out_within_five_seconds() 
         assert running_s() - began_s <= 10.0
 
 
+@pytest.mark.slow
 async def test_streams_of_a_frozen_instance_end_and_what_was_not_answered_is_served_elsewhere() -> None:
     async with cluster(decode=2, **QUICK) as served:
         frozen, other = served.decode
@@ -88,6 +90,7 @@ async def test_streams_of_a_frozen_instance_end_and_what_was_not_answered_is_ser
         await served.until(lambda: is_in(served))
 
 
+@pytest.mark.slow
 async def test_a_frozen_prefill_instance_does_not_hold_its_prompts() -> None:
     async with cluster(short=2, long=0, **QUICK) as served:
         frozen, other = served.short
@@ -108,6 +111,7 @@ async def test_a_frozen_prefill_instance_does_not_hold_its_prompts() -> None:
         assert not served.worker(frozen.url).is_healthy
 
 
+@pytest.mark.slow
 async def test_an_instance_that_answers_slowly_stays(caplog: pytest.LogCaptureFixture) -> None:
     async with cluster(**QUICK) as served:
         engine = served.decode[0]
@@ -117,6 +121,7 @@ async def test_an_instance_that_answers_slowly_stays(caplog: pytest.LogCaptureFi
         assert "is out" not in caplog.text
 
 
+@pytest.mark.slow
 async def test_an_instance_that_has_no_time_for_checks_but_streams_stays() -> None:
     async with cluster(**QUICK) as served:
         engine = served.decode[0]
@@ -128,6 +133,7 @@ async def test_an_instance_that_has_no_time_for_checks_but_streams_stays() -> No
         await served.until(lambda: not is_in(served), 3.0)  # it has nothing more to say
 
 
+@pytest.mark.slow
 async def test_a_router_that_stood_still_itself_takes_no_instance_out(caplog: pytest.LogCaptureFixture) -> None:
     async with cluster(**QUICK) as served:
         served.decode[0].liveness_delay_s = 0.3
@@ -139,6 +145,7 @@ async def test_a_router_that_stood_still_itself_takes_no_instance_out(caplog: py
         assert "is out" not in caplog.text
 
 
+@pytest.mark.slow
 async def test_several_misses_can_be_asked_for() -> None:
     async with cluster(**QUICK, liveness_failure_threshold=3) as served:
         served.decode[0].liveness_delay_s = None
@@ -147,6 +154,7 @@ async def test_several_misses_can_be_asked_for() -> None:
         assert running_s() - began_s > 1.2
 
 
+@pytest.mark.slow
 async def test_a_scheduler_that_hangs_loses_its_requests_once_its_health_checks_have_failed() -> None:
     """The server process answers, but not for its scheduler: a GPU that hangs."""
     async with cluster(health_check_timeout_secs=0.1, health_failure_threshold=3, **QUICK) as served:
@@ -159,6 +167,7 @@ async def test_a_scheduler_that_hangs_loses_its_requests_once_its_health_checks_
         assert not is_in(served)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["says that it ends", "closes its port"])
 async def test_an_instance_that_ends_in_order_serves_what_it_has(how: str) -> None:
     async with cluster(health_failure_threshold=1, **QUICK) as served:
@@ -228,6 +237,7 @@ async def test_what_counts_as_a_sign_of_life(error: Exception, is_alive: bool) -
 # -- time limits within a reply -------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_stream_that_stalls_is_ended() -> None:
     async with cluster(stream_stall_timeout_secs=0.3, **IN_TURN) as served:
         served.decode[0].script = hang(FIRST)
@@ -238,6 +248,7 @@ async def test_a_stream_that_stalls_is_ended() -> None:
         assert served.router.metrics.aborts == {"stream_stalled": 1}
 
 
+@pytest.mark.slow
 async def test_a_stream_whose_client_does_not_read_does_not_stall() -> None:
     size = 1 << 16
 
@@ -258,6 +269,7 @@ async def test_a_stream_whose_client_does_not_read_does_not_stall() -> None:
         assert served.router.metrics.aborts == {}
 
 
+@pytest.mark.slow
 async def test_a_stream_that_does_not_begin_is_tried_elsewhere() -> None:
     async with cluster(short=1, decode=2, first_byte_timeout_secs=0.4, **IN_TURN) as served:
         for engine in served.decode:
@@ -270,6 +282,7 @@ async def test_a_stream_that_does_not_begin_is_tried_elsewhere() -> None:
         assert served.router.metrics.retries == {"decode": 1}
 
 
+@pytest.mark.slow
 async def test_a_late_first_byte_is_a_failure_of_prefill_while_it_has_not_answered() -> None:
     async with cluster(short=2, long=0, first_byte_timeout_secs=0.4, retry_max_retries=0, **IN_TURN) as served:
         served.decode[0].script = hang()

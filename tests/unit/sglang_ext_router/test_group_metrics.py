@@ -81,6 +81,7 @@ async def group(count: int) -> AsyncIterator[list[RunningRouter]]:
         yield routers
 
 
+@pytest.mark.slow
 async def test_peers_that_are_found_connected_and_received() -> None:
     async with group(3) as (first, second, third):
         for one in (first, second, third):
@@ -97,6 +98,7 @@ async def test_a_router_without_a_group_or_a_cluster_shows_nothing_of_them() -> 
     assert not {name for name in names if name.startswith(("peer", "controller_lea", "discovery_"))}
 
 
+@pytest.mark.slow
 async def test_discovery_is_connected_while_the_api_server_answers() -> None:
     async with kubernetes() as api:
         config = replace(FAST, service_discovery=True, kubernetes_url=api.url, service_discovery_namespace="default")
@@ -119,6 +121,7 @@ async def test_discovery_is_connected_while_the_api_server_answers() -> None:
             assert (await shown(served))["discovery_sync_age_seconds"] < 5.0
 
 
+@pytest.mark.slow
 async def test_discovery_that_is_refused_from_the_start() -> None:
     async with kubernetes() as api:
         api.refusal = (403, "no")
@@ -128,6 +131,7 @@ async def test_discovery_that_is_refused_from_the_start() -> None:
             assert "discovery_sync_age_seconds" not in await shown(served)
 
 
+@pytest.mark.slow
 async def test_one_router_leads() -> None:
     async with kubernetes() as api:
         options = {"controller": "on", "controller_lease": "c", "kubernetes_url": api.url}

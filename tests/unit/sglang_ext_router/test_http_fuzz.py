@@ -72,6 +72,7 @@ async def one_by_one(served: Cluster, pieces: list[bytes]) -> list[tuple[int, by
     return answers
 
 
+@pytest.mark.full
 def test_a_pipeline_in_any_packets_equals_requests_one_by_one(stage: Stage) -> None:
     served = fuzz_cluster(stage)
     alone = stage.run(one_by_one(served, PIECES))
@@ -144,6 +145,7 @@ async def settled(served: Cluster) -> None:
         quiet = 0 if busy else quiet + 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("base", range(4))
 def test_edited_requests_never_harm(stage: Stage, base: int) -> None:
     served = fuzz_cluster(stage)
@@ -179,6 +181,7 @@ async def received_statuses(client: RawClient) -> list[int]:
         return statuses
 
 
+@pytest.mark.slow
 def test_bytes_never_harm(stage: Stage) -> None:
     served = fuzz_cluster(stage)
 

@@ -91,6 +91,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 async def test_what_is_malformed_is_refused(name: str) -> None:
     async with cluster() as served:
@@ -221,6 +222,7 @@ async def test_a_head_of_just_the_limit_is_served_also_before_a_large_body() -> 
         assert served.decode[0].requests[0].json["text"] == text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("excess_bytes", [1, 30_000_000])
 async def test_a_body_too_large_gives_413_that_the_client_gets_to_read(excess_bytes: int) -> None:
     async with cluster(max_payload_size=1000) as served:
@@ -298,6 +300,7 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
         assert answers[1].json == {"status": "ok"}
 
 
+@pytest.mark.slow
 async def test_a_long_pipeline() -> None:
     async with cluster() as served, await served.connect() as client:
         sending = asyncio.create_task(client.send(GOOD * 500))
@@ -307,6 +310,7 @@ async def test_a_long_pipeline() -> None:
         assert len({request.room for request in served.decode[0].requests}) == 500
 
 
+@pytest.mark.slow
 async def test_valid_requests_before_a_malformed_one_are_answered() -> None:
     async with cluster() as served, await served.connect() as client:
         served.decode[0].script = reply(delay_s=0.05)

@@ -61,6 +61,7 @@ async def begun(client: RawClient) -> None:
         assert await client.chunk() == EMPTY_LINE
 
 
+@pytest.mark.slow
 async def test_a_stream_that_begins_late() -> None:
     async with cluster(**ONE) as served, await served.connect() as client:
         told = asyncio.Event()
@@ -73,6 +74,7 @@ async def test_a_stream_that_begins_late() -> None:
         assert (await client.ask("GET", "/health")).status == 200  # the connection is in order
 
 
+@pytest.mark.slow
 async def test_attempts_before_the_first_byte_are_still_repeated() -> None:
     async with cluster(retry_max_retries=1, **ONE) as served, await served.connect() as client:
         told = asyncio.Event()
@@ -86,6 +88,7 @@ async def test_attempts_before_the_first_byte_are_still_repeated() -> None:
         assert len(set(rooms)) == len(rooms) == 2
 
 
+@pytest.mark.slow
 async def test_an_instances_refusal_becomes_an_event() -> None:
     async with cluster(**ONE) as served, await served.connect() as client:
         told = asyncio.Event()
@@ -101,6 +104,7 @@ async def test_an_instances_refusal_becomes_an_event() -> None:
         assert (await client.ask("GET", "/health")).status == 200
 
 
+@pytest.mark.slow
 async def test_the_routers_own_error_becomes_an_event() -> None:
     async with cluster(disable_retries=True, **ONE) as served, await served.connect() as client:
         told = asyncio.Event()
@@ -116,6 +120,7 @@ async def test_the_routers_own_error_becomes_an_event() -> None:
         await served.until_idle()
 
 
+@pytest.mark.slow
 async def test_a_stream_that_waits_in_the_queue() -> None:
     async with cluster(max_concurrent_requests=1, queue_timeout_secs=1.5, **ONE) as served:
         for engine in (*served.short, *served.decode):
@@ -129,6 +134,7 @@ async def test_a_stream_that_waits_in_the_queue() -> None:
             assert json.loads(data.split(b"\n\n")[0].removeprefix(b"data: "))["error"]["code"] == 408
 
 
+@pytest.mark.slow
 async def test_only_between_events() -> None:
     async with cluster(**ONE) as served, await served.connect() as client:
         told = asyncio.Event()
@@ -152,6 +158,7 @@ async def test_only_between_events() -> None:
         assert data == event({"text": "a"}) + DONE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("interval_s", "body"), [(0.2, {"text": "x"}), (0.0, STREAMED)])
 async def test_nothing_for_what_is_no_stream_or_by_option(interval_s: float, body: dict[str, Any]) -> None:
     async with cluster(sse_keep_alive_secs=interval_s, long=0) as served, await served.connect() as client:

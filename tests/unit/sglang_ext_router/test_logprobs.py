@@ -23,6 +23,7 @@ JOINED = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("prefill_s", "decode_s"), [(0.0, 0.1), (0.1, 0.0), (0.0, 0.0)])
 async def test_both_halves_arrive_in_whatever_order(prefill_s: float, decode_s: float) -> None:
     async with cluster() as served, await served.connect() as client:
@@ -42,6 +43,7 @@ async def test_batches_are_joined_item_by_item() -> None:
         assert answer.json == [JOINED, OF_DECODE]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "odd",
     [
@@ -125,6 +127,7 @@ async def test_an_error_that_breaks_off_on_its_way_is_cut_and_not_followed_by_an
         client.close()
 
 
+@pytest.mark.slow
 async def test_replies_of_any_size_are_joined() -> None:
     many = [[-0.5, token, None] for token in range(70_000)]
     async with cluster() as served:
@@ -134,6 +137,7 @@ async def test_replies_of_any_size_are_joined() -> None:
         assert answer.json["meta_info"]["input_token_logprobs"] == many
 
 
+@pytest.mark.full
 async def test_a_large_half_over_a_connection_that_had_to_be_replaced() -> None:
     many = [[-0.5, token, None] for token in range(70_000)]
     async with cluster(long=0) as served:

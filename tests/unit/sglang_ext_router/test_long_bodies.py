@@ -27,6 +27,7 @@ def body_of(size: int, seed: int = 0) -> bytes:
     return start + text[: size - len(start) - 2] + b'"}'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event_loop", LOOPS)
 @pytest.mark.parametrize("piece_bytes", [1500, 70_001, 10_000_000])
 async def test_bodies_of_all_sizes_arrive(event_loop: str, piece_bytes: int) -> None:
@@ -48,6 +49,7 @@ async def test_bodies_of_all_sizes_arrive(event_loop: str, piece_bytes: int) -> 
         await served.until(lambda: served.router.clients.buffered_bytes == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event_loop", LOOPS)
 @pytest.mark.parametrize("has_pauses", [False, True])
 async def test_a_request_behind_a_long_body_is_served(event_loop: str, has_pauses: bool) -> None:
@@ -64,6 +66,7 @@ async def test_a_request_behind_a_long_body_is_served(event_loop: str, has_pause
             assert [request.json["padding"] for request in served.decode[0].requests][-1] == "next"
 
 
+@pytest.mark.slow
 async def test_long_bodies_behind_a_request_that_is_served_wait_their_turn() -> None:
     async with cluster() as served, await served.connect() as client:
         served.decode[0].plan(reply(delay_s=0.5))
@@ -92,6 +95,7 @@ async def test_a_client_that_leaves_within_a_long_body_leaves_nothing(event_loop
         assert served.upstream_requests() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event_loop", LOOPS)
 async def test_a_long_body_that_stalls_is_refused_and_the_rest_of_it_is_not_read(event_loop: str) -> None:
     async with cluster(body_timeout_secs=0.3) as served, await served.connect() as client:
@@ -105,6 +109,7 @@ async def test_a_long_body_that_stalls_is_refused_and_the_rest_of_it_is_not_read
         assert served.upstream_requests() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event_loop", LOOPS)
 async def test_what_grows_beyond_all_that_may_be_buffered_is_refused(event_loop: str) -> None:
     """The announced size was free then; another body took it meanwhile."""

@@ -32,6 +32,7 @@ async def until_nothing_is_buffered(served: Cluster) -> None:
 # -- keys -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/generate", "/v1/tokenize", "/workers", "/nowhere"])
 @pytest.mark.parametrize("lines", [(), ("Authorization: Bearer wrong",)])
 async def test_without_a_key_no_body_is_read(path: str, lines: tuple[str, ...]) -> None:
@@ -50,6 +51,7 @@ async def test_without_a_key_no_client_is_asked_to_go_on() -> None:
         assert (await client.reply()).status == 401
 
 
+@pytest.mark.slow
 async def test_a_client_that_sends_all_of_a_large_body_gets_to_read_why_not() -> None:
     async with cluster(api_key="secret") as served, await served.connect() as client:
         await client.send(head("/generate", 30_000_000) + b"x" * 30_000_000)
@@ -68,6 +70,7 @@ async def test_a_refusal_waits_for_the_replies_before_it() -> None:
 # -- sizes ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "path", "length", "expected"),
     [
@@ -118,6 +121,7 @@ async def test_no_more_than_so_much_is_buffered_in_all() -> None:
         assert (await served.ask("POST", "/generate", BODY + b" " * 90_000)).status == 200
 
 
+@pytest.mark.slow
 async def test_a_body_in_tiny_chunks_takes_the_memory_that_is_counted() -> None:
     async with cluster() as served, await served.connect() as client:
         await client.send(b"POST /generate HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
@@ -198,6 +202,7 @@ async def test_connections_beyond_the_limit_are_answered_and_closed() -> None:
 # -- pipelines ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event_loop", ["uvloop", "asyncio"])
 async def test_a_pipeline_of_upgrades_takes_no_memory(event_loop: str) -> None:
     count = 3000
@@ -218,6 +223,7 @@ async def test_a_pipeline_of_upgrades_takes_no_memory(event_loop: str) -> None:
         await until_nothing_is_buffered(served)
 
 
+@pytest.mark.slow
 async def test_what_waits_behind_a_request_is_bounded() -> None:
     async with cluster(max_pipelined_size=50_000) as served, await served.connect() as client:
         served.decode[0].plan(hang())
@@ -232,6 +238,7 @@ async def test_what_waits_behind_a_request_is_bounded() -> None:
         await until_nothing_is_buffered(served)
 
 
+@pytest.mark.slow
 async def test_a_body_that_had_to_wait_has_its_time_after_that() -> None:
     async with (
         cluster(max_pipelined_size=10_000, body_timeout_secs=0.4) as served,
@@ -246,6 +253,7 @@ async def test_a_body_that_had_to_wait_has_its_time_after_that() -> None:
         assert (await client.reply()).status == 200
 
 
+@pytest.mark.slow
 async def test_a_pipeline_is_answered_whole_however_it_is_cut_into_pieces(stage: object) -> None:
     async with cluster() as served:
         data = (GOOD + request_bytes("GET", "/health")) * 100 + GOOD[:-1]

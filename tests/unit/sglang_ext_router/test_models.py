@@ -102,6 +102,7 @@ async def test_a_request_is_served_by_instances_of_its_model_alone(path: str) ->
             assert engines[DECODE].requests[0].json["model"] == model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [*GENERATION, "/v1/responses"])
 @pytest.mark.parametrize("models", [("llama",), ("llama", "qwen")])
 async def test_an_unknown_model_gets_404(path: str, models: tuple[str, ...]) -> None:
@@ -116,6 +117,7 @@ async def test_an_unknown_model_gets_404(path: str, models: tuple[str, ...]) -> 
         assert refused == {"model_not_found": 5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", GENERATION)
 @pytest.mark.parametrize("fields", [{}, {"model": None}, {"model": ""}])
 async def test_a_request_without_a_model(path: str, fields: dict[str, Any]) -> None:
@@ -154,6 +156,7 @@ async def test_scores_of_a_prompt_by_an_adapter() -> None:
         assert served.requests_of("llama") == 0
 
 
+@pytest.mark.slow
 async def test_any_name_will_do_if_asked_for() -> None:
     async with serving("llama", accept_any_model=True) as served:
         assert (await served.ask("POST", "/v1/completions", {"prompt": "x", "model": "gpt-4"})).status == 200
@@ -201,6 +204,7 @@ async def test_tokenising_and_model_info_are_asked_of_the_model() -> None:
 # -- while instances come and go ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_model_whose_instances_are_out_is_not_unknown() -> None:
     async with serving("llama", "qwen") as served:
         engine = served.engines["qwen"][DECODE]
@@ -309,6 +313,7 @@ MISMATCHES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "own", "others", "values"), MISMATCHES, ids=[case[0] for case in MISMATCHES])
 @pytest.mark.parametrize("role", [SHORT, DECODE])
 async def test_an_instance_that_does_not_fit_is_refused(
@@ -360,6 +365,7 @@ async def test_an_instance_that_does_not_fit_is_refused(
     assert complaints.messages == []
 
 
+@pytest.mark.slow
 async def test_of_two_that_do_not_fit_one_serves_whatever_the_order_of_their_answers() -> None:
     for first in (0, 1):
         engines = [engine_of("llama", SHORT, page_size=1), engine_of("llama", DECODE, page_size=64)]
@@ -379,6 +385,7 @@ async def test_of_two_that_do_not_fit_one_serves_whatever_the_order_of_their_ans
                 await engine.stop()
 
 
+@pytest.mark.slow
 async def test_an_instance_that_comes_back_different_is_refused() -> None:
     async with serving("llama") as served:
         engine = served.engines["llama"][DECODE]
@@ -401,6 +408,7 @@ async def test_an_instance_that_comes_back_different_is_refused() -> None:
         assert (await served.ask("POST", "/generate", {"text": "x"})).status == 200
 
 
+@pytest.mark.slow
 async def test_all_instances_of_a_model_come_back_different() -> None:
     """What one was counts no more once it says that it is another."""
     async with serving("llama", roles=(SHORT, DECODE)) as served:
@@ -419,6 +427,7 @@ async def test_all_instances_of_a_model_come_back_different() -> None:
         assert (await served.ask("POST", "/generate", {"text": "x"})).status == 200
 
 
+@pytest.mark.slow
 async def test_a_misfit_does_not_take_over_while_the_others_are_out_for_a_moment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -458,6 +467,7 @@ async def test_an_instance_of_the_wrong_mode_is_refused_when_it_is_added() -> No
         assert "--disaggregation-mode prefill" in answer.error["message"]
 
 
+@pytest.mark.slow
 async def test_what_does_not_answer_yet_is_added() -> None:
     async with cluster(admin_api_key="admin") as served:
         engine = await served.extra_engine(DECODE)

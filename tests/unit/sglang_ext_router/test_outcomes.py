@@ -49,6 +49,7 @@ async def sent(served: Cluster, body: dict[str, Any]) -> RawClient:
     return client
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "decode", "code", "outcome"),
     [
@@ -104,6 +105,7 @@ async def test_an_error_event_of_an_earlier_attempt_is_forgotten() -> None:
         assert counted(served) == {(502, "error_before"): 1}
 
 
+@pytest.mark.slow
 async def test_tokens_that_are_not_relayed_are_no_first_byte() -> None:
     """Decode begins, but its prefill has failed already: the request goes elsewhere."""
     async with cluster(retry_initial_backoff_ms=300, retry_max_backoff_ms=300) as served:
@@ -169,6 +171,7 @@ HALF = {"text": "a", "meta_info": {"input_token_logprobs": [[-0.25, 2, None]], "
 LARGE = {"text": "a" * 200_000, "meta_info": {"input_token_logprobs": [[-0.25, 2, None]], "completion_tokens": 5}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("half", "code", "outcome"),
     [(HALF, 200, "ok"), (LARGE, 200, "ok"), ([], 502, "error_before"), ([1] * 200_000, 502, "error_before")],
@@ -217,6 +220,7 @@ def stream_with_pauses(*pauses_s: float) -> Script:
     return play
 
 
+@pytest.mark.slow
 async def test_times_of_a_stream() -> None:
     """First byte, time per further token, and the longest pause; each within what the stand-in waits."""
     async with cluster() as served:
@@ -235,6 +239,7 @@ async def test_times_of_a_stream() -> None:
         assert (found["output_tokens"][1], found["prompt_tokens"][1], found["new_tokens"][1]) == (3, 4, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("target", "body", "decode", "tokens"),
     [

@@ -26,6 +26,7 @@ def with_info(engine: ScriptedEngine, **fields: Any) -> dict[str, Any]:
     return {**engine.info, **fields}
 
 
+@pytest.mark.slow
 async def test_an_instance_takes_requests_once_it_is_healthy() -> None:
     async with cluster(health_failure_threshold=2) as served:
         engine, worker = served.decode[0], decode_worker(served)
@@ -39,6 +40,7 @@ async def test_an_instance_takes_requests_once_it_is_healthy() -> None:
         assert (await served.ask("POST", "/generate", PROMPT)).status == 200
 
 
+@pytest.mark.slow
 async def test_one_failed_check_is_forgiven() -> None:
     async with cluster(health_failure_threshold=3, health_check_interval_secs=0.05) as served:
         engine, worker = served.decode[0], decode_worker(served)
@@ -50,6 +52,7 @@ async def test_one_failed_check_is_forgiven() -> None:
             assert worker.is_healthy
 
 
+@pytest.mark.slow
 async def test_an_instance_that_does_not_answer_is_taken_out() -> None:
     async with cluster(
         health_check_timeout_secs=0.1, health_failure_threshold=2, health_check_interval_secs=0.05
@@ -76,6 +79,7 @@ async def test_what_a_lost_instance_had_cached_is_forgotten() -> None:
         assert index.worker_block_count(worker.id) == 0
 
 
+@pytest.mark.slow
 async def test_a_restarted_instance_is_asked_again_who_it_is() -> None:
     async with cluster(health_check_interval_secs=0.1) as served:
         short, worker = served.short[0], served.worker(served.short[0].url)
@@ -112,6 +116,7 @@ def worker_address(engine: ScriptedEngine) -> Any:
     return WorkerAddress(engine.url, engine.role)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("info", NOT_INFO)
 async def test_an_odd_description_does_not_end_the_watching(info: object) -> None:
     async with cluster() as served:
@@ -124,6 +129,7 @@ async def test_an_odd_description_does_not_end_the_watching(info: object) -> Non
         await served.until(lambda: worker.is_healthy)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "loads",
     [
@@ -357,6 +363,7 @@ def test_what_is_expected_of_an_instance_is_what_the_others_of_its_pool_do() -> 
     assert registry.expected_tokens_per_s(other, 1.2) == PRIOR_TOKENS_PER_S
 
 
+@pytest.mark.slow
 async def test_an_instance_that_was_lost_is_measured_anew() -> None:
     async with cluster(load_poll_interval_secs=0.02) as served:
         engine, worker = served.short[0], served.worker(served.short[0].url)

@@ -49,6 +49,7 @@ async def test_both_legs_get_the_same_body(event_loop: str) -> None:
         assert prefill.header("host") == f"127.0.0.1:{served.short[0].port}"
 
 
+@pytest.mark.slow
 async def test_neither_leg_waits_for_the_other() -> None:
     async with cluster() as served:
         served.short[0].plan(reply(delay_s=0.3))
@@ -58,6 +59,7 @@ async def test_neither_leg_waits_for_the_other() -> None:
         assert abs(served.short[0].requests[0].at_s - served.decode[0].requests[0].at_s) < 0.15
 
 
+@pytest.mark.slow
 async def test_the_client_does_not_wait_for_prefill_to_end() -> None:
     async with cluster() as served:
         served.short[0].plan(reply(delay_s=1.0))
@@ -68,6 +70,7 @@ async def test_the_client_does_not_wait_for_prefill_to_end() -> None:
         assert (answer.status, again.status) == (200, 200)
 
 
+@pytest.mark.slow
 async def test_two_thousand_requests_at_once_have_two_thousand_rooms() -> None:
     async with cluster(short=2, decode=2) as served:
 
@@ -193,6 +196,7 @@ EVENTS = (event({"t": "\u00e9"}), event({"t": "b"}) + event({"t": "c"}), event({
 STREAM = stream_head() + b"".join(map(chunk, EVENTS)) + STREAM_END
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event_loop", ["uvloop", "asyncio"])
 @pytest.mark.parametrize("piece_bytes", [1, 2, 3, 7, 1 << 20])
 async def test_a_whole_reply_is_relayed_exactly(event_loop: str, piece_bytes: int) -> None:
@@ -205,6 +209,7 @@ async def test_a_whole_reply_is_relayed_exactly(event_loop: str, piece_bytes: in
                 assert answer.headers["x-own"] == "1"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event_loop", ["uvloop", "asyncio"])
 @pytest.mark.parametrize("piece_bytes", [1, 2, 5, 11, 1 << 20])
 async def test_a_stream_is_relayed_exactly(event_loop: str, piece_bytes: int) -> None:
@@ -224,6 +229,7 @@ async def test_a_stream_may_be_answered_whole(piece_bytes: int) -> None:
         assert (answer.status, answer.body, answer.chunks) == (200, WHOLE[WHOLE.index(b"\r\n\r\n") + 4 :], None)
 
 
+@pytest.mark.slow
 async def test_each_event_is_passed_on_when_it_comes() -> None:
     async with cluster() as served:
         served.decode[0].plan(stream(*EVENTS, delay_s=0.15))

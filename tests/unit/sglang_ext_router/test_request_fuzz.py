@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections import deque
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -107,6 +108,7 @@ SETTINGS = settings(
 )
 
 
+@pytest.mark.full
 def test_every_end_is_clean(stage: Stage) -> None:
     served = stage.enter(cluster(short=2, long=0, decode=2, request_timeout_secs=0.4))
 

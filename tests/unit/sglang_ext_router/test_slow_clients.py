@@ -30,6 +30,7 @@ async def trickle(client: RawClient, data: bytes, pause_s: float) -> None:
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event_loop", ["uvloop", "asyncio"])
 @pytest.mark.parametrize("sent", [1, HEAD_BYTES - 1, HEAD_BYTES, len(GOOD) - 1])
 async def test_a_request_that_does_not_go_on_gets_408(event_loop: str, sent: int) -> None:
@@ -44,6 +45,7 @@ async def test_a_request_that_does_not_go_on_gets_408(event_loop: str, sent: int
         assert served.upstream_requests() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["head", "body"])
 async def test_a_request_that_trickles_gets_408_however_regular_it_is(part: str) -> None:
     async with cluster(header_timeout_secs=0.2, body_timeout_secs=0.2) as served, await served.connect() as client:
@@ -58,6 +60,7 @@ async def test_a_request_that_trickles_gets_408_however_regular_it_is(part: str)
         assert served.upstream_requests() == 0
 
 
+@pytest.mark.slow
 async def test_a_slow_body_may_take_longer_than_a_head() -> None:
     async with cluster(header_timeout_secs=0.1, body_timeout_secs=5.0) as served, await served.connect() as client:
         await client.send(GOOD[:-5])
@@ -66,6 +69,7 @@ async def test_a_slow_body_may_take_longer_than_a_head() -> None:
         assert (await client.reply()).status == 200
 
 
+@pytest.mark.slow
 async def test_a_slow_next_request_behind_one_being_served() -> None:
     async with cluster(header_timeout_secs=0.15) as served, await served.connect() as client:
         served.decode[0].plan(reply(delay_s=0.4))
@@ -73,6 +77,7 @@ async def test_a_slow_next_request_behind_one_being_served() -> None:
         assert [(await client.reply()).status for _ in range(2)] == [200, 408]
 
 
+@pytest.mark.slow
 async def test_idle_connections_are_closed_without_a_word() -> None:
     async with cluster(keep_alive_timeout_secs=0.15) as served:
         unused, used = await served.connect(), await served.connect()
@@ -81,6 +86,7 @@ async def test_idle_connections_are_closed_without_a_word() -> None:
         assert await used.is_closed_within(1.0)
 
 
+@pytest.mark.slow
 async def test_a_long_reply_does_not_count_as_idle() -> None:
     async with cluster(keep_alive_timeout_secs=0.1, header_timeout_secs=0.1, body_timeout_secs=0.1) as served:
         served.decode[0].script = reply(delay_s=0.5)
@@ -89,6 +95,7 @@ async def test_a_long_reply_does_not_count_as_idle() -> None:
             assert (await client.ask("POST", "/generate", BODY)).status == 200
 
 
+@pytest.mark.full
 async def test_two_thousand_idle_connections_slow_no_request_down() -> None:
     async with cluster() as served:
         idle = [await served.connect() for _ in range(2000)]
@@ -105,6 +112,7 @@ async def test_two_thousand_idle_connections_slow_no_request_down() -> None:
         await served.until(lambda: len(served.router.ports.clients.open) <= 1)
 
 
+@pytest.mark.slow
 async def test_a_client_that_does_not_read_stalls_its_own_stream_only() -> None:
     piece = chunk(event({"text": "x" * 60_000}))
     written = 0
@@ -139,6 +147,7 @@ async def test_a_client_that_does_not_read_stalls_its_own_stream_only() -> None:
             assert total == 1000 * len(event({"text": "x" * 60_000}))
 
 
+@pytest.mark.slow
 async def test_a_client_that_does_not_read_its_pipelined_replies_is_not_served_on() -> None:
     large = b'"' + b"x" * 200_000 + b'"'
     async with cluster() as served:
@@ -159,6 +168,7 @@ async def test_a_client_that_does_not_read_its_pipelined_replies_is_not_served_o
             await sending
 
 
+@pytest.mark.slow
 async def test_a_client_that_neither_reads_nor_leaves_is_freed_with_its_request() -> None:
     async with cluster(request_timeout_secs=0.4) as served:
         served.decode[0].script = hang(stream_head() + chunk(event({"text": "x" * 8_000_000})))
@@ -184,6 +194,7 @@ async def ask_and_never_read(served: Cluster, client: RawClient) -> None:
     await served.until(lambda: connection.transport.get_write_buffer_size() > 50_000)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event_loop", ["uvloop", "asyncio"])
 async def test_a_client_that_never_reads_its_whole_reply_is_cut(event_loop: str) -> None:
     async with cluster(client_write_timeout_secs=0.5) as served:
@@ -195,6 +206,7 @@ async def test_a_client_that_never_reads_its_whole_reply_is_cut(event_loop: str)
         assert (await served.ask("POST", "/generate", BODY)).status == 200
 
 
+@pytest.mark.slow
 async def test_a_client_that_never_reads_its_stream_is_cut_and_its_legs_are_aborted() -> None:
     async with cluster(client_write_timeout_secs=0.5) as served:
         served.decode[0].plan(hang(stream_head() + chunk(event({"text": "x" * 8_000_000}))))
@@ -206,6 +218,7 @@ async def test_a_client_that_never_reads_its_stream_is_cut_and_its_legs_are_abor
             await served.until_idle()
 
 
+@pytest.mark.slow
 async def test_a_client_that_reads_slowly_gets_all_of_it() -> None:
     async with cluster(client_write_timeout_secs=3.0) as served:
         client = await served.connect(receive_buffer_bytes=1 << 14)
@@ -219,6 +232,7 @@ async def test_a_client_that_reads_slowly_gets_all_of_it() -> None:
         assert await client.exactly(95_000) == b"x" * 95_000
 
 
+@pytest.mark.slow
 async def test_a_drain_is_not_held_up_by_a_client_that_never_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unread_replies, "DRAIN_STALL_S", 0.3)
     async with cluster() as served:  # which would wait for its client much longer

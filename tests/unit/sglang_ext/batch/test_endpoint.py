@@ -52,6 +52,7 @@ def test_answers_by_status() -> None:
         assert [one.kind.is_retryable for one in answers] == [False, False, False, True, True, True, True, True]
 
 
+@pytest.mark.slow
 def test_no_connection_and_no_reply_in_time() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))

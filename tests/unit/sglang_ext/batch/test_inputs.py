@@ -28,6 +28,7 @@ def jsonl(count: int, start: int = 0) -> bytes:
     return b"".join(b'{"prompt": "p%d"}\n' % number for number in range(start, start + count))
 
 
+@pytest.mark.slow
 def test_every_format_gives_the_same_lines(tmp_path: Path) -> None:
     expected = [f"p{number}" for number in range(2500)]
     (tmp_path / "plain.jsonl").write_bytes(b"\xef\xbb\xbf" + jsonl(2500).replace(b"p7}", b"p7}\n\r\n  "))

@@ -41,6 +41,7 @@ def ids(path: Path) -> list[str]:
     return [json.loads(line)["custom_id"] for line in path.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_run_and_the_same_again(tmp_path: Path) -> None:
     write(tmp_path, [f"prompt {number}" for number in range(200)])
     with FaultyEndpoint() as endpoint:
@@ -56,6 +57,7 @@ def test_a_run_and_the_same_again(tmp_path: Path) -> None:
         assert set(endpoint.asked.values()) == {1}
 
 
+@pytest.mark.full
 def test_failed_lines_and_failed_lines_again(tmp_path: Path) -> None:
     write(tmp_path, ["one", "status=400*1", "status=500*2", "two"])
     with FaultyEndpoint() as endpoint:
@@ -99,6 +101,7 @@ def kill_and_go_on(tmp_path: Path, lines: int, kills: int) -> None:
             assert store.jobs()[0].succeeded == lines
 
 
+@pytest.mark.slow
 @pytest.mark.chaos
 def test_killed_at_random_moments_every_line_has_one_result(tmp_path: Path) -> None:
     kill_and_go_on(tmp_path, 1500, 4)
@@ -110,6 +113,7 @@ def test_killed_twenty_times(tmp_path: Path) -> None:
     kill_and_go_on(tmp_path, 8000, 20)
 
 
+@pytest.mark.slow
 @pytest.mark.chaos
 def test_a_signal_stops_it_and_the_same_command_goes_on(tmp_path: Path) -> None:
     write(tmp_path, [f"slow=0.05 {number}" for number in range(400)])
@@ -134,6 +138,7 @@ def test_a_signal_stops_it_and_the_same_command_goes_on(tmp_path: Path) -> None:
         assert set(endpoint.asked.values()) == {1}  # what was in flight had its answer waited for
 
 
+@pytest.mark.full
 def test_a_full_store_and_then_more_space(tmp_path: Path) -> None:
     write(tmp_path, [f"{'x' * 1500} {number}" for number in range(400)])
     with FaultyEndpoint() as endpoint:
@@ -148,6 +153,7 @@ def test_a_full_store_and_then_more_space(tmp_path: Path) -> None:
         assert max(endpoint.asked.values()) <= 3
 
 
+@pytest.mark.full
 def test_reading_that_was_cut_short_begins_again(tmp_path: Path) -> None:
     write(tmp_path, ["x" * 1500] * 1000)
     with FaultyEndpoint() as endpoint:
@@ -160,6 +166,7 @@ def test_reading_that_was_cut_short_begins_again(tmp_path: Path) -> None:
         assert ids(tmp_path / "out.jsonl") == [f"id-{number}" for number in range(1000)]
 
 
+@pytest.mark.full
 def test_changed_input_and_options_are_refused_by_name(tmp_path: Path) -> None:
     write(tmp_path, ["one", "status=400"])
     with FaultyEndpoint() as endpoint:
@@ -181,6 +188,7 @@ def test_changed_input_and_options_are_refused_by_name(tmp_path: Path) -> None:
         assert sum(endpoint.asked.values()) == 2
 
 
+@pytest.mark.slow
 def test_an_output_that_would_become_an_input_is_refused(tmp_path: Path) -> None:
     write(tmp_path, ["one"])
     with FaultyEndpoint() as endpoint:
@@ -194,6 +202,7 @@ def test_an_output_that_would_become_an_input_is_refused(tmp_path: Path) -> None
         assert not endpoint.asked
 
 
+@pytest.mark.full
 def test_what_is_wrong_with_input_is_told_and_nothing_sent(tmp_path: Path) -> None:
     lines = [
         {"custom_id": "a", "prompt": "p"},
@@ -252,6 +261,7 @@ def test_output_that_is_there_without_its_store_is_not_overwritten(
     assert not (tmp_path / "out.jsonl.store").exists()
 
 
+@pytest.mark.full
 def test_a_wrong_key_stops_the_run_before_any_line_fails(tmp_path: Path) -> None:
     write(tmp_path, ["x"])
     with FaultyEndpoint(api_key="right") as endpoint:
@@ -261,6 +271,7 @@ def test_a_wrong_key_stops_the_run_before_any_line_fails(tmp_path: Path) -> None
         assert run(tmp_path, endpoint.url, "--api-key", "right").returncode == 0
 
 
+@pytest.mark.slow
 def test_scores(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"custom_id": "a", "token_ids": [5, 6, 7], "prompt_len": 1},

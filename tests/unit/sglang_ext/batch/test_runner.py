@@ -63,6 +63,7 @@ def by_id(store: BatchStore, job: int) -> dict[str, StoredResult]:
     return {one.custom_id: one for one in found}
 
 
+@pytest.mark.slow
 def test_every_line_gets_its_own_answer(tmp_path: Path) -> None:
     prompts = [f"prompt {number}" for number in range(700)]
     with FaultyEndpoint() as endpoint, BatchStore.open(tmp_path / "s") as store:
@@ -78,6 +79,7 @@ def test_every_line_gets_its_own_answer(tmp_path: Path) -> None:
         assert (store.job(job).prompt_tokens, store.job(job).completion_tokens) == (2800, 1400)
 
 
+@pytest.mark.slow
 def test_failures_are_retried_or_final(tmp_path: Path) -> None:
     prompts = ["fine", "status=400", "status=503*1", "status=500*2", "status=500", "lost*1", "status=429*1"]
     with FaultyEndpoint() as endpoint, BatchStore.open(tmp_path / "s") as store:
@@ -92,6 +94,7 @@ def test_failures_are_retried_or_final(tmp_path: Path) -> None:
         assert endpoint.asked["lost*1"] == 2
 
 
+@pytest.mark.slow
 def test_retry_after_is_waited_for(tmp_path: Path) -> None:
     with FaultyEndpoint() as endpoint, BatchStore.open(tmp_path / "s") as store:
         job = add(store, ["status=429*1 after"])
@@ -100,6 +103,7 @@ def test_retry_after_is_waited_for(tmp_path: Path) -> None:
         assert endpoint.times_s[1] - endpoint.times_s[0] >= 1.0
 
 
+@pytest.mark.slow
 def test_an_endpoint_that_is_away_costs_no_line_a_try(tmp_path: Path) -> None:
     notes: list[str] = []
     with FaultyEndpoint() as endpoint, BatchStore.open(tmp_path / "s") as store:
@@ -124,6 +128,7 @@ def test_an_endpoint_that_is_away_costs_no_line_a_try(tmp_path: Path) -> None:
         assert any("is up again" in note for note in notes)
 
 
+@pytest.mark.slow
 def test_an_endpoint_that_is_not_there_yet_is_waited_for(tmp_path: Path) -> None:
     with FaultyEndpoint() as endpoint, BatchStore.open(tmp_path / "s") as store:
         endpoint.stop()
@@ -139,6 +144,7 @@ def test_an_endpoint_that_is_not_there_yet_is_waited_for(tmp_path: Path) -> None
         assert store.job(job).succeeded == 1
 
 
+@pytest.mark.slow
 def test_no_more_in_flight_than_allowed(tmp_path: Path) -> None:
     with FaultyEndpoint(load=LOAD) as endpoint, BatchStore.open(tmp_path / "s") as store:
         job = add(store, [f"slow=0.01 {number} " + "long " * 100 * (number % 2) for number in range(200)])
@@ -147,6 +153,7 @@ def test_no_more_in_flight_than_allowed(tmp_path: Path) -> None:
         assert 2 <= endpoint.most_in_flight <= 7
 
 
+@pytest.mark.slow
 def test_both_classes_are_in_flight_from_the_start(tmp_path: Path) -> None:
     with FaultyEndpoint(load=LOAD) as endpoint, BatchStore.open(tmp_path / "s") as store:
         job = add(store, [f"slow=0.01 {number} " + "long " * 100 * (number >= 150) for number in range(200)])
@@ -156,6 +163,7 @@ def test_both_classes_are_in_flight_from_the_start(tmp_path: Path) -> None:
         assert store.job(job).succeeded == 200
 
 
+@pytest.mark.slow
 def test_it_yields_to_online_requests_that_wait(tmp_path: Path) -> None:
     waiting = {**LOAD, "classes": {"short": {"online_wait_s": 3.0, "backlog_s": 0}, "long": LOAD["classes"]["long"]}}
     with FaultyEndpoint(load=waiting) as endpoint, BatchStore.open(tmp_path / "s") as store:
@@ -165,6 +173,7 @@ def test_it_yields_to_online_requests_that_wait(tmp_path: Path) -> None:
         assert store.job(job).succeeded == 150
 
 
+@pytest.mark.slow
 def test_jobs_take_turns(tmp_path: Path) -> None:
     with FaultyEndpoint() as endpoint, BatchStore.open(tmp_path / "s") as store:
         large = add(store, [f"slow=0.01 large {number}" for number in range(300)], "large")
@@ -182,6 +191,7 @@ def test_jobs_take_turns(tmp_path: Path) -> None:
         assert 30 <= first[True] <= 50
 
 
+@pytest.mark.slow
 def test_a_cancelled_job_ends_and_the_other_goes_on(tmp_path: Path) -> None:
     with FaultyEndpoint() as endpoint, BatchStore.open(tmp_path / "s") as store:
         slow = add(store, [f"slow=30 {number}" for number in range(50)], "slow")
@@ -202,6 +212,7 @@ def test_a_cancelled_job_ends_and_the_other_goes_on(tmp_path: Path) -> None:
         assert len(store.lease(slow, 100)) == 50
 
 
+@pytest.mark.slow
 def test_stopping_keeps_what_came_and_the_rest_is_done_later(tmp_path: Path) -> None:
     with FaultyEndpoint() as endpoint, BatchStore.open(tmp_path / "s") as store:
         job = add(store, [f"slow=0.1 {number}" for number in range(400)])
@@ -219,6 +230,7 @@ def test_stopping_keeps_what_came_and_the_rest_is_done_later(tmp_path: Path) -> 
         assert set(endpoint.asked.values()) == {1}
 
 
+@pytest.mark.slow
 def test_limits_per_second(tmp_path: Path) -> None:
     with FaultyEndpoint() as endpoint, BatchStore.open(tmp_path / "s") as store:
         job = add(store, [f"prompt {number}" for number in range(60)])
@@ -242,6 +254,7 @@ def test_an_encoder_can_refuse_an_answer(tmp_path: Path) -> None:
         assert (result.is_ok, result.error) == (False, "not what was asked for")
 
 
+@pytest.mark.slow
 def test_a_full_store_ends_the_run_and_loses_nothing(tmp_path: Path) -> None:
     prompts = [f"{'x' * 2000} {number}" for number in range(200)]
     with FaultyEndpoint() as endpoint:
@@ -276,6 +289,7 @@ def test_a_request_cancelled_before_its_first_step_is_not_counted_for_ever(tmp_p
         assert (runner._probes, runner._reply_bytes) == (0, 0)
 
 
+@pytest.mark.slow
 def test_replies_in_flight_are_bounded_by_what_they_may_be(tmp_path: Path) -> None:
     """Each is expected to be as large as all of them may be together: one at a time."""
     settings = RunnerSettings(CapSettings(most=16), reply_bytes_per_token=1 << 30)
@@ -287,6 +301,7 @@ def test_replies_in_flight_are_bounded_by_what_they_may_be(tmp_path: Path) -> No
         assert endpoint.most_in_flight == 1
 
 
+@pytest.mark.slow
 def test_a_request_that_hangs_from_before_an_outage_holds_up_no_other(tmp_path: Path) -> None:
     """The endpoint goes and comes back; one request of before never gets its answer."""
     with FaultyEndpoint() as endpoint, BatchStore.open(tmp_path / "s") as store:

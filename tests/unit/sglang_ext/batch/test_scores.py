@@ -23,6 +23,7 @@ def scored(content: dict[str, Any], top_logprobs: int = 4) -> tuple[BatchLine, A
     return line, Answer(AnswerKind.OK, 200, orjson.dumps(parsed), parsed, "r", None)
 
 
+@pytest.mark.slow
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=30).filter(lambda ids: ids[0] != 99), st.integers(0, 256))
 def test_packed_and_unpacked_are_the_same(token_ids: list[int], count: int) -> None:
     line, answer = scored({"token_ids": token_ids, "prompt_len": len(token_ids) // 2}, count)

@@ -123,7 +123,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 StoreMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
-TestStore = StoreMachine.TestCase
+TestStore = pytest.mark.slow(StoreMachine.TestCase)
 
 
 def test_lines_leave_by_key_then_by_input(tmp_path: Path) -> None:
@@ -188,6 +188,7 @@ def test_a_deleted_job_leaves_the_others(tmp_path: Path) -> None:
         assert store.create_job("a", {}) > second
 
 
+@pytest.mark.slow
 def test_one_process_owns_it(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with BatchStore.open(path):

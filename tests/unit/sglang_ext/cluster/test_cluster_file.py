@@ -144,6 +144,7 @@ def clusters(draw: st.DrawFn) -> ClusterConfig:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(clusters())
 def test_reading_inverts_writing(config: ClusterConfig) -> None:
@@ -152,6 +153,7 @@ def test_reading_inverts_writing(config: ClusterConfig) -> None:
     assert read_record(ClusterConfig, yaml.safe_load(dump_cluster(config))) == config
 
 
+@pytest.mark.slow
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | WORDS,

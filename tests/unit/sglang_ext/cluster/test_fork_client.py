@@ -49,6 +49,7 @@ def test_a_server_that_does_not_come_up(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text() != ""
 
 
+@pytest.mark.slow
 def test_an_instance_is_executed_where_it_cannot_be_forked(tmp_path: Path) -> None:
     program = Program(
         name="short-0",

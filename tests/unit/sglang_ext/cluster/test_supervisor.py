@@ -43,6 +43,7 @@ def pids_of(supervisor: Supervisor) -> list[int]:
     return [member.pid for member in supervisor.members if member.pid is not None]
 
 
+@pytest.mark.slow
 def test_all_become_ready_and_all_end(tmp_path: Path) -> None:
     events = Events()
     supervisor = stand_in_supervisor(stand_in_plan({"long-0": ["--say", "hello log"]}), tmp_path, listener=events)
@@ -67,6 +68,7 @@ def test_all_become_ready_and_all_end(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_starts_are_bounded(tmp_path: Path) -> None:
     most = 0
     supervisor = stand_in_supervisor(stand_in_plan(start_parallel=1), tmp_path)
@@ -80,6 +82,7 @@ def test_starts_are_bounded(tmp_path: Path) -> None:
     assert most == 1
 
 
+@pytest.mark.slow
 def test_death_during_start_stops_everything_and_shows_the_log(tmp_path: Path) -> None:
     plan = stand_in_plan({"long-0": ["--say", "no such model", "--die-after-s", "0.3", "--unhealthy"]})
     supervisor = stand_in_supervisor(plan, tmp_path)
@@ -91,6 +94,7 @@ def test_death_during_start_stops_everything_and_shows_the_log(tmp_path: Path) -
     assert wait_until_gone(pids, 0) == []
 
 
+@pytest.mark.slow
 def test_an_instance_that_never_gets_healthy(tmp_path: Path) -> None:
     supervisor = stand_in_supervisor(stand_in_plan({"short-0": ["--unhealthy"]}), tmp_path, start_timeout_s=1.0)
     with pytest.raises(StartError, match=r"short-0 was not healthy within 1 s"):
@@ -98,6 +102,7 @@ def test_an_instance_that_never_gets_healthy(tmp_path: Path) -> None:
     supervisor.stop()
 
 
+@pytest.mark.slow
 def test_cancelled_start(tmp_path: Path) -> None:
     plan = stand_in_plan({"short-0": ["--unhealthy"]})
     supervisor = Supervisor(
@@ -117,6 +122,7 @@ def test_cancelled_start(tmp_path: Path) -> None:
     assert wait_until_gone(pids, 0) == []
 
 
+@pytest.mark.slow
 def test_a_killed_instance_comes_back_at_its_address(tmp_path: Path) -> None:
     events = Events()
     supervisor = stand_in_supervisor(stand_in_plan({"decode-0": ["--child"]}), tmp_path, listener=events)
@@ -157,6 +163,7 @@ def test_a_frozen_program_is_killed_and_comes_back(tmp_path: Path, name: str) ->
     supervisor.stop()
 
 
+@pytest.mark.full
 def test_a_restart_that_hangs_times_out_and_is_tried_again(tmp_path: Path) -> None:
     marker = tmp_path / "hang"
     events = Events()
@@ -192,6 +199,7 @@ def test_a_program_that_is_slow_is_left_alone(tmp_path: Path, pause_s: float, mi
     supervisor.stop()
 
 
+@pytest.mark.slow
 def test_restart_never(tmp_path: Path) -> None:
     supervisor = stand_in_supervisor(stand_in_plan(), tmp_path, restarts=False)
     assert supervisor.start()
@@ -204,6 +212,7 @@ def test_restart_never(tmp_path: Path) -> None:
     supervisor.stop()
 
 
+@pytest.mark.slow
 def test_a_stubborn_instance_is_killed_after_the_grace(tmp_path: Path) -> None:
     events = Events()
     plan = stand_in_plan({"short-0": ["--ignore-term"]})
@@ -216,6 +225,7 @@ def test_a_stubborn_instance_is_killed_after_the_grace(tmp_path: Path) -> None:
     assert events.of("long-0")[-1] == "stopped"
 
 
+@pytest.mark.slow
 def test_hurry_cuts_the_grace_short(tmp_path: Path) -> None:
     plan = stand_in_plan({"router": ["--slow-term-s", "60"], "short-0": ["--ignore-term"]})
     supervisor = stand_in_supervisor(plan, tmp_path, grace_s=60)
@@ -227,6 +237,7 @@ def test_hurry_cuts_the_grace_short(tmp_path: Path) -> None:
     assert wait_until_gone(pids, 0) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_nothing_outlives_a_supervisor_that_dies(tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "support.stand_in_cluster", str(tmp_path / "logs")]
@@ -243,6 +254,7 @@ def test_nothing_outlives_a_supervisor_that_dies(tmp_path: Path, number: signal.
     assert left == []
 
 
+@pytest.mark.full
 def test_a_killed_watchdog_is_replaced_and_knows_every_session(tmp_path: Path) -> None:
     supervisor = stand_in_supervisor(stand_in_plan({"short-0": ["--child"]}), tmp_path)
     assert supervisor.start()

@@ -243,6 +243,7 @@ def start_up(tmp_path: Path, *words: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_up_serves_until_it_is_told_to_stop(tmp_path: Path, number: signal.Signals) -> None:
     with start_up(tmp_path) as process:
@@ -260,6 +261,7 @@ def test_up_serves_until_it_is_told_to_stop(tmp_path: Path, number: signal.Signa
     assert not (tmp_path / "run" / "t" / "state.json").exists()
 
 
+@pytest.mark.slow
 def test_up_fails_with_the_log_of_the_one_that_died(tmp_path: Path) -> None:
     words = ["--", "--say", "the reason", "--die-after-s", "0.2", "--unhealthy"]
     with start_up(tmp_path, *words) as process:

@@ -64,6 +64,7 @@ def of(times_s: list[float]) -> list[Chunk]:
     return [Chunk(time_s, 100 + 7 * number) for number, time_s in enumerate(times_s)]
 
 
+@pytest.mark.slow
 @given(TIMES_S, st.integers(1, 4), st.floats(0.0, 0.5), st.floats(0.0, 1e-3))
 def test_equal_stages_take_the_sum_and_the_dearest_chunk_on_each_further_stage(
     times_s: list[float], count: int, fixed_s: float, token_s: float
@@ -72,6 +73,7 @@ def test_equal_stages_take_the_sum_and_the_dearest_chunk_on_each_further_stage(
     assert makespan_s(of(times_s), stages) == pytest.approx(longest_path_s(of(times_s), stages))
 
 
+@pytest.mark.slow
 @given(TIMES_S, RELATIVE, st.floats(0.0, 0.5))
 def test_unequal_stages_take_the_longest_path(times_s: list[float], relative: list[float], fixed_s: float) -> None:
     slowest = max(relative)
@@ -79,6 +81,7 @@ def test_unequal_stages_take_the_longest_path(times_s: list[float], relative: li
     assert makespan_s(of(times_s), stages) == pytest.approx(longest_path_s(of(times_s), stages))
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(0.0, 1.0), min_size=1, max_size=12), st.integers(1, 4), st.floats(0.0, 0.5))
 def test_one_chunk_for_each_stage_under_way_costs_hops_alone(growth_s: list[float], count: int, hop_s: float) -> None:
     """Of chunks that grow with their prefix; without hops it costs nothing."""
@@ -90,6 +93,7 @@ def test_one_chunk_for_each_stage_under_way_costs_hops_alone(growth_s: list[floa
     assert completions_s(chunks, Stages(count))[-1] == pytest.approx(makespan_s(chunks, Stages(count)))
 
 
+@pytest.mark.slow
 @given(TIMES_S, RELATIVE, st.floats(0.0, 0.5))
 def test_completions_follow_the_recurrence(times_s: list[float], relative: list[float], hop_s: float) -> None:
     slowest = max(relative)
@@ -99,6 +103,7 @@ def test_completions_follow_the_recurrence(times_s: list[float], relative: list[
     assert makespan_s(chunks, stages) <= completions_s(chunks, stages)[-1] + 1e-9
 
 
+@pytest.mark.slow
 @given(TIMES_S, RELATIVE)
 def test_prompts_behind_each_other_take_the_slowest_stages_time(times_s: list[float], relative: list[float]) -> None:
     slowest = max(relative)
@@ -145,6 +150,7 @@ def growing_s(new_tokens: int, cached_tokens: int) -> float:
     return 0.01 + new_tokens * (1e-4 + 1e-7 * cached_tokens + 5e-8 * new_tokens)
 
 
+@pytest.mark.slow
 @given(st.integers(1, 60_000), st.floats(0.02, 2.0), st.integers(1, 64), st.integers(1, 200))
 def test_chunks_of_equal_time(prompt_tokens: int, budget_s: float, page_tokens: int, min_tokens: int) -> None:
     chunks = equal_time_chunks(

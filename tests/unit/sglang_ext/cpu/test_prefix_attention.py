@@ -89,6 +89,7 @@ def run(batch: Batch, implementation: Callable[..., torch.Tensor], **special: An
     return Run(output, bool(asked))
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(batches())
 def test_it_is_what_sglang_computes(batch: Batch) -> None:

@@ -111,6 +111,7 @@ def view(
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", POOLS)
 def test_sglang_accepts_what_a_pool_on_gpus_starts_with(name: str, tmp_path: Path) -> None:
     """With the hooks of the handshake, and of a member, in force."""
@@ -130,6 +131,7 @@ def test_sglang_accepts_what_a_pool_on_gpus_starts_with(name: str, tmp_path: Pat
     assert found["disable_overlap_schedule"] is (cdsp is not None)
 
 
+@pytest.mark.full
 def test_sglang_accepts_kv_parallel_decode(tmp_path: Path) -> None:
     """Of a model with latent attention; and it does refuse what `sglang-ext worker` calls unsupported by SGLang."""
     model = tmp_path / "deepseek"
@@ -150,6 +152,7 @@ def test_sglang_accepts_kv_parallel_decode(tmp_path: Path) -> None:
     assert "PD decode DCP requires --disaggregation-transfer-backend" in found["refused"]["error"]
 
 
+@pytest.mark.full
 def test_sglang_accepts_what_workers_start_with(answer: dict[str, Any]) -> None:
     for name in WORKERS:
         found = answer["command_lines"][name]

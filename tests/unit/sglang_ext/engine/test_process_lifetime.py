@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from sglang_ext.engine.process_lifetime import PARENT_VARIABLE, join_process_tree
 
 CHILD = (
@@ -24,6 +26,7 @@ PARENT = (
 )
 
 
+@pytest.mark.slow
 def test_child_is_killed_with_its_parent() -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT, CHILD], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None

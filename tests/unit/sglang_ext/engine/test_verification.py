@@ -139,6 +139,7 @@ def launch(tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[st
     )
 
 
+@pytest.mark.full
 def test_engine_refuses_to_start_when_sglang_skips_the_plugin(tmp_path: Path) -> None:
     options = ExtensionOptions(Role.SHORT, Device.CPU).to_environment()
     result = launch(tmp_path, SGLANG_PLUGINS="another_plugin", **options)
@@ -148,6 +149,7 @@ def test_engine_refuses_to_start_when_sglang_skips_the_plugin(tmp_path: Path) ->
     assert "parallel-samples" in last_line
 
 
+@pytest.mark.slow
 def test_engine_refuses_to_start_without_options(tmp_path: Path) -> None:
     result = launch(tmp_path, SGLANG_EXT_OPTIONS="")
     assert result.returncode == 3

@@ -258,6 +258,7 @@ def test_the_page_holds_a_recording_whatever_its_texts_are(recording: Path, tmp_
     assert messages == len(text.splitlines())
 
 
+@pytest.mark.slow
 def test_the_timeline_of_a_recording(recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recorded = read_recording(recording)
     timeline = timeline_of_recording(recorded, 15)
@@ -290,6 +291,7 @@ def router(recording: Path) -> Iterator[StreamingRouter]:
         yield server
 
 
+@pytest.mark.slow
 def test_what_a_router_streams_is_recorded_until_it_ends(
     router: StreamingRouter,
     recording: Path,
@@ -307,6 +309,7 @@ def test_what_a_router_streams_is_recorded_until_it_ends(
     assert "the router has ended the stream: 19 frames" in shown.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_recording_with_status_0(
     router: StreamingRouter, tmp_path: Path, number: signal.Signals
@@ -326,6 +329,7 @@ def test_a_signal_ends_a_recording_with_status_0(
     assert read_recording(out).frames == 19
 
 
+@pytest.mark.slow
 def test_what_cannot_be_recorded_is_one_line(
     router: StreamingRouter, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -111,6 +111,7 @@ def test_what_is_no_status(wrong: object) -> None:
         timeline_of(wrong)
 
 
+@pytest.mark.slow
 def test_the_picture(tmp_path: Path) -> None:
     path = tmp_path / "pool.png"
     draw_timeline(timeline_of(status()), path, name_of=str.upper)
@@ -146,6 +147,7 @@ def parse(*words: str) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
+@pytest.mark.slow
 def test_the_command_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "pool.svg"
     with serving(json.dumps(status()).encode()) as url:
@@ -154,6 +156,7 @@ def test_the_command_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert path.read_text().startswith("<?xml")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "code", "message"),
     [
@@ -207,6 +210,7 @@ def stages(*rounds: list[tuple[float, float]]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_stages_have_lanes_of_their_own_with_their_bubbles(tmp_path: Path) -> None:
     """Two batches follow each other, then nothing runs, then a third one is alone."""
     status = stages([(0, 2), (2, 4), (20, 21)], [(2, 3), (4, 7), (21, 23)])

@@ -76,6 +76,7 @@ def test_a_class_over_its_objective_says_so(messages: list[bytes]) -> None:
     assert [line.split()[0] for line in lines if "over 1.00 s" in line] == ["long"]
 
 
+@pytest.mark.slow
 @given(columns=st.integers(1, 200), rows=st.integers(1, 60), has_colours=st.booleans())
 def test_it_never_takes_more_room_than_there_is(
     messages: list[bytes], columns: int, rows: int, has_colours: bool
@@ -119,6 +120,7 @@ def test_a_stream_that_begins_anew_forgets_what_was(messages: list[bytes], tmp_p
     assert text.count("host:") == 4
 
 
+@pytest.mark.slow
 def test_plain_lines_without_a_terminal(router: StreamingRouter, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", router.url, "--interval", "0.000001", "--lines", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -131,6 +133,7 @@ def test_plain_lines_without_a_terminal(router: StreamingRouter, capsys: pytest.
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrong", [b"{", b"[]", b'{"kind":"frame","instances":[[1]]}', b'{"kind":"frame","at_s":1,"instances":3}']
 )
@@ -155,6 +158,7 @@ def test_a_pool_of_another_version_stands_behind_the_others(messages: list[bytes
     assert lines[-1].startswith("new:1 ")
 
 
+@pytest.mark.slow
 def test_a_key_is_not_carried_to_where_a_router_sends_its_client(
     router: StreamingRouter, messages: list[bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,6 +170,7 @@ def test_a_key_is_not_carried_to_where_a_router_sends_its_client(
     assert "answers 302" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_what_cannot_be_shown_is_one_line(router: StreamingRouter, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "ftp://x"]) == 2
     assert main(["top", router.url, "--interval", "0"]) == 2
@@ -181,6 +186,7 @@ def test_what_cannot_be_shown_is_one_line(router: StreamingRouter, capsys: pytes
         assert words in line
 
 
+@pytest.mark.slow
 def test_in_a_terminal_it_draws_again_connects_again_and_leaves_the_screen_as_it_was(router: StreamingRouter) -> None:
     owner, child = pty.openpty()
     os.set_blocking(owner, False)

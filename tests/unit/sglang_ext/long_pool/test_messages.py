@@ -133,6 +133,7 @@ async def receive_all(stream: bytes) -> list[Message]:
     return received
 
 
+@pytest.mark.slow
 @given(st.lists(messages, max_size=4))
 def test_every_message_comes_out_as_it_went_in(several: list[Message]) -> None:
     stream = b"".join(map(encode, several))
@@ -141,6 +142,7 @@ def test_every_message_comes_out_as_it_went_in(several: list[Message]) -> None:
         assert list(map(type, again)) == list(map(type, several))
 
 
+@pytest.mark.slow
 @given(st.lists(messages, min_size=1, max_size=3), st.data())
 def test_a_stream_that_ends_within_a_message(several: list[Message], data: st.DataObject) -> None:
     stream = b"".join(map(encode, several))
@@ -187,6 +189,7 @@ scalars = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats()
 values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=8), max_leaves=20)
 
 
+@pytest.mark.slow
 @given(
     st.sampled_from([*(kind.__name__ for kind in (Hello, OfferMessage, ChunkOrder, Collect, ReportMessage))]), values
 )

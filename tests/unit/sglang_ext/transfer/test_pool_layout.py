@@ -86,6 +86,7 @@ copies = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(copies, st.integers(1, 100))
 def test_parts_are_the_same_bytes_and_bounded(drawn: list[tuple[list[tuple[int, int]], int]], max_bytes: int) -> None:
     whole = [

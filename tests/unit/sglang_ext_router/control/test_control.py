@@ -71,6 +71,7 @@ async def test_tokenising_is_asked_of_an_instance(path: str) -> None:
         assert answer.json == {"path": path, "got": json.dumps(body)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "body", "field"),
     [
@@ -231,6 +232,7 @@ async def test_a_drained_worker_ends_what_it_has() -> None:
             client.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "expected", "names"),
     [
@@ -308,6 +310,7 @@ MATRIX: list[tuple[dict[str, Any], dict[str, tuple[int, int, int]]]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("keys", "expected"), MATRIX)
 async def test_who_may_do_what(keys: dict[str, Any], expected: dict[str, tuple[int, int, int]]) -> None:
     """0 stands for: let in, whatever the answer."""

@@ -56,6 +56,7 @@ async def test_advice_moves_nothing() -> None:
         assert shown["controller"]["moves"] == []
 
 
+@pytest.mark.slow
 async def test_what_is_shown(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="sglang_ext_router.control.controller")
     async with controlled(short=1, stock=1, both=1) as served:
@@ -102,6 +103,7 @@ async def test_a_report_that_is_missing_stops_the_controller(broken: int) -> Non
         assert (await ended(served))["outcome"] == "moved"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "field",
     [
@@ -129,6 +131,7 @@ async def test_an_odd_report_is_no_report(field: dict[str, Any]) -> None:
         assert served.worker(engine.url).id not in served.router.controller.monitor.reports
 
 
+@pytest.mark.slow
 async def test_an_instance_that_was_moved_before_the_router_started_is_believed() -> None:
     async with controlled() as served:
         laps(served.short[0]).mode = "long"
@@ -208,6 +211,7 @@ async def test_the_last_of_a_pool_goes_on_serving() -> None:
             client.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("behaviour", "outcome", "detail", "switches"),
     [
@@ -235,6 +239,7 @@ async def test_a_switch_that_did_nothing_is_noticed_and_undone(
         assert 'sglang_ext_router_pool_moves_total{outcome="failed",source="short",target="long"} 1.0' in metrics
 
 
+@pytest.mark.full
 async def test_an_instance_that_fails_to_move_is_left_alone_for_a_while() -> None:
     async with controlled(controller_drain_timeout_secs=0.05, controller_cooldown_secs=5.0) as served:
         for engine in served.short:
@@ -277,6 +282,7 @@ async def test_a_router_that_stops_in_the_middle_stops() -> None:
         await served.until(lambda: laps(served.short[0]).switches == ["long"])
 
 
+@pytest.mark.slow
 async def test_where_short_ends_is_what_the_prefill_instances_find() -> None:
     """The middle one of their numbers, and the next one when they find another."""
     async with controlled(short=2, long=1, health_check_interval_secs=0.05, **SLOW) as served:

@@ -53,6 +53,7 @@ async def test_one_move_at_a_time() -> None:
         assert "one at a time" in (await move(served, served.short[1])).error["message"]
 
 
+@pytest.mark.slow
 async def test_the_controller_waits_for_an_operators_move() -> None:
     async with controlled(short=3, controller_drain_timeout_secs=0.3) as served:
         laps(served.short[0]).behaviour = "ignore"
@@ -81,6 +82,7 @@ async def test_a_move_that_breaks_the_router_leaves_nothing_held_back(
     complaints.messages.clear()
 
 
+@pytest.mark.slow
 async def test_there_and_back_by_name() -> None:
     async with controlled(controller="off", **SLOW) as served:
         name = f"127.0.0.1:{served.short[0].port}"
@@ -98,6 +100,7 @@ async def test_there_and_back_by_name() -> None:
         assert 50.0 < (await served.pools())["controller"]["cooldown_left_s"] <= 60.0
 
 
+@pytest.mark.slow
 async def test_without_a_controller_no_instance_is_asked_until_pools_are_read() -> None:
     async with controlled(controller="off") as served:
         await asyncio.sleep(0.15)

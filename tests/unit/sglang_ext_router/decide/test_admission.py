@@ -135,6 +135,7 @@ DEMANDS = st.dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(limit=st.integers(1, 60), demands=DEMANDS)
 def test_shares_are_max_min_fair(limit: int, demands: dict[int, Demand]) -> None:
     shares = fair_shares(limit, demands)
@@ -147,6 +148,7 @@ def test_shares_are_max_min_fair(limit: int, demands: dict[int, Demand]) -> None
             assert all(shares[other] <= demands[other].total for other in shares), "places that none needs"
 
 
+@pytest.mark.slow
 @given(demands=DEMANDS, spare=st.integers(0, 50))
 def test_places_that_none_needs_are_divided_equally(demands: dict[int, Demand], spare: int) -> None:
     shares = fair_shares(sum(one.total for one in demands.values()) + spare, demands)
@@ -154,6 +156,7 @@ def test_places_that_none_needs_are_divided_equally(demands: dict[int, Demand], 
     assert max(extra) - min(extra) <= 1
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_together_no_more_than_the_limit_runs(data: st.DataObject) -> None:
     """Routers that know each other's demand admit, finish and queue requests in any order."""
@@ -272,4 +275,4 @@ class AgainstNaiveModel(RuleBasedStateMachine):
 
 
 AgainstNaiveModel.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
-TestAgainstNaiveModel = AgainstNaiveModel.TestCase
+TestAgainstNaiveModel = pytest.mark.slow(AgainstNaiveModel.TestCase)

@@ -233,4 +233,4 @@ class AnyHistory(RuleBasedStateMachine):
         assert self.breaker.can_try(self.now_s + self.breaker.open_s)
 
 
-TestAnyHistory = AnyHistory.TestCase
+TestAnyHistory = pytest.mark.slow(AnyHistory.TestCase)

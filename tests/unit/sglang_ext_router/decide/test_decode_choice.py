@@ -33,6 +33,7 @@ def load(index: int = 0, *, free: int = 1000, reserved: int = 0, batch: int = 0)
     return DecodeLoad(index, free, reserved, batch, 4096)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DECODE_POLICIES)
 @given(loads=LOADS, draw=DRAWS)
 def test_chooses_a_position_of_any_loads(name: str, loads: list[DecodeLoad], draw: float) -> None:

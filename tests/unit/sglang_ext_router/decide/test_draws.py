@@ -43,6 +43,7 @@ def test_the_last_turn_longest_ago_is_next_and_newcomers_come_first() -> None:
     assert turns.take([9, 7]) == 0
 
 
+@pytest.mark.slow
 def test_more_instances_than_are_remembered_still_take_turns() -> None:
     turns = LeastRecent()
     everybody = list(range(5000))

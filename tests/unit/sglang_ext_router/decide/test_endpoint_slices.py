@@ -38,6 +38,7 @@ SLICES = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.booleans(), SLICES), max_size=12))
 def test_events_lead_where_a_list_leads(events: list[tuple[bool, dict[str, Any]]]) -> None:
     table, slices = SliceTable(RULES), {}
@@ -72,6 +73,7 @@ ENDPOINTS = st.dictionaries(
 ).map(lambda found: {url: Endpoint(url, *parts) for url, parts in found.items()})
 
 
+@pytest.mark.slow
 @given(ENDPOINTS, ENDPOINTS)
 def test_changes_lead_from_what_is_held_to_what_is_wanted(
     held: dict[str, Endpoint], wanted: dict[str, Endpoint]

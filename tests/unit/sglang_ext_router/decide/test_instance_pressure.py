@@ -86,6 +86,7 @@ def test_one_very_late_prefill_does_not_outweigh_everything() -> None:
     assert pressure(signals(tardiness=500.0), AT_ONCE) == pressure(signals(tardiness=1.0), AT_ONCE)
 
 
+@pytest.mark.slow
 @given(st.builds(InstanceSignals, *[st.floats(0, 1e6)] * 5), st.integers(0, 4), st.floats(0, 1e3))
 def test_pressure_never_falls_when_a_signal_grows(told: InstanceSignals, field: int, more: float) -> None:
     values = list(told)
@@ -334,6 +335,7 @@ def steady() -> float:
 SIZES = st.tuples(st.integers(1, 8), st.integers(1, 8))
 
 
+@pytest.mark.full
 @settings(max_examples=100, deadline=None)
 @given(SIZES, st.floats(0, 10), st.floats(0, 10), st.floats(0.05, 1.0), st.integers(1, 4))
 def test_a_constant_load_is_answered_by_moves_of_one_direction(
@@ -346,6 +348,7 @@ def test_a_constant_load_is_answered_by_moves_of_one_direction(
     assert all(at_s < 1800 for at_s, _ in served.moves)
 
 
+@pytest.mark.full
 @settings(max_examples=50, deadline=None)
 @given(SIZES, st.floats(0, 8), st.floats(0, 8), st.integers(0, 1 << 30), st.floats(0, 0.3))
 def test_nor_does_it_oscillate_when_the_load_is_noisy(
@@ -359,6 +362,7 @@ def test_nor_does_it_oscillate_when_the_load_is_noisy(
     assert len(served.moves) <= sum(sizes)
 
 
+@pytest.mark.full
 @settings(max_examples=40, deadline=None)
 @given(st.integers(3, 10), st.floats(0.0, 0.5))
 def test_a_load_that_turns_is_followed(total: int, idle: float) -> None:
@@ -379,6 +383,7 @@ def test_a_load_that_turns_is_followed(total: int, idle: float) -> None:
         assert served.backlog_s == {SHORT: 0.0, LONG: 0.0}
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.data(), st.integers(1, 3), st.integers(1, 3), st.integers(0, 1 << 30))
 def test_minimums_and_one_at_a_time_whatever_is_reported(

@@ -52,6 +52,7 @@ STEPS = st.lists(
 )
 
 
+@pytest.mark.full
 @settings(max_examples=1000)
 @given(STEPS)
 def test_there_are_never_two_leaders(steps: list[tuple[int, str, float]]) -> None:

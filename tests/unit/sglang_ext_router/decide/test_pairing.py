@@ -13,6 +13,7 @@ REVISIONS = st.lists(st.sampled_from(["", "v1", "v2", "v3"]), min_size=1, max_si
 DRAWS = st.floats(0, 1, exclude_max=True)
 
 
+@pytest.mark.slow
 @given(REVISIONS, REVISIONS)
 def test_shares_go_to_revisions_of_both_kinds_and_add_up(prefill: list[str], decode: list[str]) -> None:
     shares = revision_shares(prefill, decode)
@@ -38,6 +39,7 @@ def test_a_revision_gets_what_its_scarcer_kind_carries(
     assert revision_shares(prefill, decode) == pytest.approx(shares)
 
 
+@pytest.mark.slow
 @given(REVISIONS, REVISIONS, DRAWS, st.integers(1, 100), st.data())
 def test_no_request_gets_a_revision_that_cannot_serve_it(
     prefill: list[str], decode: list[str], draw: float, prompt_tokens: int, data: st.DataObject
@@ -51,6 +53,7 @@ def test_no_request_gets_a_revision_that_cannot_serve_it(
         assert chosen is None
 
 
+@pytest.mark.slow
 @given(REVISIONS, REVISIONS)
 def test_draws_are_dealt_out_by_share(prefill: list[str], decode: list[str]) -> None:
     steps = 1000
@@ -87,6 +90,7 @@ PLACES = st.sampled_from(["", "a", "a/n1", "a/n2", "b/n1"])
 LOADS = st.builds(DecodeLoad, st.just(0), st.integers(0, 50), st.integers(0, 50), st.integers(0, 3), st.just(100))
 
 
+@pytest.mark.slow
 @given(PLACES, st.lists(st.tuples(PLACES, LOADS), min_size=1, max_size=6), st.integers(1, 50))
 def test_near_is_a_preference_never_a_refusal(
     place: str, others: list[tuple[str, DecodeLoad]], prompt_tokens: int

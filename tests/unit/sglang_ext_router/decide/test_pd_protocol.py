@@ -481,7 +481,7 @@ class RandomHistories(RuleBasedStateMachine):
 
 
 RandomHistories.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
-TestRandomHistories = RandomHistories.TestCase
+TestRandomHistories = pytest.mark.slow(RandomHistories.TestCase)
 
 
 def test_doubles_up_to_its_maximum() -> None:

@@ -79,6 +79,7 @@ def explore(
     return len(seen), phases
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("is_single", [False, True])
 @pytest.mark.parametrize("max_retries", [0, 1])
@@ -89,6 +90,7 @@ def test_every_reachable_state_keeps_the_promises(max_retries: int, is_stream: b
     assert states > 100
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("is_single", [False, True])
 @pytest.mark.parametrize("max_retries", [0, 1, 2])

@@ -92,6 +92,7 @@ def test_no_instances() -> None:
     assert choose_pool(2000, [], [], BOUNDARY, allow_spill=True).candidates == ()
 
 
+@pytest.mark.slow
 @given(
     instances=st.lists(st.tuples(st.sampled_from([SHORT, LONG, BOTH]), st.integers(0, 3000)), max_size=6),
     prompt_tokens=st.integers(1, 3000),

@@ -194,6 +194,7 @@ def feed(move: PoolMove, event: str | tuple[LapsMode, int], now_s: float) -> Mov
     return move.on_lost("x")
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(EVENTS, st.floats(0, 5)), max_size=30), st.booleans())
 def test_whatever_happens_the_instance_is_released_and_relabelled_only_when_seen(
     events: list[tuple[str | tuple[LapsMode, int], float]], can_drain: bool

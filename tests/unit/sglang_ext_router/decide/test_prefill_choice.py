@@ -56,6 +56,7 @@ LOADS = st.lists(
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", PREFILL_POLICIES)
 @given(loads=LOADS, prompt=st.integers(1, 10**6), draw=DRAWS)
 def test_chooses_a_position_of_any_loads(name: str, loads: list[PrefillLoad], prompt: int, draw: float) -> None:
@@ -208,6 +209,7 @@ LOADS = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(own=LOADS, others=st.lists(LOADS, max_size=5), prompt=st.integers(1, 4_000), draw=DRAWS)
 def test_who_helps_waits_less_than_half_as_long_and_ends_first(
     own: PrefillLoad, others: list[PrefillLoad], prompt: int, draw: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,6 +23,7 @@ def test_it_computes_what_it_had_at_its_rate() -> None:
     assert progress.computed_tokens(11.5, 1000.0) == 1000
 
 
+@pytest.mark.slow
 @given(
     events=st.lists(st.tuples(st.floats(0, 10), st.integers(1, 5000), st.booleans()), max_size=30),
     rate=st.floats(0, 1e6),

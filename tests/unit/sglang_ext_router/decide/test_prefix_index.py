@@ -146,6 +146,7 @@ def test_capacity_must_be_positive() -> None:
         PrefixIndex(0)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.implementation.name != "cpython", reason="measures CPython objects")
 def test_memory_per_block() -> None:
     tracemalloc.start()
@@ -288,6 +289,6 @@ class GrowingBlocksAgainstNaiveModel(AgainstNaiveModel):
 
 
 AgainstNaiveModel.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
-TestAgainstNaiveModel = AgainstNaiveModel.TestCase
+TestAgainstNaiveModel = pytest.mark.slow(AgainstNaiveModel.TestCase)
 GrowingBlocksAgainstNaiveModel.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
-TestGrowingBlocksAgainstNaiveModel = GrowingBlocksAgainstNaiveModel.TestCase
+TestGrowingBlocksAgainstNaiveModel = pytest.mark.slow(GrowingBlocksAgainstNaiveModel.TestCase)

@@ -14,6 +14,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["request", "retry"]), st.floats(0, 3
 SETTINGS = st.tuples(st.floats(0, 1), st.floats(0, 3), st.floats(0.5, 20))
 
 
+@pytest.mark.slow
 @given(steps=STEPS, settings=SETTINGS)
 def test_no_window_has_more_retries_than_its_share_allows(
     steps: list[tuple[str, float, int]], settings: tuple[float, float, float]

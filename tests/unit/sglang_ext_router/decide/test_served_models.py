@@ -40,6 +40,7 @@ def test_a_name_means(name: str, found: int | None) -> None:
     assert find_model(name, {"llama": 1, "s3://bucket/m": 2}) == found
 
 
+@pytest.mark.slow
 @given(names=st.sets(st.text("ab:", min_size=1, max_size=4)), asked=st.text("ab:", min_size=1, max_size=6))
 def test_the_longest_served_name_before_a_colon_wins(names: set[str], asked: str) -> None:
     fitting = [name for name in names if asked == name or asked.startswith(f"{name}:")]

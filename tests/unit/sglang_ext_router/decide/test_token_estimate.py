@@ -131,6 +131,7 @@ def test_template_tokens_must_not_be_negative() -> None:
         TokenEstimator(-1)
 
 
+@pytest.mark.slow
 @given(
     samples=st.lists(st.tuples(st.integers(0, 10**7), st.integers(0, 10**7)), max_size=80),
     size_bytes=st.integers(0, 10**9),

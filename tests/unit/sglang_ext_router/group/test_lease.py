@@ -39,6 +39,7 @@ def leaders(holders: list[LeaseHolder]) -> list[LeaseHolder]:
     return [one for one in holders if one.is_leader]
 
 
+@pytest.mark.slow
 async def test_one_leads_and_the_next_one_when_it_stops() -> None:
     async with candidates(3) as (api, holders):
         await until(lambda: len(leaders(holders)) == 1)
@@ -53,6 +54,7 @@ async def test_one_leads_and_the_next_one_when_it_stops() -> None:
         assert api.leases["controller"]["spec"]["leaseTransitions"] == 2
 
 
+@pytest.mark.slow
 async def test_another_one_leads_when_the_holder_is_killed() -> None:
     async with candidates(2) as (_, holders):
         await until(lambda: len(leaders(holders)) == 1)
@@ -64,6 +66,7 @@ async def test_another_one_leads_when_the_holder_is_killed() -> None:
         assert not first.is_leader
 
 
+@pytest.mark.slow
 async def test_without_the_api_server_none_leads_after_the_deadline(caplog: pytest.LogCaptureFixture) -> None:
     async with candidates(2) as (api, holders):
         await until(lambda: len(leaders(holders)) == 1)
@@ -74,6 +77,7 @@ async def test_without_the_api_server_none_leads_after_the_deadline(caplog: pyte
         await until(lambda: len(leaders(holders)) == 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", ["gone", "no metadata", "no spec"])
 async def test_an_answer_that_is_no_lease_ends_no_candidacy(answer: str) -> None:
     async with candidates(2) as (api, holders):

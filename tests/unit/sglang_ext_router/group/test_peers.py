@@ -90,6 +90,7 @@ def pair() -> list[ScriptedEngine]:
     return [ScriptedEngine(Role.BOTH), ScriptedEngine(Role.DECODE)]
 
 
+@pytest.mark.slow
 async def test_a_change_made_at_one_is_made_at_all() -> None:
     engines = pair()
     async with group(engines) as routers:
@@ -114,6 +115,7 @@ async def test_a_change_made_at_one_is_made_at_all() -> None:
             await extra.stop()
 
 
+@pytest.mark.slow
 async def test_an_instance_of_the_cluster_drained_by_hand_at_one_drains_and_resumes_at_all() -> None:
     """Each router has found it by itself, so no option or message names it."""
     engines = pair()
@@ -138,6 +140,7 @@ async def test_an_instance_of_the_cluster_drained_by_hand_at_one_drains_and_resu
         await found.stop()
 
 
+@pytest.mark.slow
 async def test_a_moved_instance_that_is_drained_at_one_stays_in_its_pool_at_all() -> None:
     engines = [ScriptedEngine(Role.SHORT), ScriptedEngine(Role.LONG), ScriptedEngine(Role.DECODE)]
     async with group(engines, 2) as routers:
@@ -153,6 +156,7 @@ async def test_a_moved_instance_that_is_drained_at_one_stays_in_its_pool_at_all(
             assert workers[1].role is Role.LONG
 
 
+@pytest.mark.slow
 async def test_an_error_ends_no_router_s_part_in_its_group(
     monkeypatch: pytest.MonkeyPatch, complaints: Complaints
 ) -> None:
@@ -171,6 +175,7 @@ async def test_an_error_ends_no_router_s_part_in_its_group(
         complaints.messages.clear()
 
 
+@pytest.mark.slow
 async def test_a_router_that_stood_still_forgets_no_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers_module, "FORGET_AFTER_S", 2.0)
     async with group(pair(), 2) as routers:
@@ -181,6 +186,7 @@ async def test_a_router_that_stood_still_forgets_no_peer(monkeypatch: pytest.Mon
         assert [dict(link_of(one)._latest) for one in routers] == sessions, "a peer was forgotten"
 
 
+@pytest.mark.slow
 async def test_what_one_has_under_way_all_know_until_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers_module, "FORGET_AFTER_S", 0.5)
     engines = pair()
@@ -216,6 +222,7 @@ async def conversations(routers: Sequence[RunningRouter], count: int, turns: int
     return same / (count * (turns - 1))
 
 
+@pytest.mark.slow
 async def test_a_conversation_stays_with_its_prefix_whichever_router_it_meets() -> None:
     def engines() -> list[ScriptedEngine]:
         return [*(ScriptedEngine(Role.BOTH) for _ in range(6)), ScriptedEngine(Role.DECODE)]
@@ -225,6 +232,7 @@ async def test_a_conversation_stays_with_its_prefix_whichever_router_it_meets() 
         assert await conversations(routers, 4, 5) >= 0.95
 
 
+@pytest.mark.slow
 async def test_a_router_that_starts_learns_what_the_others_know(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers_module, "ASK_AFTER_S", 0.1)
     monkeypatch.setattr(peers_module, "SNAPSHOT_FRAME_BLOCKS", 40)  # several frames
@@ -265,6 +273,7 @@ async def test_the_next_peer_is_asked_when_the_first_does_not_answer() -> None:
     assert asker.next_asked(30.0, known) is None
 
 
+@pytest.mark.slow
 async def test_a_group_serves_no_more_at_once_than_its_limit() -> None:
     engines = pair()
     async with group(engines, 3, max_concurrent_requests=6) as routers:
@@ -303,6 +312,7 @@ async def test_a_group_serves_no_more_at_once_than_its_limit() -> None:
             client.close()
 
 
+@pytest.mark.slow
 async def test_one_failure_is_enough_where_another_router_has_opened_its_circuit() -> None:
     engines = [ScriptedEngine(Role.BOTH), ScriptedEngine(Role.DECODE), ScriptedEngine(Role.DECODE)]
     options = {"cb_failure_threshold": 4, "cb_timeout_duration_secs": 60.0}
@@ -331,6 +341,7 @@ async def test_one_failure_is_enough_where_another_router_has_opened_its_circuit
         assert second.breaker.state(asyncio.get_running_loop().time()) is CircuitState.OPEN
 
 
+@pytest.mark.slow
 async def test_what_is_under_way_is_known_again_after_a_gap() -> None:
     engines = pair()
     async with group(engines, 2) as routers:
@@ -349,6 +360,7 @@ async def test_what_is_under_way_is_known_again_after_a_gap() -> None:
         await until(lambda: worker.sibling_in_flight == 0)
 
 
+@pytest.mark.slow
 async def test_a_peer_gets_what_has_changed_and_everything_where_it_has_missed_a_message() -> None:
     may_read = asyncio.Event()
     may_read.set()
@@ -392,6 +404,7 @@ async def test_a_peer_gets_what_has_changed_and_everything_where_it_has_missed_a
         await asyncio.sleep(0.05)
 
 
+@pytest.mark.slow
 async def test_a_peer_with_two_addresses_has_one_connection() -> None:
     engines = pair()
     async with group(engines, 2) as routers:
@@ -407,6 +420,7 @@ async def test_a_peer_with_two_addresses_has_one_connection() -> None:
         other.cancel()
 
 
+@pytest.mark.slow
 async def test_requests_that_are_refused_count_for_the_share_of_the_limit() -> None:
     """Without a queue none waits: a router whose places the others have would never get one."""
     engines = pair()
@@ -436,6 +450,7 @@ async def test_requests_that_are_refused_count_for_the_share_of_the_limit() -> N
         await asking
 
 
+@pytest.mark.slow
 async def test_a_router_without_the_key_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     engines = pair()
     async with group(engines, 3, keys=("secret", "secret", "other")) as routers:
@@ -475,6 +490,7 @@ def removal(url: str, teller: int) -> bytes:
     return orjson.dumps({**GOOD_MESSAGE, "index": teller, "members": members})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nothing", "http", "forged", "repeated", "too large", "for another", "no message"])
 async def test_what_no_peer_would_send_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers_module, "HANDSHAKE_TIMEOUT_S", 0.3)
@@ -517,6 +533,7 @@ async def test_a_good_message_of_a_peer_is_taken() -> None:
         writer.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strange",
     [
@@ -563,6 +580,7 @@ async def test_nothing_of_a_message_that_cannot_be_read_is_taken(strange: dict[s
         assert not any(task.done() for task in link._tasks)
 
 
+@pytest.mark.slow
 async def test_routers_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers_module, "FORGET_AFTER_S", 0.2)
     async with group(pair(), 1) as (one,):
@@ -594,6 +612,7 @@ async def test_the_connection_to_a_peer_that_does_not_read_ends_with_it() -> Non
         held[0].transport.abort()
 
 
+@pytest.mark.slow
 async def test_a_name_that_cannot_be_one_ends_no_task() -> None:
     async with group(pair(), 1) as (one,):
         link = link_of(one)
@@ -605,6 +624,7 @@ async def test_a_name_that_cannot_be_one_ends_no_task() -> None:
             task.cancel()
 
 
+@pytest.mark.slow
 async def test_a_peer_that_refuses_what_it_is_told_is_not_asked_again_and_again() -> None:
     connections = 0
 
@@ -622,6 +642,7 @@ async def test_a_peer_that_refuses_what_it_is_told_is_not_asked_again_and_again(
         assert 1 <= connections <= 5
 
 
+@pytest.mark.slow
 async def test_a_peer_that_does_not_read_holds_up_no_other() -> None:
     engines = pair()
     with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel takes connections; nothing reads them

@@ -63,6 +63,7 @@ def told_by(one: RunningRouter) -> dict[str, Any]:
     return told
 
 
+@pytest.mark.slow
 async def test_the_load_of_all_counts(tmp_path: Path) -> None:
     engines = [*pair(), ScriptedEngine(Role.DECODE)]
     async with processes(tmp_path, engines) as running:
@@ -85,6 +86,7 @@ async def test_the_load_of_all_counts(tmp_path: Path) -> None:
         await until(lambda: told_by(running[1])["online_in_flight"] == 0, 2.0)
 
 
+@pytest.mark.slow
 async def test_a_process_that_is_gone_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(siblings_module, "FORGET_AFTER_S", 0.3)
     engines = pair()
@@ -100,6 +102,7 @@ async def test_a_process_that_is_gone_is_forgotten(tmp_path: Path, monkeypatch: 
         client.close()
 
 
+@pytest.mark.slow
 async def test_prefixes_are_shared(tmp_path: Path) -> None:
     text = "word " * 400
     engines = [ScriptedEngine(Role.BOTH), ScriptedEngine(Role.BOTH), ScriptedEngine(Role.DECODE)]
@@ -112,6 +115,7 @@ async def test_prefixes_are_shared(tmp_path: Path) -> None:
             assert answer.headers["x-sglang-ext-prefill"] == first
 
 
+@pytest.mark.slow
 async def test_counters_of_all_are_shown_by_each(tmp_path: Path) -> None:
     async with processes(tmp_path, pair()) as running:
         for one, count in zip(running, (2, 3), strict=True):
@@ -124,6 +128,7 @@ async def test_counters_of_all_are_shown_by_each(tmp_path: Path) -> None:
                     await asyncio.sleep(0.1)
 
 
+@pytest.mark.slow
 async def test_rooms_of_processes_differ(tmp_path: Path) -> None:
     engines = pair()
     async with processes(tmp_path, engines, 3) as running:
@@ -132,6 +137,7 @@ async def test_rooms_of_processes_differ(tmp_path: Path) -> None:
         assert len(set(rooms)) == len(rooms) == 150
 
 
+@pytest.mark.full
 async def test_two_processes_behind_one_port() -> None:
     """The real thing: spread by the kernel, replaced when killed, gone with their supervisor."""
     engines = pair()
@@ -248,6 +254,7 @@ def view(table: MembershipTable) -> dict[str, tuple[WorkerAddress | None, Any]]:
     return {url: entry for url, entry in entries.items() if entry[0] is not None}
 
 
+@pytest.mark.slow
 @given(steps=st.lists(st.one_of(CHANGES, MESSAGES), max_size=25))
 def test_once_all_have_received_all_they_agree(steps: list[tuple[Any, ...]]) -> None:
     """Lost, doubled and reordered messages included: each only ever carries the sender's state of that moment."""
@@ -264,6 +271,7 @@ def test_once_all_have_received_all_they_agree(steps: list[tuple[Any, ...]]) -> 
     assert view(tables[0]) == view(tables[1]) == view(tables[2])
 
 
+@pytest.mark.slow
 @given(steps=st.lists(CHANGES, max_size=10))
 def test_a_message_received_twice_changes_nothing(steps: list[tuple[int, str, str]]) -> None:
     sender, receiver = MembershipTable(0, INITIAL), MembershipTable(1, INITIAL)
@@ -306,6 +314,7 @@ def of_model(engine: ScriptedEngine, model: str, **facts: Any) -> ScriptedEngine
     return engine
 
 
+@pytest.mark.slow
 async def test_every_process_routes_by_model_and_lets_in_what_fits(tmp_path: Path) -> None:
     engines = [of_model(engine, model, page_size=1) for model in ("llama", "qwen") for engine in pair()]
     async with processes(tmp_path, engines, model_alias=("gpt-4=qwen",)) as running:

@@ -83,6 +83,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
             type(FAST)(api_keys_file=str(path))
 
 
+@pytest.mark.slow
 async def test_keys_are_read_again_and_stay_where_the_file_is_bad(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -117,6 +118,7 @@ async def test_keys_are_read_again_and_stay_where_the_file_is_bad(
         assert "nonsense" not in caplog.text
 
 
+@pytest.mark.slow
 async def test_a_clients_key_gives_no_admin_rights_and_does_not_reach_the_instances(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(line("alice", "a"))
@@ -191,6 +193,7 @@ async def ask_reports(router: Router, path: str) -> Reply:
         server.close()
 
 
+@pytest.mark.slow
 async def test_reports_have_a_port_of_their_own() -> None:
     async with cluster(api_key="client", metrics_port=1) as served:
         for path in ("/metrics", "/docs", "/openapi.json", "/readyz"):

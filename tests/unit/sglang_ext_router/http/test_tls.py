@@ -90,6 +90,7 @@ async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
     writer.close()
 
 
+@pytest.mark.slow
 async def test_instances_over_tls_are_probed_asked_and_aborted(folder: Path) -> None:
     async with tls_cluster(folder, worker_ca_file=str(folder / "own.pem")) as (served, engines):
         await served.until_ready()
@@ -120,6 +121,7 @@ async def test_an_instance_that_is_not_trusted_gets_nothing(folder: Path) -> Non
         assert engines[0].requests == engines[1].requests == []
 
 
+@pytest.mark.slow
 async def test_clients_are_served_over_tls(folder: Path) -> None:
     async with cluster(
         ssl_certfile=str(folder / "own.pem"), ssl_keyfile=str(folder / "own.key"), api_key="k"
@@ -181,6 +183,7 @@ async def all_leave(served: Cluster) -> None:
     assert running_s() - start_s < 3.0
 
 
+@pytest.mark.full
 @ON_BOTH_LOOPS
 @pytest.mark.parametrize("headers", [{}, {"Connection": "close"}], ids=["kept", "closed"])
 @pytest.mark.parametrize("keep_alive_timeout_secs", [60.0, 0.1])
@@ -198,6 +201,7 @@ async def test_a_client_that_never_reads_over_tls_is_cut(
         await all_leave(served)
 
 
+@pytest.mark.slow
 @ON_BOTH_LOOPS
 async def test_a_client_that_closes_tls_and_never_reads_is_cut(folder: Path, event_loop: str) -> None:
     async with (
@@ -211,6 +215,7 @@ async def test_a_client_that_closes_tls_and_never_reads_is_cut(folder: Path, eve
         await all_leave(served)
 
 
+@pytest.mark.full
 @ON_BOTH_LOOPS
 async def test_a_client_that_reads_slowly_over_tls_gets_all_of_it(
     folder: Path, event_loop: str, monkeypatch: pytest.MonkeyPatch
@@ -238,6 +243,7 @@ async def test_a_client_that_reads_slowly_over_tls_gets_all_of_it(
         await all_leave(served)
 
 
+@pytest.mark.slow
 @ON_BOTH_LOOPS
 async def test_what_a_client_over_tls_has_taken_is_known(folder: Path, event_loop: str) -> None:
     async with large_reply_over_tls(folder) as served, blocking_client(served, folder) as client:
@@ -263,6 +269,7 @@ async def test_what_a_client_over_tls_has_taken_is_known(folder: Path, event_loo
         assert bytes_not_taken(connection.transport) == (0, 0)
 
 
+@pytest.mark.slow
 @ON_BOTH_LOOPS
 async def test_a_drain_is_not_held_up_by_clients_over_tls(
     folder: Path, event_loop: str, monkeypatch: pytest.MonkeyPatch
@@ -282,6 +289,7 @@ async def test_a_drain_is_not_held_up_by_clients_over_tls(
         assert not served.router.clients.open
 
 
+@pytest.mark.slow
 @ON_BOTH_LOOPS
 async def test_a_client_too_many_over_tls_is_cut(
     folder: Path, event_loop: str, monkeypatch: pytest.MonkeyPatch
@@ -326,6 +334,7 @@ def test_a_bad_file_of_certificates_is_named(folder: Path, name: str) -> None:
         replace(FAST, ssl_keyfile=str(folder / name))
 
 
+@pytest.mark.slow
 async def test_the_process_serves_tls_and_warns_of_what_is_open(folder: Path) -> None:
     port, reports, page = free_port(), free_port(), free_port()
     command = [sys.executable, "-m", "sglang_ext.cli", "router", "--host", "0.0.0.0", "--port", str(port)]
@@ -370,6 +379,7 @@ def generated(engine: ScriptedEngine) -> list[bytes]:
     return [request.body for request in engine.requests if request.path == "/generate"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event_loop", ["uvloop", "asyncio"])
 async def test_long_bodies_over_tls_arrive_and_what_follows_is_served(folder: Path, event_loop: str) -> None:
     own = str(folder / "own.pem")

@@ -186,6 +186,7 @@ async def test_an_expired_version_is_listed_again(by_event: bool) -> None:
         assert api.lists == lists + 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("what", ["a list that has expired", "watches that end at once", "no events"])
 async def test_the_api_server_is_not_asked_without_pause(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a server nor a proxy before it that answers at once, and always the same, is flooded."""
@@ -215,6 +216,7 @@ async def test_the_api_server_is_not_asked_without_pause(what: str, monkeypatch:
         await api.stop()
 
 
+@pytest.mark.slow
 async def test_a_lost_event_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery_module, "LIST_AGAIN_S", 0.2)
     async with discovering() as (served, api):
@@ -256,6 +258,7 @@ async def test_an_outage_leaves_what_was_known(caplog: pytest.LogCaptureFixture)
         assert 1 <= len(complaints) <= 3, "not one for every try"
 
 
+@pytest.mark.slow
 async def test_a_refusal_says_what_is_needed(caplog: pytest.LogCaptureFixture) -> None:
     async with discovering() as (served, api):
         await api.put(endpoint_slice("d", "decode", endpoint("10.0.0.1")))

@@ -134,6 +134,7 @@ async def test_a_coordinator_that_goes_is_shown_as_away_with_its_last_word() -> 
         assert (await served.ask("POST", "/generate", {"text": "hi"})).status == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "problem"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,6 +21,7 @@ def test_nothing_is_told_without_requests() -> None:
     assert OnlineWaits().recent(0.0) == []
 
 
+@pytest.mark.slow
 @given(st.lists(st.floats(-1.0, 100.0), min_size=1, max_size=300))
 def test_the_quantile_is_a_wait_that_nine_of_ten_did_not_exceed(given_waits: list[float]) -> None:
     waits = OnlineWaits()
@@ -55,6 +57,7 @@ async def test_waits_at_an_instance_hold_for_every_class_that_it_serves() -> Non
         assert (told["short"]["online_wait_s"], told["long"]["online_wait_s"]) == (0.5, 0.5)
 
 
+@pytest.mark.slow
 async def test_a_request_is_told_of_while_it_waits_for_prefill_or_for_admission() -> None:
     async with cluster(max_concurrent_requests=1) as served:
         served.short[0].script = served.decode[0].script = hang()
@@ -73,6 +76,7 @@ async def test_a_request_is_told_of_while_it_waits_for_prefill_or_for_admission(
         first.close()
 
 
+@pytest.mark.slow
 async def test_online_requests_are_told_of_and_those_of_low_priority_are_not() -> None:
     async with cluster() as served:
         empty = (await served.ask("GET", "/load")).json

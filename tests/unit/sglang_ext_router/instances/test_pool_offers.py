@@ -188,6 +188,7 @@ async def test_it_goes_away_while_a_prompt_waits() -> None:
         assert outcomes(served) == {"away": 1}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limits", [{"coordinator_offer_timeout_secs": 0.2}, {"queue_timeout_secs": 0.2}])
 async def test_a_turn_that_does_not_come_in_time(limits: dict[str, float]) -> None:
     async with offering(**limits) as (coordinator, served):
@@ -222,6 +223,7 @@ async def test_its_place_goes_to_the_next_when_its_client_leaves() -> None:
         assert (await waiting).status == 200
 
 
+@pytest.mark.slow
 async def test_the_longest_life_of_a_request_counts_while_it_waits() -> None:
     async with offering(request_timeout_secs=0.3) as (coordinator, served):
         coordinator.turn.clear()

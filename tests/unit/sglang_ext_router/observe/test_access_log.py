@@ -47,6 +47,7 @@ def until_written(log: AccessLog, count: int, within_s: float = 10.0) -> None:
         assert running_s() < end_s, log.counts
 
 
+@pytest.mark.slow
 async def test_a_line_tells_all_of_a_request(tmp_path: Path) -> None:
     file = tmp_path / "access.log"
     tokens = [event({"meta_info": {"prompt_tokens": 9, "completion_tokens": count}}) for count in (1, 2)]
@@ -124,6 +125,7 @@ async def test_every_request_has_one_line(tmp_path: Path) -> None:
     assert not log._thread.is_alive()
 
 
+@pytest.mark.slow
 async def test_a_renamed_file_is_followed(tmp_path: Path) -> None:
     file = tmp_path / "access.log"
     async with cluster(access_log=str(file)) as served:
@@ -169,6 +171,7 @@ async def test_a_full_disk_stops_no_request(complaints: Complaints, caplog: pyte
     assert complaints.messages == []
 
 
+@pytest.mark.slow
 def test_a_line_that_a_full_disk_cut_is_ended_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "access.log"
     log = AccessLog(str(file))
@@ -199,6 +202,7 @@ def test_a_line_that_a_full_disk_cut_is_ended_first(tmp_path: Path, monkeypatch:
     assert log.counts == {"written": 2, "failed": 1, "overflow": 0}
 
 
+@pytest.mark.slow
 async def test_a_reader_that_stands_still_stops_no_request(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
@@ -269,6 +273,7 @@ def test_what_a_client_writes_does_not_make_a_line_long(tmp_path: Path) -> None:
     assert (line["path"], line["error"]) == ("/" * 1000, "x" * 1000)
 
 
+@pytest.mark.slow
 def test_a_file_number_beyond_what_select_bears(tmp_path: Path) -> None:
     """As a file that is opened anew has where there are many connections."""
     pipe = tmp_path / "pipe"
@@ -311,6 +316,7 @@ def test_a_log_that_cannot_be_opened_is_refused(path: str) -> None:
         check_access_log(path)
 
 
+@pytest.mark.full
 async def test_processes_share_a_pipe_and_outlive_a_hang_up() -> None:
     """The real thing: two processes, standard output, SIGHUP."""
     engines = [ScriptedEngine(Role.BOTH), ScriptedEngine(Role.DECODE)]

@@ -113,6 +113,7 @@ async def following(served: RunningRouter, key: str = "") -> AsyncIterator[Follo
     await served.until(lambda: len(page._viewers) <= others)
 
 
+@pytest.mark.slow
 async def test_a_request_is_followed_from_the_router_over_prefill_to_decode() -> None:
     async with cluster() as served, following(served) as page:
         served.short[0].plan(reply(delay_s=0.4))
@@ -137,6 +138,7 @@ async def test_a_request_is_followed_from_the_router_over_prefill_to_decode() ->
         )
 
 
+@pytest.mark.slow
 async def test_counts_are_those_of_the_metrics_and_a_failure_is_told_as_one() -> None:
     async with cluster(disable_retries=True) as served:
         await served.ask("POST", "/generate", {"text": "before the page"})
@@ -156,6 +158,7 @@ async def test_counts_are_those_of_the_metrics_and_a_failure_is_told_as_one() ->
             assert page.frame["in_flight"] == 0
 
 
+@pytest.mark.slow
 async def test_queued_requests_wait_in_the_router() -> None:
     async with cluster(max_concurrent_requests=1, queue_size=5) as served, following(served) as page:
         served.short[0].plan(hang())
@@ -171,6 +174,7 @@ async def test_queued_requests_wait_in_the_router() -> None:
         await served.until(lambda: page.frame["in_flight"] == 0)
 
 
+@pytest.mark.slow
 async def test_instances_that_come_go_and_fail_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_page, "INSTANCES_EVERY", 1)
     async with cluster() as served, following(served) as page:
@@ -202,6 +206,7 @@ async def test_the_queues_of_instances_are_asked_for_while_a_page_is_open() -> N
             await served.until(lambda: "/laps" in [one.path for one in served.short[0].control])
 
 
+@pytest.mark.slow
 async def test_what_instances_did_is_told_while_a_page_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_page, "MIN_ASK_S", 0.05)
     monkeypatch.setattr(work_reader, "MAX_RECORDS_PER_S", 100_000)
@@ -235,6 +240,7 @@ async def test_what_instances_did_is_told_while_a_page_is_open(monkeypatch: pyte
         assert short.queries[-1] == "", "no page is open"
 
 
+@pytest.mark.slow
 async def test_nothing_is_gathered_without_a_viewer() -> None:
     async with cluster() as served:
         page = served.router.live_page
@@ -249,6 +255,7 @@ async def test_nothing_is_gathered_without_a_viewer() -> None:
             assert again.frame["number"] <= 2, "another stream"
 
 
+@pytest.mark.slow
 async def test_frames_come_at_a_bounded_rate_and_size() -> None:
     async with cluster() as served, following(served) as page:
         for _ in range(3):
@@ -260,6 +267,7 @@ async def test_frames_come_at_a_bounded_rate_and_size() -> None:
         assert numbers - 1 <= spent_s / MIN_INTERVAL_S + 2
 
 
+@pytest.mark.slow
 async def test_a_viewer_that_does_not_read_misses_frames_and_is_told_all_again() -> None:
     async with cluster() as served:
         client = await served.connect(receive_buffer_bytes=4096)
@@ -305,6 +313,7 @@ async def test_a_viewer_that_does_not_read_misses_frames_and_is_told_all_again()
         await served.until(lambda: served.router.services.view is None)
 
 
+@pytest.mark.slow
 async def test_streams_end_when_the_router_stops() -> None:
     async with cluster() as served, following(served) as page:
         started_s = running_s()
@@ -313,6 +322,7 @@ async def test_streams_end_when_the_router_stops() -> None:
         assert running_s() - started_s < 10.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "key", "status_code"),
     [
@@ -403,6 +413,7 @@ async def test_several_processes_are_named_on_the_page() -> None:
         assert page.frame["elsewhere"] is None, "none of them has told anything"
 
 
+@pytest.mark.full
 async def test_counts_of_other_processes_are_added_as_they_tell_them(tmp_path: Path) -> None:
     """Two processes of one router: the page of one tells what is in flight and has ended in the other."""
     engines = [ScriptedEngine(Role.BOTH), ScriptedEngine(Role.DECODE)]
@@ -484,6 +495,7 @@ def test_prompts_and_spans_of_a_coordinator_are_on_the_routers_clock() -> None:
     assert pool_spans(None, 0.0) == []
 
 
+@pytest.mark.slow
 async def test_a_long_pools_prompts_are_told() -> None:
     served_status: dict[str, Any] = json.loads(json.dumps(STATUS))
 
@@ -504,6 +516,7 @@ async def test_a_long_pools_prompts_are_told() -> None:
                 assert not any("No coordinator" in note for note in page.hello["notes"])
 
 
+@pytest.mark.slow
 async def test_a_large_number_under_way_is_counted_from_an_even_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest are all in decode by then: a part that begins with them would tell nothing of prefill."""
     monkeypatch.setattr(live_page, "MAX_SCANNED", 4)

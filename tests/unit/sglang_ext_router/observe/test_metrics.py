@@ -64,6 +64,7 @@ async def test_a_request_is_counted_once_everywhere() -> None:
         assert found["requests_in_flight", ()] == found["requests_queued", ()] == 0
 
 
+@pytest.mark.slow
 async def test_failures_and_retries_are_counted() -> None:
     async with cluster(decode=2, cb_failure_threshold=100) as served:
         served.short[0].script = reply(delay_s=0.05)
@@ -95,6 +96,7 @@ async def test_histograms_add_up() -> None:
             assert values[-1] == found["ttft_seconds_count", (labels,)] == count
 
 
+@pytest.mark.slow
 async def test_labels_do_not_grow_with_what_clients_send() -> None:
     async with cluster() as served:
         before = len(await scrape(served))
@@ -105,6 +107,7 @@ async def test_labels_do_not_grow_with_what_clients_send() -> None:
         assert len(await scrape(served)) < before + 10
 
 
+@pytest.mark.slow
 @given(values=st.lists(st.floats(0, 1000), max_size=50), bounds=st.just((0.1, 1.0, 10.0)))
 def test_a_histogram_puts_every_value_in_its_bucket(values: list[float], bounds: tuple[float, ...]) -> None:
     histogram = Histogram(bounds)
@@ -146,6 +149,7 @@ def shown(metrics: RouterMetrics, *others: MetricsSnapshot) -> Samples:
     return samples_of(render(request_families(metrics, others))[0].decode())
 
 
+@pytest.mark.slow
 @given(seeds=st.lists(st.integers(0, 9), min_size=1, max_size=5))
 def test_processes_are_added_up(seeds: list[int]) -> None:
     all_metrics = [used(seed) for seed in seeds]
@@ -156,6 +160,7 @@ def test_processes_are_added_up(seeds: list[int]) -> None:
     )
 
 
+@pytest.mark.full
 @given(seeds=st.lists(st.integers(0, 9), min_size=2, max_size=2))
 def test_what_an_earlier_process_counted_is_added_to_a_snapshot(seeds: list[int]) -> None:
     one, earlier = map(used, seeds)

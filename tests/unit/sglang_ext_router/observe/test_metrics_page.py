@@ -117,6 +117,7 @@ async def test_the_document_lists_what_is_shown() -> None:
     assert shown == rows
 
 
+@pytest.mark.slow
 async def test_both_formats_tell_the_same() -> None:
     async with cluster() as served:
         await serve_everything(served)
@@ -139,6 +140,7 @@ async def test_a_scraper_that_takes_both_gets_openmetrics() -> None:
         assert text.endswith("# EOF\n")
 
 
+@pytest.mark.slow
 async def test_the_series_of_a_removed_worker_end() -> None:
     async with cluster(decode=2, admin_api_key="admin") as served:
         gone, stays = served.decode
@@ -175,6 +177,7 @@ async def test_a_removed_worker_that_still_fails_stays_away() -> None:
             client.close()
 
 
+@pytest.mark.slow
 async def test_gauges_of_processes_add_up(tmp_path: Path) -> None:
     engines = [ScriptedEngine(Role.BOTH), ScriptedEngine(Role.DECODE)]
     for engine in engines:
@@ -227,6 +230,7 @@ async def test_gauges_of_processes_add_up(tmp_path: Path) -> None:
             await engine.stop()
 
 
+@pytest.mark.full
 async def test_counters_go_on_when_a_process_is_replaced(tmp_path: Path) -> None:
     engines = [ScriptedEngine(Role.BOTH), ScriptedEngine(Role.DECODE)]
     for engine in engines:
@@ -249,6 +253,7 @@ async def test_counters_go_on_when_a_process_is_replaced(tmp_path: Path) -> None
             await engine.stop()
 
 
+@pytest.mark.slow
 async def test_a_stalled_loop_shows() -> None:
     async with cluster() as served:
         lag = served.router.metrics.loop_lag_s

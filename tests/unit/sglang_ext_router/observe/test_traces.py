@@ -21,6 +21,7 @@ BODY = {"input_ids": [1, 2, 3], "stream": True}
 TOKENS = [event({"meta_info": {"prompt_tokens": 3, "completion_tokens": count}}) for count in (1, 2)]
 
 
+@pytest.mark.slow
 async def test_a_request_has_one_trace_that_adds_up() -> None:
     with otlp_receiver() as receiver:
         async with cluster(otlp_traces_endpoint=receiver.url) as served:
@@ -48,6 +49,7 @@ async def test_a_request_has_one_trace_that_adds_up() -> None:
                 assert headers["tracestate"] == "a=b"
 
 
+@pytest.mark.slow
 async def test_what_is_not_sampled_is_sent_on_and_not_recorded() -> None:
     with otlp_receiver() as receiver:
         async with cluster(otlp_traces_endpoint=receiver.url, otlp_sample_ratio=0.0) as served:
@@ -64,6 +66,7 @@ async def test_what_is_not_sampled_is_sent_on_and_not_recorded() -> None:
             assert {span.trace_id for span in receiver.spans} == {TRACE_ID}
 
 
+@pytest.mark.slow
 async def test_a_failed_request_has_a_trace() -> None:
     with otlp_receiver() as receiver:
         async with cluster(otlp_traces_endpoint=receiver.url, retry_max_retries=0) as served:
@@ -75,6 +78,7 @@ async def test_a_failed_request_has_a_trace() -> None:
             assert root.attributes["sglang_ext.outcome"] == "error_before"
 
 
+@pytest.mark.slow
 async def test_a_collector_that_is_away_loses_traces_and_holds_nothing_up() -> None:
     async with cluster(otlp_traces_endpoint=f"http://127.0.0.1:{free_port()}") as served:
         tracer = served.router.services.tracer
@@ -87,6 +91,7 @@ async def test_a_collector_that_is_away_loses_traces_and_holds_nothing_up() -> N
         assert 'sglang_ext_router_traces_total{result="dropped"} 20.0' in exposed
 
 
+@pytest.mark.slow
 async def test_a_trace_that_cannot_be_made_and_an_answer_that_is_none_cost_no_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -59,6 +59,7 @@ def comparable(outcome: Outcome) -> object:
     return outcome._replace(prompt=outcome.prompt._replace(texts=()))
 
 
+@pytest.mark.slow
 async def test_the_outcome_is_that_of_reading_at_once() -> None:
     reader = BodyReader(asyncio.get_running_loop())
     try:
@@ -84,6 +85,7 @@ def test_what_is_worth_a_process(drawn: float) -> None:
     assert not at_once(b"x" * (body_reader.SIMPLE_BYTES + 1))
 
 
+@pytest.mark.slow
 @given(st.integers(0, 1 << 20), st.floats(0, 1, exclude_max=True))
 def test_values_in_one_place_of_a_long_text_are_seen(start: int, drawn: float) -> None:
     """As many as would hold others up: half a megabyte of them."""
@@ -105,6 +107,7 @@ def test_values_are_never_more_than_counted(raw: bytes) -> None:
     assert count_values(raw) + 1 >= values(orjson.loads(raw))
 
 
+@pytest.mark.slow
 async def test_a_body_of_too_many_values_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     async with cluster() as served:
         answer = await served.ask("POST", "/generate", b'{"text":"x","a":[' + b"{}," * 8_000_000 + b"{}]}")
@@ -112,6 +115,7 @@ async def test_a_body_of_too_many_values_is_refused(monkeypatch: pytest.MonkeyPa
         assert "values" in answer.error["message"]
 
 
+@pytest.mark.slow
 async def test_a_process_that_dies_fails_its_body_only(complaints: object) -> None:
     reader = BodyReader(asyncio.get_running_loop())
     try:
@@ -128,6 +132,7 @@ async def test_a_process_that_dies_fails_its_body_only(complaints: object) -> No
         complaints.messages.clear()  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 async def test_what_was_cancelled_is_not_told() -> None:
     reader = BodyReader(asyncio.get_running_loop())
     raw = orjson.dumps({"text": TEXT})
@@ -141,6 +146,7 @@ async def test_what_was_cancelled_is_not_told() -> None:
     await reader.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "raw",
     [
@@ -177,6 +183,7 @@ async def test_a_client_that_leaves_while_its_body_is_read() -> None:
         assert served.upstream_requests() == 0
 
 
+@pytest.mark.slow
 async def test_a_large_prompt_reaches_both_instances_as_it_came() -> None:
     async with cluster(length_boundary_tokens=1 << 24) as served:
         for worker in served.router.registry:
@@ -190,6 +197,7 @@ async def test_a_large_prompt_reaches_both_instances_as_it_came() -> None:
         assert served.decode[0].requests[1].json["sampling_params"]["custom_params"]["sglang_ext_priority"] == "low"
 
 
+@pytest.mark.slow
 async def test_a_process_that_the_other_thread_has_taken_is_replaced() -> None:
     class JustTaken(list[subprocess.Popen[bytes]]):
         """Looks as if there was one left."""

@@ -73,6 +73,7 @@ def check_fields(sent: dict[str, Any], expected_rest: dict[str, Any]) -> None:
     assert {key: value for key, value in sent.items() if key not in PD_KEYS} == expected_rest
 
 
+@pytest.mark.slow
 @given(
     body=BODIES.filter(encodable),
     rid=CLIENT_IDS.filter(encodable),
@@ -137,6 +138,7 @@ def test_ids_that_are_no_strings_are_refused(rid: object) -> None:
     assert caught.value.param == "rid"
 
 
+@pytest.mark.slow
 @given(rids=st.tuples(CLIENT_IDS.filter(encodable), CLIENT_IDS.filter(encodable)), samples=st.integers(1, 3))
 def test_aborting_one_request_never_names_another(rids: tuple[Any, Any], samples: int) -> None:
     """SGLang aborts every request whose id begins with the one to abort."""
@@ -200,6 +202,7 @@ def test_a_chat_is_all_that_the_template_will_see() -> None:
     assert "A" * 9999 not in text
 
 
+@pytest.mark.slow
 @given(first=st.text(min_size=300, max_size=600), second=st.text(max_size=300))
 def test_prompts_with_a_common_beginning_share_their_first_hashes(first: str, second: str) -> None:
     short = measure(b"/generate", {"text": first}).hashes
@@ -240,6 +243,7 @@ def test_too_many_sequences() -> None:
         measure(b"/v1/completions", {"prompt": ["x", "y"], "n": MAX_SEQUENCES})
 
 
+@pytest.mark.slow
 @given(path=st.sampled_from([b"/generate", b"/v1/completions", b"/v1/chat/completions"]), body=BODIES)
 def test_any_object_is_measured_or_refused(path: bytes, body: dict[str, Any]) -> None:
     try:
@@ -264,6 +268,7 @@ FIELDS = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @given(path=st.sampled_from([b"/generate", b"/v1/completions", b"/v1/chat/completions"]), body=FIELDS)
 def test_known_fields_of_any_type_are_measured_or_refused(path: bytes, body: dict[str, Any]) -> None:
     test_any_object_is_measured_or_refused.hypothesis.inner_test(path, body)  # type: ignore[attr-defined]

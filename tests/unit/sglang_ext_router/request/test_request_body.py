@@ -94,6 +94,7 @@ def test_what_cannot_be_written_again_is_refused_at_once() -> None:
 JSON = st.recursive(st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(), st.lists, max_leaves=5)
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.text(), JSON), st.none() | st.dictionaries(st.text(), JSON), st.sampled_from(PATHS))
 def test_everything_else_is_kept(rest: dict[str, Any], own: dict[str, Any] | None, path: str) -> None:
     body = {
@@ -143,6 +144,7 @@ async def test_a_priority_that_is_none(given_priority: str) -> None:
         assert served.upstream_requests() == 0
 
 
+@pytest.mark.slow
 async def test_time_in_the_queue_and_in_attempts_counts() -> None:
     async with cluster(max_concurrent_requests=1, long=0) as served:
         served.decode[0].script = hang()

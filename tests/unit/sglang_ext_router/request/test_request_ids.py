@@ -11,6 +11,7 @@ from sglang_ext_router.request.request_ids import COUNTER_BITS, ROOM_BITS, RoomA
 DRAWS = st.integers(0, (1 << 31) - 1)
 
 
+@pytest.mark.slow
 @given(draw=DRAWS, counts=st.lists(st.integers(1, 4096), min_size=1, max_size=200))
 def test_ranges_of_a_process_never_overlap(draw: int, counts: list[int]) -> None:
     rooms = RoomAllocator(draw, 0, 1)
@@ -22,6 +23,7 @@ def test_ranges_of_a_process_never_overlap(draw: int, counts: list[int]) -> None
         assert 0 <= first <= end < 1 << ROOM_BITS
 
 
+@pytest.mark.slow
 @given(data=st.data(), process_count=st.integers(1, 64))
 def test_ranges_of_processes_never_overlap(data: st.DataObject, process_count: int) -> None:
     """Whatever each process draws."""
@@ -35,6 +37,7 @@ def test_ranges_of_processes_never_overlap(data: st.DataObject, process_count: i
             taken |= mine
 
 
+@pytest.mark.slow
 @given(draws=st.tuples(DRAWS, DRAWS), process_count=st.integers(1, 64), data=st.data())
 def test_processes_are_apart_even_when_their_counters_are_used_up(
     draws: tuple[int, int], process_count: int, data: st.DataObject

@@ -235,6 +235,7 @@ def test_prompts_of_one_token_and_several_prompts() -> None:
     assert answered["usage"]["total_tokens"] == 6
 
 
+@pytest.mark.slow
 @given(
     ids=st.lists(st.integers(0, 50), min_size=1, max_size=20),
     top=st.integers(0, 5),
@@ -257,6 +258,7 @@ def test_every_position_has_its_token_and_the_best_by_rank(ids: list[int], top: 
         assert len(entries) == len({*best, ids[position]})
 
 
+@pytest.mark.slow
 async def test_large_replies_are_made_beside_and_are_the_same() -> None:
     loop = asyncio.get_running_loop()
     beside = ReplyBuilder(loop, max_inline_bytes=0)
@@ -278,6 +280,7 @@ async def test_large_replies_are_made_beside_and_are_the_same() -> None:
     assert built.done()
 
 
+@pytest.mark.slow
 async def test_what_waits_to_be_made_is_bounded_and_not_made_for_a_client_that_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -356,6 +359,7 @@ async def test_a_completion_that_goes_on_is_joined_of_both() -> None:
         assert answer.json["usage"]["completion_tokens"] == 3
 
 
+@pytest.mark.slow
 async def test_a_reply_too_large_to_be_made_at_once() -> None:
     ids = [5, *[6] * 8_000]
     large = output(ids, [None, *[[[-0.1, token, None] for token in range(8, 28)]] * 8_000])
@@ -451,6 +455,7 @@ def test_nested_candidates_are_counted() -> None:
         plan_scores(GENERATE, {**SCORED, "token_ids_logprob": [list(range(MAX_CANDIDATES + 1))]})
 
 
+@pytest.mark.slow
 async def test_a_large_reply_that_comes_in_many_pieces() -> None:
     ids = [5, *[6] * 3000]
     large = output(ids, [None, *[[[-0.1, 8, None], [-0.2, 9, None]]] * 3000])

@@ -45,6 +45,7 @@ async def test_counts(folder: Path) -> None:
     tokeniser.close()
 
 
+@pytest.mark.slow
 async def test_the_loop_goes_on_meanwhile(folder: Path) -> None:
     tokeniser = PromptTokeniser(folder / "tokenizer.json", asyncio.get_running_loop())
     counting = asyncio.create_task(counts_of(tokeniser, "word " * 300_000))

@@ -59,6 +59,7 @@ async def test_connections_are_reused(event_loop: str) -> None:
         assert len(set(connections_used(served))) == 1
 
 
+@pytest.mark.slow
 async def test_no_connection_serves_two_requests_at_once() -> None:
     async with cluster() as served:
         # Long enough for all twenty to be on their way before the first one has its answer.
@@ -93,6 +94,7 @@ async def test_a_connection_closed_at_the_very_moment_of_reuse_costs_nothing(eve
         assert circuit(served) is CircuitState.CLOSED
 
 
+@pytest.mark.slow
 async def test_many_connections_closed_at_the_moment_of_reuse() -> None:
     async with cluster() as served:
         for engine in served.engines:
@@ -165,6 +167,7 @@ async def test_an_instance_that_answers_nothing_but_closes() -> None:
         assert len(served.decode[0].requests) == 2
 
 
+@pytest.mark.slow
 async def test_failures_one_after_the_other_open_the_circuit_and_it_recovers() -> None:
     async with cluster(
         decode=2, cb_failure_threshold=3, cb_timeout_duration_secs=0.3, cb_success_threshold=2
@@ -237,6 +240,7 @@ async def test_a_removed_instances_connections_are_closed() -> None:
         assert await ask(served, 3) == [200] * 3
 
 
+@pytest.mark.slow
 async def test_what_a_dying_instance_closed_goes_to_another_one() -> None:
     """It was killed while connections were kept, and takes new ones until its process is gone: no request is lost."""
     async with cluster(short=2, long=0, prefill_policy="random", cb_failure_threshold=1000) as served:
@@ -252,6 +256,7 @@ async def test_what_a_dying_instance_closed_goes_to_another_one() -> None:
             assert sum(served.worker(engine.url).failed_legs for engine in served.decode) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event_loop", ["uvloop", "asyncio"])
 async def test_a_connection_whose_instance_answers_before_it_has_the_body_is_not_used_again(event_loop: str) -> None:
     """Such an instance may never read the rest, and what the connection holds of it is not counted."""

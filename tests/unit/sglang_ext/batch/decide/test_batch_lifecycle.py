@@ -63,6 +63,7 @@ def check(lifecycle: BatchLifecycle) -> None:
     assert times == sorted(times)
 
 
+@pytest.mark.slow
 def test_every_sequence_of_events_takes_allowed_steps_only() -> None:
     seen = set()
     for sequence in product(E, repeat=6):
@@ -206,7 +207,7 @@ class Lives(RuleBasedStateMachine):
         assert lifecycle.status.is_terminal
 
 
-TestLives = Lives.TestCase
+TestLives = pytest.mark.slow(Lives.TestCase)
 TestLives.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
 
 

@@ -37,6 +37,7 @@ def drive(cap: InFlightCap, events: list[tuple[str, float, float, float, bool]])
     return history
 
 
+@pytest.mark.slow
 @given(EVENTS, st.integers(1, 500), st.integers(1, 64))
 def test_never_below_one_and_never_above_the_most(
     events: list[tuple[str, float, float, float, bool]], most: int, start: int
@@ -46,6 +47,7 @@ def test_never_below_one_and_never_above_the_most(
     assert all(1 <= value <= most for _, value in drive(cap, events))
 
 
+@pytest.mark.slow
 @given(EVENTS, st.integers(1, 100))
 def test_recovers_to_the_most_once_requests_succeed(
     events: list[tuple[str, float, float, float, bool]], most: int

@@ -205,6 +205,7 @@ async def test_output_files_are_deleted_when_their_time_is_over(tmp_path: Path) 
     await bench.close()
 
 
+@pytest.mark.slow
 @on_loop
 async def test_a_cancellation_while_validating(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
@@ -284,6 +285,7 @@ async def test_results_that_come_while_the_window_ends_complete_the_batch(
     await bench.close()
 
 
+@pytest.mark.slow
 @on_loop
 async def test_a_full_disk_is_told_as_507(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(tmp_path)
@@ -312,6 +314,7 @@ async def test_a_full_disk_is_told_as_507(tmp_path: Path, monkeypatch: pytest.Mo
     await bench.close()
 
 
+@pytest.mark.full
 @on_loop
 async def test_a_file_that_is_being_read_stays(tmp_path: Path) -> None:
     bench = Bench(tmp_path, is_eager=True)
@@ -332,6 +335,7 @@ async def test_a_file_that_is_being_read_stays(tmp_path: Path) -> None:
     await bench.close()
 
 
+@pytest.mark.slow
 @on_loop
 async def test_batches_beyond_those_that_run_wait_and_can_expire(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
@@ -364,6 +368,7 @@ ACTIONS = st.one_of(
 )
 
 
+@pytest.mark.full
 @given(actions=st.lists(ACTIONS, max_size=16))
 @settings(max_examples=60, deadline=None)
 def test_any_order_of_what_can_happen(actions: list[tuple[Any, ...]], tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -488,6 +493,7 @@ def die_at(step: int, ending: str, folder: Path) -> bool:
     return killer.has_killed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["completed", "expired", "cancelled"])
 def test_a_service_that_dies_at_any_write_goes_on(ending: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     step = 0

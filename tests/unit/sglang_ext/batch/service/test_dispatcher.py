@@ -55,6 +55,7 @@ async def bench(folder: Path, url: str, cap: int = 4) -> AsyncIterator[Bench]:
             await made.dispatcher.close()
 
 
+@pytest.mark.slow
 @on_loop
 async def test_jobs_get_fair_shares(tmp_path: Path) -> None:
     with batch_endpoint() as endpoint:
@@ -118,6 +119,7 @@ async def test_a_job_cancelled_alone_is_over_at_once_and_can_run_again(tmp_path:
             assert one.store.job(job).succeeded == 3
 
 
+@pytest.mark.slow
 @on_loop
 async def test_an_endpoint_that_is_down_is_waited_for(tmp_path: Path) -> None:
     port = free_port()

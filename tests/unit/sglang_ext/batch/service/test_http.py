@@ -52,6 +52,7 @@ def upload(service: RunningService, name: str, content: bytes = b"{}", **fields:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [
@@ -128,6 +129,7 @@ def test_a_batch_that_is_no_batch_but_large_is_not_read_to_its_end(service: Runn
     assert reply.status_code == 413
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["../../escaped", "/etc/passwd", "a\x00b", "п" * 500, "", "x\r\ny", '"quoted"; a=b', ".."]
 )
@@ -145,6 +147,7 @@ def test_strange_names_stay_names(service: RunningService, name: str) -> None:
     assert stored_files(service) == before
 
 
+@pytest.mark.slow
 def test_expiry_of_an_uploaded_file(service: RunningService) -> None:
     fields = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
     described = upload(service, "x", **fields).json()
@@ -159,6 +162,7 @@ def test_expiry_of_an_uploaded_file(service: RunningService) -> None:
         assert error_of(reply)["param"] == next(iter(wrong))
 
 
+@pytest.mark.slow
 def test_a_file_that_is_too_large_is_refused_and_leaves_nothing(service: RunningService) -> None:
     form_head = b'--b\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\n'
     before = stored_files(service)
@@ -212,6 +216,7 @@ def test_a_client_that_leaves_leaves_nothing(service: RunningService) -> None:
     wait_until(lambda: stored_files(service) == before)
 
 
+@pytest.mark.slow
 def test_uploads_and_downloads_take_constant_memory(service: RunningService) -> None:
     assert service.process is not None
     process = psutil.Process(service.process.pid)
@@ -236,6 +241,7 @@ def test_uploads_and_downloads_take_constant_memory(service: RunningService) -> 
     httpx.delete(f"{service.url}/v1/files/{described['id']}")
 
 
+@pytest.mark.slow
 def test_a_batch_of_too_many_lines_fails(service: RunningService) -> None:
     with service.client() as client:
         file = client.files.create(file=("x", jsonl([chat_line(f"r{i}", "x") for i in range(6)])), purpose="batch")
@@ -287,6 +293,7 @@ def test_options_that_cannot_be_are_told_in_one_line(
     assert captured.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_store_in_use_is_told_in_one_line(service: RunningService, capfd: pytest.CaptureFixture[str]) -> None:
     store = str(service.folder / "store")
     assert main(["batch", "serve", "--endpoint", "http://127.0.0.1:1", "--store", store, "--port", "0"]) == 2

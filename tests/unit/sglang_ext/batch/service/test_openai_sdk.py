@@ -48,6 +48,7 @@ def create(client: openai.OpenAI, lines: list[object], window: str = "24h", **op
     )
 
 
+@pytest.mark.slow
 def test_upload_create_poll_download_delete(client: openai.OpenAI) -> None:
     lines = [chat_line(f"r{i}", f"hello {i}") for i in range(20)]
     lines[7] = chat_line("r7", "status 400")
@@ -164,6 +165,7 @@ def test_a_cancelled_batch_aborts_what_is_in_flight_and_keeps_what_is_finished(
         client.batches.cancel(batch.id)
 
 
+@pytest.mark.slow
 def test_an_expired_batch_keeps_what_is_finished(client: openai.OpenAI, endpoint: BatchEndpoint) -> None:
     endpoint.hold_prefix = "held"
     try:
@@ -183,6 +185,7 @@ def test_an_expired_batch_keeps_what_is_finished(client: openai.OpenAI, endpoint
     assert (late["custom_id"], late["response"], late["error"]["code"]) == ("late", None, "batch_expired")
 
 
+@pytest.mark.slow
 def test_lists_are_paged_and_survive_deletions(client: openai.OpenAI) -> None:
     batches = [create(client, [chat_line("a", "x")]).id for _ in range(5)]
     assert [batch.id for batch in client.batches.list(limit=2)][:5] == batches[::-1]
@@ -241,6 +244,7 @@ def test_the_endpoint_gets_the_key_and_the_low_priority(client: openai.OpenAI, e
     assert headers["x-sgl-priority"] == "low"
 
 
+@pytest.mark.slow
 def test_health_and_metrics_need_no_key(service: RunningService, client: openai.OpenAI) -> None:
     wait_batch(client, create(client, [chat_line("a", "counted"), chat_line("b", "status 422")]).id)
     assert httpx.get(f"{service.url}/health").json() == {"status": "ok"}
@@ -253,6 +257,7 @@ def test_health_and_metrics_need_no_key(service: RunningService, client: openai.
     assert float(samples["sglang_ext_batch_requests_in_flight"]) == 0
 
 
+@pytest.mark.full
 def test_sigterm_ends_it_and_running_batches_go_on(tmp_path: Path, endpoint: BatchEndpoint) -> None:
     endpoint.hold_prefix = "term"
     try:

@@ -44,6 +44,7 @@ def receive(body: bytes, sizes: list[int], limit: int = 1 << 20, kind: str = TYP
     return received, file.getvalue()
 
 
+@pytest.mark.slow
 @given(
     content=st.one_of(st.binary(max_size=300), st.text("\r\n-edg", max_size=80).map(str.encode)),
     sizes=st.lists(st.integers(0, 40), max_size=20),
@@ -115,6 +116,7 @@ def test_names_are_for_display(given_name: str, shown: str) -> None:
     assert shown_name(given_name) == shown
 
 
+@pytest.mark.slow
 @given(st.text())
 def test_any_name_is_shown_without_folders_and_controls(name: str) -> None:
     shown = shown_name(name)

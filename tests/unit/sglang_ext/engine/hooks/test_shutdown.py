@@ -52,6 +52,7 @@ def manager(rids: dict[str, Any], is_ill: bool = False) -> Any:
     return SimpleNamespace(gracefully_exit=False, rid_to_state=rids, server_status=status)
 
 
+@pytest.mark.slow
 def test_it_ends_when_nothing_is_left_and_refuses_what_still_comes(shutdown: Any) -> None:
     async def main() -> None:
         one, ended = manager({"a": None}), asyncio.Event()

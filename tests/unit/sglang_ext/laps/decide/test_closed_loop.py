@@ -57,6 +57,7 @@ def test_shorts_wait_for_little_more_than_a_chunk() -> None:
     assert waits[-1] < 0.2
 
 
+@pytest.mark.slow
 def test_shorts_gain_and_longs_hardly_lose_against_first_come_first_served() -> None:
     random = Random(2)
     arrivals = mixed(random, 3000, 0.9, CPU)
@@ -103,6 +104,7 @@ def _quantile(values: list[float], quantile: float) -> float:
     return sorted(values)[int(quantile * len(values))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("composition", list(Composition))
 def test_longs_progress_at_their_share_against_any_number_of_shorts(composition: Composition) -> None:
     """More shorts than the machine can serve: a long prefill still gets (1 - rho_max) of the time."""
@@ -114,6 +116,7 @@ def test_longs_progress_at_their_share_against_any_number_of_shorts(composition:
     assert long_s < alone_s / share * 1.15 + 0.1
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     seed=st.integers(0, 100_000),
@@ -155,6 +158,7 @@ def test_nothing_starves_within_capacity(
     assert max(item.ttft_s for item in outcome.ended) <= work_s + 0.1 * len(outcome.steps) + 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("priority", PriorityClass)
 def test_the_least_urgent_waits_a_bounded_time_at_full_load(priority: PriorityClass) -> None:
     """One prefill of each kind without a deadline of any use, against a stream of urgent ones at 95 % load."""

@@ -337,6 +337,7 @@ def test_whatever_comes_predictions_stay_positive_and_finite(samples: list[tuple
         assert 0 < cost.iteration_s(1e4, 100, 100, 1, is_replayed=True) < 1e9
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.lists(st.floats(-10, 10), min_size=4, max_size=4), min_size=1, max_size=12),
     st.lists(st.floats(-10, 10), min_size=12, max_size=12),

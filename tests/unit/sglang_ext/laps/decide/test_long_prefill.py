@@ -88,6 +88,7 @@ def test_alone_a_prompt_larger_than_the_memory_is_still_offered() -> None:
     assert chosen(choose(long(1, 0.0, 5000), long(2, 3.0, 900), free=1000)) == 2
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.tuples(st.floats(-5, 5), st.integers(1, 2000), st.booleans(), st.integers(0, 3)), min_size=1, max_size=12

@@ -109,6 +109,7 @@ def test_memory_is_promised_to_those_that_were_started() -> None:
     assert keys(fill(started, queued(2, 400), room=ROOM._replace(free_kv_tokens=3000)))[0] == (2,)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(
     longs=st.lists(st.tuples(st.integers(1, 6000), st.booleans(), st.sampled_from([0, 512])), min_size=1, max_size=8),

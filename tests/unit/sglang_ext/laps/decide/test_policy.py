@@ -458,6 +458,7 @@ def test_the_report() -> None:
     assert report.fit.samples == 0
 
 
+@pytest.mark.slow
 @given(
     requests=st.lists(
         st.tuples(st.integers(1, 6000), st.integers(0, 5000), st.floats(0, 99), st.booleans(), st.integers(0, 3)),

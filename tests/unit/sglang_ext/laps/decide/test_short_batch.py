@@ -297,6 +297,7 @@ def plain_time_s(members: tuple[RankedPrefill, ...] | list[RankedPrefill], cost:
     return cost.iteration_s(work, sum(new for new, _ in lengths), sum(cached for _, cached in lengths))
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(
     waiting=st.lists(
@@ -355,6 +356,7 @@ FEW = GraphGrid.from_product((32, 256), (1, 4, 16))
 PREFIXES = GraphGrid(GRID.shapes, max_prefix_tokens=2000)
 
 
+@pytest.mark.slow
 @settings(max_examples=600)
 @given(
     waiting=candidates,

@@ -311,6 +311,7 @@ def test_the_machines_time_counts_where_it_is_scarce(
     assert counting[1] <= (1 - least_saved) * without[1]
 
 
+@pytest.mark.slow
 @given(per_s=st.floats(1, 2000), seed=st.integers(0, 10_000))
 def test_a_stationary_load_settles(per_s: float, seed: int) -> None:
     random = Random(seed)
@@ -325,6 +326,7 @@ def test_a_stationary_load_settles(per_s: float, seed: int) -> None:
     assert max(steps_s, default=0.0) <= LIMITS.w_max_s / 8 + 1e-9
 
 
+@pytest.mark.slow
 @given(
     phases=st.lists(st.tuples(st.floats(0.5, 3000), st.floats(0.05, 0.5)), min_size=1, max_size=6),
     seed=st.integers(0, 10_000),
@@ -423,6 +425,7 @@ def test_drained_and_cut_rounds_teach_nothing() -> None:
     assert controller.depth == 64
 
 
+@pytest.mark.slow
 @given(per_s=st.floats(1, 80), seed=st.integers(0, 1000))
 def test_on_a_linear_machine_no_request_ever_waits(per_s: float, seed: int) -> None:
     rounds = serve(poisson_s(Random(seed), per_s, 0.0, 10.0), cpu_s, awd())

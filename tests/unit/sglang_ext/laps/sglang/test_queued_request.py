@@ -299,6 +299,7 @@ def test_a_newer_sglang_is_asked_by_its_name_for_it(monkeypatch: pytest.MonkeyPa
     assert asked == [("request", "cache"), ("request", "cache")]
 
 
+@pytest.mark.slow
 def test_an_older_sglang_is_asked_by_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.managers import schedule_policy
     from sglang.srt.mem_cache import common

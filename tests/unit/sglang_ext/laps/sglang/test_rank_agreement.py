@@ -35,6 +35,7 @@ steps = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.lists(steps, max_size=6).map(tuple))
 def test_steps_survive_the_journey(sent: tuple[Step, ...]) -> None:
@@ -80,6 +81,7 @@ def test_a_single_rank_decides_for_itself() -> None:
     assert agreement.agree(lambda: plan) == (plan, (Step((1, 2, 3), None),))
 
 
+@pytest.mark.slow
 def test_two_processes_agree_over_a_thousand_random_decisions(tmp_path: Path) -> None:
     deciding, following = run_ranks(2, ROUNDS, tmp_path)
     expected = [steps_as_json(random_plan(seed)) for seed in range(ROUNDS)]
@@ -90,6 +92,7 @@ def test_two_processes_agree_over_a_thousand_random_decisions(tmp_path: Path) ->
     assert (following.decisions, following.plans) == (0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stages", "ranks"), [(2, 1), (3, 2)])
 def test_every_stage_follows_the_first_one(stages: int, ranks: int, tmp_path: Path) -> None:
     """What a later stage finds itself does not count, and keys that are too many for a round wait for the next."""

@@ -57,6 +57,7 @@ def overridden() -> dict[str, list[str]]:
     return OVERRIDDEN | (OVERRIDDEN_SINCE_23 if installed >= V23 else {})
 
 
+@pytest.mark.slow
 def test_nothing_else_of_sglang_is_hidden(schedulers: tuple[Any, Any]) -> None:
     ours, stock = schedulers
     own = {name for name in vars(ours) if not name.startswith("__")}

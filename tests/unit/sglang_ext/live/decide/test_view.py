@@ -120,6 +120,7 @@ times = st.one_of(st.none(), st.floats(-1e12, 1e12))
 counts = st.integers(0, 10**25)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(texts, texts, texts, counts, st.floats()), max_size=25),
     st.lists(st.tuples(texts, counts, times), max_size=60),
@@ -158,6 +159,7 @@ def test_no_frame_is_larger_than_the_limit_whatever_it_is_told(
         reader.take(view.frame(float(repeat)))
 
 
+@pytest.mark.slow
 def test_a_thousand_instances_and_500_requests_a_second_stay_within_the_limits_and_all_instances_arrive() -> None:
     view, reader = LiveView(0.0), Reader()
     fleet = [f"10.0.{number // 250}.{number % 250}:30000" for number in range(1000)]
@@ -199,6 +201,7 @@ def test_frames_come_no_faster_than_the_interval() -> None:
 states = st.sampled_from(["waiting", "prefilling", "starting", "decoding"])
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.sampled_from(["short", "long", None]), states), max_size=60),
     st.integers(0, 500),
@@ -237,6 +240,7 @@ def test_what_is_shown_adds_up(
                 assert reader.of_class(name)[state] == sum(one == (name, state) for one in under_way)
 
 
+@pytest.mark.slow
 def test_a_reader_that_comes_later_learns_all_and_one_that_was_there_learns_changes_only() -> None:
     view, early, late = LiveView(0.0), Reader(), Reader()
     fleet = [instance(f"host:{number}", in_flight=number) for number in range(600)]
@@ -338,6 +342,7 @@ def test_quantiles_weigh_what_a_sample_stands_for() -> None:
     assert reader.head["sampled_of"] == -(-900 // MAX_ENDED)
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_while_frames_are_not_taken() -> None:
     view = LiveView(0.0)
     view.take_instances([instance("a:1")], 0.0)
@@ -397,6 +402,7 @@ def test_the_budgets_leave_place_for_what_stands_around_the_rows() -> None:
     assert sum(BUDGETS_BYTES.values()) + len(around) <= MAX_MESSAGE_BYTES
 
 
+@pytest.mark.slow
 def test_of_more_samples_than_are_kept_the_last_minute_still_counts_whole() -> None:
     """The first half of a minute is slow: quantiles of the latest samples alone would not know of it."""
     view, reader = LiveView(0.0), Reader()

@@ -221,6 +221,7 @@ def test_a_member_may_send_lines_that_are_longer_than_the_first() -> None:
     serve(test)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line", [b"nonsense\n", encode(OfferMessage(2**40, array("i", (1, 2)), 0, 0.0, None)), encode(hello("a"))]
 )
@@ -237,6 +238,7 @@ def test_a_bad_line_ends_the_connection_of_its_sender_alone(line: bytes) -> None
     serve(test)
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_stood_still_loses_none() -> None:
     async def test(served: Served) -> None:
         good = await served.join("good")
@@ -250,6 +252,7 @@ def test_a_coordinator_that_stood_still_loses_none() -> None:
     serve(test)
 
 
+@pytest.mark.slow
 def test_a_connection_without_messages_ends() -> None:
     async def test(served: Served) -> None:
         client = await served.join("a")

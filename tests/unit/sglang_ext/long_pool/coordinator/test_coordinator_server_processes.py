@@ -74,6 +74,7 @@ def check_clean(members: list[MemberProcess], free_tokens: int = 8192) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("page_tokens", [1, 4])
 def test_prompts_of_several_members_at_once(coordinator: Coordinator, page_tokens: int) -> None:
     before = coordinator.status()["requests_collected"]
@@ -92,6 +93,7 @@ def test_prompts_of_several_members_at_once(coordinator: Coordinator, page_token
         check_clean(members)
 
 
+@pytest.mark.slow
 def test_a_member_is_killed_in_a_chunk(coordinator: Coordinator) -> None:
     with MemberProcesses(coordinator.address) as processes:
         members = start(processes, coordinator, *(MemberSpec(name, layer_s=0.3) for name in "abc"))
@@ -111,6 +113,7 @@ def test_a_member_is_killed_in_a_chunk(coordinator: Coordinator) -> None:
         assert again.outcome(again.offer(prompt(2))).kind == "collected"
 
 
+@pytest.mark.full
 def test_a_member_stops_in_a_chunk_and_comes_back(coordinator: Coordinator) -> None:
     with MemberProcesses(coordinator.address) as processes:
         members = start(processes, coordinator, *(MemberSpec(name, layer_s=0.3) for name in "abc"))
@@ -129,6 +132,7 @@ def test_a_member_stops_in_a_chunk_and_comes_back(coordinator: Coordinator) -> N
         check_clean(members)
 
 
+@pytest.mark.slow
 def test_members_wait_no_longer_for_a_stopped_member_than_the_coordinator(coordinator: Coordinator) -> None:
     with MemberProcesses(coordinator.address) as processes:
         # Far longer than this test waits for an outcome.
@@ -143,6 +147,7 @@ def test_members_wait_no_longer_for_a_stopped_member_than_the_coordinator(coordi
             members[1].signal(signal.SIGCONT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_coordinator_is_killed_or_stopped_in_a_chunk(coordinator: Coordinator, how: signal.Signals) -> None:
     with MemberProcesses(coordinator.address) as processes:
@@ -161,6 +166,7 @@ def test_the_coordinator_is_killed_or_stopped_in_a_chunk(coordinator: Coordinato
         check_clean(members)
 
 
+@pytest.mark.slow
 def test_a_request_is_withdrawn_in_a_chunk(coordinator: Coordinator) -> None:
     with MemberProcesses(coordinator.address) as processes:
         members = start(processes, coordinator, *(MemberSpec(name, layer_s=0.1) for name in "ab"))
@@ -172,6 +178,7 @@ def test_a_request_is_withdrawn_in_a_chunk(coordinator: Coordinator) -> None:
         coordinator.wait_for(lambda status: status["recent"][-1]["outcome"] == "cancelled")
 
 
+@pytest.mark.slow
 def test_a_member_joins_in_a_chunk(coordinator: Coordinator) -> None:
     """The chunk goes on over the mesh that it began on."""
     with MemberProcesses(coordinator.address) as processes:
@@ -186,6 +193,7 @@ def test_a_member_joins_in_a_chunk(coordinator: Coordinator) -> None:
         check_clean(members)
 
 
+@pytest.mark.slow
 def test_a_full_pool_of_one_member_is_known_to_the_others_at_once(coordinator: Coordinator) -> None:
     step_timeout_s = 30.0
     with MemberProcesses(coordinator.address) as processes:
@@ -200,6 +208,7 @@ def test_a_full_pool_of_one_member_is_known_to_the_others_at_once(coordinator: C
         check_clean(members[1:], free_tokens=64)
 
 
+@pytest.mark.slow
 def test_another_model_waits_until_the_pool_is_empty(coordinator: Coordinator) -> None:
     with MemberProcesses(coordinator.address) as processes:
         (old,) = start(processes, coordinator, MemberSpec("a"))

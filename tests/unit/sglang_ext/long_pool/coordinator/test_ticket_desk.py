@@ -81,6 +81,7 @@ def test_the_answer_names_a_member() -> None:
     serve(test)
 
 
+@pytest.mark.slow
 def test_it_comes_when_a_member_has_time() -> None:
     async def test(served: Served) -> None:
         await served.join("host:1", BUSY)

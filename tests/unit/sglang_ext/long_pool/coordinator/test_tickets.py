@@ -58,6 +58,7 @@ def test_a_field_that_is_refused_is_named(changes: dict[str, object], named: str
     assert caught.value.problem is TicketProblem.BAD
 
 
+@pytest.mark.slow
 @given(
     st.binary(max_size=60)
     | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps).map(str.encode)

@@ -936,6 +936,7 @@ class SimulatedCluster:
         raise AssertionError(f"requests {self.coordinator.requests} never end")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(150))
 def test_any_history_ends(seed: int) -> None:
     cluster = SimulatedCluster(seed)

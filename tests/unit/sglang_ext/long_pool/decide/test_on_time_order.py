@@ -33,6 +33,7 @@ def on_time(jobs: list[PendingPrefill]) -> bool:
     return True
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(st.lists(st.tuples(st.integers(1, 8), st.integers(1, 20)), min_size=1, max_size=7))
 def test_no_order_has_more_on_time(jobs: list[tuple[int, int]]) -> None:
@@ -49,6 +50,7 @@ def test_no_order_has_more_on_time(jobs: list[tuple[int, int]]) -> None:
     assert punctual == possible
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(
     st.lists(

@@ -21,6 +21,7 @@ def planned(case: Case) -> ChunkPlan | None:
     return plan if isinstance(plan, ChunkPlan) else None
 
 
+@pytest.mark.slow
 @given(st.one_of(cases(), scaling_cases()))
 def test_tokens_add_up_in_order(case: Case) -> None:
     if plan := planned(case):
@@ -32,6 +33,7 @@ def test_tokens_add_up_in_order(case: Case) -> None:
         assert position == case.request.cached_tokens + case.request.new_tokens
 
 
+@pytest.mark.slow
 @given(st.one_of(cases(), scaling_cases()))
 def test_groups_grow_from_the_earlier_ones(case: Case) -> None:
     if plan := planned(case):
@@ -45,6 +47,7 @@ def test_groups_grow_from_the_earlier_ones(case: Case) -> None:
             before = chunk.instances
 
 
+@pytest.mark.slow
 @given(st.one_of(cases(), scaling_cases()))
 def test_chunks_start_when_their_group_is_free(case: Case) -> None:
     if plan := planned(case):
@@ -60,6 +63,7 @@ def test_chunks_start_when_their_group_is_free(case: Case) -> None:
             assert after[instance] == (end_s if instance in plan.chunks[-1].instances else delay_s)
 
 
+@pytest.mark.slow
 @given(st.one_of(cases(), scaling_cases()))
 def test_capacity_is_never_exceeded(case: Case) -> None:
     if plan := planned(case):
@@ -69,12 +73,14 @@ def test_capacity_is_never_exceeded(case: Case) -> None:
             assert all(held <= case.snapshot.free_kv_tokens[i] for i in chunk.instances)
 
 
+@pytest.mark.slow
 @given(st.one_of(cases(), scaling_cases()))
 def test_short_chunks_are_not_made(case: Case) -> None:
     if (plan := planned(case)) and len(plan.chunks) > 1:
         assert min(chunk.tokens for chunk in plan.chunks) >= case.config.min_chunk_tokens
 
 
+@pytest.mark.slow
 @given(st.one_of(cases(), scaling_cases()))
 def test_never_worse_than_one_chunk(case: Case) -> None:
     single = CdspPlanner(replace(case.config, is_chunking=False)).plan(case.snapshot, case.request, case.rate)
@@ -87,6 +93,7 @@ def test_never_worse_than_one_chunk(case: Case) -> None:
         assert plan.ttft_s <= single.ttft_s
 
 
+@pytest.mark.slow
 @given(scaling_cases(), cases())
 def test_a_plan_depends_on_its_inputs_alone(case: Case, other: Case) -> None:
     planner = CdspPlanner(case.config)

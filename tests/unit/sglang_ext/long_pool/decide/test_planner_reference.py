@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
+import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +15,7 @@ from support.cdsp_cases import PLENTY, Case, cases, polynomial_costs, scaling_ca
 from support.cdsp_reference import Reference, optimum_s
 
 
+@pytest.mark.full
 @settings(max_examples=1500)
 @given(st.one_of(cases(), scaling_cases()))
 def test_equals_the_enumeration(case: Case) -> None:
@@ -29,6 +31,7 @@ def test_equals_the_enumeration(case: Case) -> None:
     assert [tuple(chunk) for chunk in plan.chunks] == [tuple(chunk) for chunk in expected.chunks]
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.data())
 def test_no_plan_is_better_than_what_is_possible(data: st.DataObject) -> None:

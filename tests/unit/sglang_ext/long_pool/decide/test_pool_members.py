@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -14,6 +15,7 @@ from sglang_ext.long_pool.decide.sharding import Interleaving, count_tokens, spl
 PAGES_AT_LEAST = 4  # of a bound: below, it is about as much
 
 
+@pytest.mark.slow
 @given(
     group=st.integers(1, 5),
     page=st.sampled_from([1, 4, 16]),

@@ -73,6 +73,7 @@ def decisions(draw: st.DrawFn) -> tuple[PriceOptions, PrefillSnapshot, list[Wait
     return options, case.snapshot, prompts, draw(st.sampled_from([0.0, 0.5, 4.0, 40.0]))
 
 
+@pytest.mark.slow
 @settings(max_examples=800, deadline=None)
 @given(decisions())
 def test_equals_the_best_of_all_choices(

@@ -35,6 +35,7 @@ def every(positions: Positions) -> list[int]:
     return [position for part in positions for position in part]
 
 
+@pytest.mark.slow
 @given(
     start=st.integers(0, 50),
     tokens=st.integers(1, 300),
@@ -113,6 +114,7 @@ def growing_groups(draw: st.DrawFn) -> list[tuple[int, ...]]:
     return [tuple(order[:size]) for size in sizes]
 
 
+@pytest.mark.slow
 @given(
     groups=growing_groups(),
     data=st.data(),

@@ -82,6 +82,7 @@ def turns_until(members: list[StreamingMember], condition: Callable[[], bool]) -
     wait_until(turn)
 
 
+@pytest.mark.slow
 def test_a_layer_is_stored_while_later_ones_are_computed(make: Make, decode: Decode) -> None:
     stored_at_layer: list[int] = []
     members: list[StreamingMember] = []
@@ -117,6 +118,7 @@ def test_slots_stay_taken_until_they_have_been_read(make: Make, decode: Decode) 
     torch.testing.assert_close(decode.requests[ROOM].kv, kv_of(ids(40)), atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_a_chunk_that_is_taken_back_begins_the_transfer_anew(make: Make, decode: Decode) -> None:
     helper = make()
     decode.expect(ROOM, 0, 50, "127.0.0.1:1")
@@ -127,6 +129,7 @@ def test_a_chunk_that_is_taken_back_begins_the_transfer_anew(make: Make, decode:
     turns_until([helper], lambda: helper.pool.free_tokens == POOL_TOKENS)
 
 
+@pytest.mark.slow
 def test_numbers_come_again_under_another_coordinator(make: Make, decode: Decode) -> None:
     helper = make()
     helper.link.inbox.append(order(helper, 40))  # no slots yet
@@ -167,6 +170,7 @@ def test_without_a_coordinator_what_was_sent_is_sent_anew(make: Make, decode: De
     torch.testing.assert_close(decode.requests[1].kv, kv_of(ids(60))[:, :, 4:], atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(9))
 def test_prompts_of_several_members_arrive_whatever_fails(make: Make, decode: Decode, seed: int) -> None:
     draw = random.Random(seed)
@@ -230,6 +234,7 @@ def test_prompts_of_several_members_arrive_whatever_fails(make: Make, decode: De
         assert sum(one.endpoint.totals().written_bytes > 0 for one in members) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "behind"])
 def test_a_step_that_fails_before_it_sends_costs_the_streaming_nothing(
     make: Make, decode: Decode, monkeypatch: pytest.MonkeyPatch, when: str
@@ -314,7 +319,7 @@ class Histories(RuleBasedStateMachine):
             assert self.pool.deferred_tokens == len(pinned - held) * self.page
 
 
-TestHistories = Histories.TestCase
+TestHistories = pytest.mark.slow(Histories.TestCase)
 TestHistories.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 

@@ -173,6 +173,7 @@ def test_taken_back() -> None:
     assert is_idle(one)
 
 
+@pytest.mark.slow
 def test_a_peer_that_does_not_answer() -> None:
     one = member()
     one.link.inbox.append(chunk(REQUEST, ids(30), group=(0, 1)))
@@ -250,6 +251,7 @@ def test_what_others_hold_comes_to_the_owner() -> None:
     assert owner.pool.free_tokens == other.pool.free_tokens == POOL_TOKENS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_requests_of_several_members_end_right_whatever_fails(seed: int) -> None:
     draw = random.Random(seed)

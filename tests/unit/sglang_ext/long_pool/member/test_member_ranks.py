@@ -30,6 +30,7 @@ def ids(tokens: int, seed: int) -> tuple[int, ...]:
     return tuple(draw.randrange(50) for _ in range(tokens))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_requests_end_right_whatever_fails_on_one_rank(seed: int) -> None:
     draw = random.Random(seed)
@@ -78,6 +79,7 @@ def test_requests_end_right_whatever_fails_on_one_rank(seed: int) -> None:
         assert collected
 
 
+@pytest.mark.slow
 def test_a_rank_without_memory_for_a_chunk_fails_the_step_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     failures: list[int] = []
     wires = [Wires(), Wires()]

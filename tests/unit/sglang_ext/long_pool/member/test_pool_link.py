@@ -145,6 +145,7 @@ def test_orders_wake_and_come_in_order(played: Played) -> None:
     assert not is_readable(played.link, 0.0)
 
 
+@pytest.mark.slow
 def test_a_heartbeat_tells_whether_the_engine_does_anything(played: Played) -> None:
     peer, _ = played.join()
     assert peer.read() == Alive(0.0)
@@ -166,6 +167,7 @@ def test_a_step_is_given_up_at_once(played: Played) -> None:
     wait_for(lambda: played.given_up == [7, None])
 
 
+@pytest.mark.slow
 def test_an_engine_that_hangs_does_not_join_again(played: Played) -> None:
     peer, _ = played.join()
     peer.close()
@@ -206,6 +208,7 @@ def test_sending_never_blocks(played: Played) -> None:
     assert running_s() - began_s < 1.0
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_goes_is_noticed_and_joined_anew(played: Played) -> None:
     peer, _ = played.join(3)
     peer.close()
@@ -216,6 +219,7 @@ def test_a_coordinator_that_goes_is_noticed_and_joined_anew(played: Played) -> N
     assert answer.instance == 4
 
 
+@pytest.mark.slow
 def test_a_session_without_messages_ends(played: Played) -> None:
     peer, _ = played.join()
     began_s, clock_s = running_s(), time.monotonic()
@@ -234,6 +238,7 @@ def test_noise_is_an_end(played: Played) -> None:
     wait_for(lambda: played.link.session() is None)
 
 
+@pytest.mark.slow
 def test_orders_of_another_session_are_not_received(played: Played) -> None:
     """The engine's loop has not seen the new session yet."""
     peer, _ = played.join()
@@ -253,6 +258,7 @@ def test_orders_of_another_session_are_not_received(played: Played) -> None:
     assert second.read() == Alive(0.0)
 
 
+@pytest.mark.slow
 def test_refused_and_tried_again(played: Played, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(3):
         peer = played.accept()

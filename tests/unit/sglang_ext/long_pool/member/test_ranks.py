@@ -15,6 +15,7 @@ from sglang_ext.long_pool.mesh.mesh import MeshError
 from support.group_ranks import ROUNDS, run_ranks, value_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_in_processes(size: int, tmp_path: Path) -> None:
     for rank, seen in enumerate(run_ranks(size, tmp_path)):

@@ -40,6 +40,7 @@ def test_every_member_of_every_layout(interleaving: Interleaving, members: int, 
             check(queries, [one for one in (history, *parts) if one])
 
 
+@pytest.mark.slow
 @given(st.data())
 @settings(max_examples=150, deadline=None)
 def test_any_two_ranges(data: st.DataObject) -> None:

@@ -209,6 +209,7 @@ steps = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(steps, st.sampled_from([1, 4]), st.sampled_from(["drop", "take_slots"]))
 def test_any_history_ends_with_all_memory_free(history: list[tuple[str, int, int]], page_tokens: int, end: str) -> None:

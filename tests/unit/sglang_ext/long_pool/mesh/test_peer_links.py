@@ -258,6 +258,7 @@ def test_nothing_comes_in_time(make: Callable[..., list[PeerLinks]]) -> None:
     assert failed.value.instance == 1
 
 
+@pytest.mark.slow
 def test_a_peer_that_is_not_there(make: Callable[..., list[PeerLinks]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sglang_ext.long_pool.mesh.peer_link.CONNECT_TIMEOUT_S", 0.3)
     (one,) = make(1)
@@ -269,6 +270,7 @@ def test_a_peer_that_is_not_there(make: Callable[..., list[PeerLinks]], monkeypa
     assert failed.value.instance == 1
 
 
+@pytest.mark.slow
 def test_a_peer_that_does_not_connect(make: Callable[..., list[PeerLinks]]) -> None:
     _, second = links = make(2, timeout_s=0.3)
     with (
@@ -278,6 +280,7 @@ def test_a_peer_that_does_not_connect(make: Callable[..., list[PeerLinks]]) -> N
         mesh.receive(torch.empty(1), 0, 0).wait()
 
 
+@pytest.mark.slow
 def test_who_is_connected_to_waits_as_long_as_a_step_does(
     make: Callable[..., list[PeerLinks]], threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -472,6 +475,7 @@ def test_a_connection_to_a_host_that_has_vanished_ends(
         assert idle_s < 60
 
 
+@pytest.mark.slow
 def test_ranks_of_one_instance(make: Callable[..., list[PeerLinks]], threads: ThreadPoolExecutor) -> None:
     """The second rank waits for another instance: the first one, which waits for it elsewhere, does not hang."""
     (first,) = make(1)

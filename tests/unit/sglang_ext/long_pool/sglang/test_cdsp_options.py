@@ -203,6 +203,7 @@ def test_models_are_refused_by_name() -> None:
         assert problem.startswith(f"{name} does not go with --cdsp-coordinator (")
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("sglang_imported")
 def test_the_arguments_exist_under_these_names() -> None:
     import msgspec

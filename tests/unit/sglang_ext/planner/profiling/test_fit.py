@@ -37,6 +37,7 @@ COSTS = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(COSTS)
 def test_the_full_form_recovers_every_time(cost: IterationCost) -> None:

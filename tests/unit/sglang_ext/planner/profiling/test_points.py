@@ -24,6 +24,7 @@ def test_the_default_is_powers_within_one_iteration() -> None:
     assert points == lone + batches
 
 
+@pytest.mark.slow
 @given(
     st.integers(16, 10_000),
     st.integers(32, 200_000),

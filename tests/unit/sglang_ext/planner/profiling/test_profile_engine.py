@@ -36,6 +36,7 @@ def profile(instance: TimedInstance, out: Path, *options: str) -> int:
     return main(["profile", "engine", "--url", instance.url, "--out", str(out), *options])
 
 
+@pytest.mark.full
 def test_the_costs_of_the_instance_come_out(
     instance: TimedInstance, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -64,6 +65,7 @@ def test_the_costs_of_the_instance_come_out(
     assert len(table.splitlines()) == 5 + len(content["points"])
 
 
+@pytest.mark.slow
 def test_cached_prefixes_are_real_and_batches_whole(instance: TimedInstance, tmp_path: Path) -> None:
     assert profile(instance, tmp_path / "p.json", *QUICK) == 0
     runs = set(instance.measured)
@@ -73,6 +75,7 @@ def test_cached_prefixes_are_real_and_batches_whole(instance: TimedInstance, tmp
     assert all("bootstrap_host" not in body for body in instance.bodies)
 
 
+@pytest.mark.full
 def test_a_prefill_instance_alone_has_no_cached_points(
     instance: TimedInstance, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,6 +91,7 @@ def test_a_prefill_instance_alone_has_no_cached_points(
     assert "a prefill instance caches only what it sends to a decode instance: give --decode" in error
 
 
+@pytest.mark.full
 def test_with_a_decode_instance_prefixes_and_hand_overs_are_measured(instance: TimedInstance, tmp_path: Path) -> None:
     instance.server_info["disaggregation_mode"] = "prefill"
     with timed_instance(COST.iteration_s) as decode:
@@ -122,6 +126,7 @@ def pipeline() -> Iterator[TimedInstance]:
         yield running
 
 
+@pytest.mark.full
 def test_what_a_stage_takes_and_a_hop(
     pipeline: TimedInstance, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,6 +154,7 @@ def test_what_a_stage_takes_and_a_hop(
     assert engine.coefficients.chunk_s(512, 0) == pytest.approx(3 * ONE_STAGE.iteration_s([(512, 0)]), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_stages_of_unequal_speed(pipeline: TimedInstance, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pipeline.faster = 0.75
     out = tmp_path / "p.json"
@@ -159,6 +165,7 @@ def test_stages_of_unequal_speed(pipeline: TimedInstance, tmp_path: Path, capsys
     assert "Hops cannot be told from that." in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_numbers_of_stages_are_added_to_each_other(
     instance: TimedInstance, pipeline: TimedInstance, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -181,6 +188,7 @@ def test_numbers_of_stages_are_added_to_each_other(
     assert error.endswith("the profile is of model models/tiny-llama, the instance serves models/another")
 
 
+@pytest.mark.slow
 def test_a_pipeline_without_room_for_its_pace(
     pipeline: TimedInstance, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,6 +199,7 @@ def test_a_pipeline_without_room_for_its_pace(
     assert error.endswith("is 512, its KV cache holds 2000 tokens")
 
 
+@pytest.mark.slow
 def test_an_interrupted_measurement_goes_on(
     instance: TimedInstance, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -208,6 +217,7 @@ def test_an_interrupted_measurement_goes_on(
     assert len(json.loads(out.read_text())["points"]) == 5
 
 
+@pytest.mark.slow
 def test_another_server_does_not_go_on_with_it(
     instance: TimedInstance, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -223,6 +233,7 @@ def test_another_server_does_not_go_on_with_it(
     assert error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_bad_fit_is_not_written_unless_told_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def odd(lengths: Sequence[tuple[int, int]]) -> float:
         work_s = sum(2e-4 * new + 1e-7 * cached * cached for new, cached in lengths)
@@ -248,6 +259,7 @@ def test_a_bad_fit_is_not_written_unless_told_to(tmp_path: Path, capsys: pytest.
         assert ("fits badly" in capsys.readouterr().err) is is_told
 
 
+@pytest.mark.full
 def test_points_that_laps_cuts_are_left_out_or_refused(
     instance: TimedInstance, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -263,6 +275,7 @@ def test_points_that_laps_cuts_are_left_out_or_refused(
     assert "--laps-mode off leaves them whole" in error
 
 
+@pytest.mark.slow
 def test_a_batch_that_the_instance_splits_is_not_taken_for_one(
     instance: TimedInstance, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -271,6 +284,7 @@ def test_a_batch_that_the_instance_splits_is_not_taken_for_one(
     assert "4 prompts of 16 tokens do not run in one batch on this instance" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_key_is_sent_and_not_written(
     instance: TimedInstance, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -340,6 +354,7 @@ def test_an_instance_that_serves_others_is_left_alone(
     assert instance.bodies == []
 
 
+@pytest.mark.slow
 def test_a_cache_that_forgets_is_noticed(
     instance: TimedInstance, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -348,6 +363,7 @@ def test_a_cache_that_forgets_is_noticed(
     assert "the instance found 0 tokens in its cache instead of 1024" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_refusal_of_the_instance_is_passed_on(
     instance: TimedInstance, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -362,6 +378,7 @@ def test_a_refusal_of_the_instance_is_passed_on(
     assert "/generate answered 400: the prompt is longer than the model's context" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_simulator_takes_the_profile(
     instance: TimedInstance, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

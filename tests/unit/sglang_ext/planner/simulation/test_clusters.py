@@ -224,6 +224,7 @@ def test_a_prompt_without_room_is_refused(name: ClusterSystem) -> None:
     assert [one.request.key for one in outcome.served] == [1]
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     name=st.sampled_from(list(ClusterSystem)),
@@ -262,6 +263,7 @@ def test_every_request_is_served_once_and_no_instance_does_two_things_at_a_time(
             assert start_s >= end_s - 1e-6
 
 
+@pytest.mark.slow
 def test_equal_input_gives_equal_outcome() -> None:
     requests = [(0.05 * number, 700 * (number % 9 + 1)) for number in range(60)]
     for name in ClusterSystem:

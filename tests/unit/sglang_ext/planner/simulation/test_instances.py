@@ -107,6 +107,7 @@ def test_round_robin_takes_turns_and_least_loaded_looks() -> None:
     assert ttfts_s(serve(requests, chunked(QueueOrder.FCFS), BOTH * 2, "least_loaded"))[2] == pytest.approx(0.22)
 
 
+@pytest.mark.slow
 def test_predicted_wait_counts_what_a_running_iteration_has_done() -> None:
     """Behind `least_loaded` an instance that is about to end a large batch looks busier than one that has begun."""
     draw = Random(3)
@@ -198,6 +199,7 @@ def test_every_prompt_is_served_once(
 # ---- pool moves ----
 
 
+@pytest.mark.slow
 def test_the_controller_moves_instances_to_the_pool_that_is_pressed() -> None:
     requests = [(0.25 * number, 900) for number in range(600)]  # four instances' worth, all long
     roles = (Role.SHORT,) * 4 + (Role.LONG,) * 2

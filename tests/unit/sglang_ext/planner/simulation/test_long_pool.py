@@ -53,12 +53,14 @@ class Overload:
         return len(late), sum(at_s > self.requests[-1].arrival_s * 2 / 3 for at_s in late)
 
 
+@pytest.mark.slow
 def test_the_pool_recovers_from_a_burst() -> None:
     late, at_the_end = Overload(1200, 0.75, extra=300).late()
     assert late >= 300  # else there was no overload
     assert at_the_end == 0
 
 
+@pytest.mark.slow
 def test_the_pool_recovers_from_the_loss_of_half_of_its_instances() -> None:
     late, at_the_end = Overload(1600, 0.76).late(tuple(Failure(instance, 30.0, 90.0) for instance in range(8)))
     assert late >= 300
@@ -147,6 +149,7 @@ def durations(noise: float, seed: int = 0) -> list[float]:
     return [over(one) for one in collector.served]
 
 
+@pytest.mark.slow
 def test_noise_is_its_standard_deviation_around_what_is_predicted() -> None:
     assert durations(0.0) == pytest.approx([1.0] * 400)
     found = durations(0.1)

@@ -61,6 +61,7 @@ def test_devices_share_the_work_and_pay_for_the_ring() -> None:
     assert LLAMA.chunk_s(8, 131_072, 64) > 2 * LLAMA.chunk_s(1, 131_072, 64) / 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @given(size=st.sampled_from([1, 2, 4, 8]), cached=st.integers(0, 300_000), new=st.integers(1, 300_000))
 def test_more_tokens_take_longer(model: OperatorModel, size: int, cached: int, new: int) -> None:

@@ -71,6 +71,7 @@ FREE = ScalerSettings(SCALE_POOLS, queue_s=15.0, up_stabilisation_s=0.0)
 RULE = ScalerSettings(SCALE_TOTAL, queue_s=15.0)
 
 
+@pytest.mark.slow
 def test_a_scaler_of_each_pool_fights_the_controller_and_one_of_the_total_does_not() -> None:
     """The load is the same all the time, only its mix turns: nothing is to be scaled for long."""
     arriving = requests(TURNING)
@@ -83,6 +84,7 @@ def test_a_scaler_of_each_pool_fights_the_controller_and_one_of_the_total_does_n
     assert len(by_rule.moves) <= len(free.moves)
 
 
+@pytest.mark.slow
 def test_a_load_that_grows_gets_instances_and_loses_them_again() -> None:
     arriving = requests([(300.0, 0.5, 0.5), (900.0, 2.0, 3.0), (1500.0, 0.4, 0.4)])
     outcome = run(arriving, RULE, is_moving=True)
@@ -98,6 +100,7 @@ def test_a_load_that_grows_gets_instances_and_loses_them_again() -> None:
     assert ready.at_s == pytest.approx(first.at_s + RULE.startup_s)
 
 
+@pytest.mark.slow
 def test_without_requests_a_pool_keeps_one_instance() -> None:
     arriving = [SimRequest(key, 300.0 * key, 100, 1) for key in range(8)]
     for scaler in (SCALE_POOLS, SCALE_TOTAL):
@@ -108,6 +111,7 @@ def test_without_requests_a_pool_keeps_one_instance() -> None:
         assert len(outcome.served) == len(arriving)
 
 
+@pytest.mark.slow
 def test_a_replica_is_not_started_for_a_moment_s_queue() -> None:
     """What the controller can do in that time is left to it."""
     arriving = requests([(60.0, 0.5, 0.5), (45.0, 4.0, 0.5), (400.0, 0.5, 0.5)])

@@ -30,6 +30,7 @@ def timed(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_serves_a_workload(
     policy: str, lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -53,6 +54,7 @@ def test_the_seed_decides(lengths: str, capsys: pytest.CaptureFixture[str]) -> N
     assert tables[0] == tables[1] != tables[2]
 
 
+@pytest.mark.slow
 def test_short_is_what_instances_of_the_engine_would_find(lengths: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["simulate", "--workload", lengths, "--rate", "2", "--requests", "50", "--policy", "laps"]
     engine = load_engine("table1", largest_size=8, model=None)
@@ -94,6 +96,7 @@ def test_sessions_find_their_prefix_where_the_router_sends_them(
     assert shares["predicted_wait"] > 0.4 > 0.3 > shares["round_robin"]
 
 
+@pytest.mark.slow
 def test_pictures_are_drawn(lengths: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     folder = tmp_path / "pictures"

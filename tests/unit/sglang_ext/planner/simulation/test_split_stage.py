@@ -53,6 +53,7 @@ def test_what_has_not_ended_is_unfinished_in_either() -> None:
     assert [one.request.key for one in outcome.served] == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["pool", "tetris", "loongserve-idle"])
 def test_the_option(policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     workload = tmp_path / "lengths.csv"

@@ -170,6 +170,7 @@ def test_wrong_turns_are_one_line(tmp_path: Path, text: str, message: str) -> No
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.slow
 def test_turns_of_a_session_follow_each_other_and_share_their_prefix() -> None:
     sessions = [(Turn(0, 100, 50), Turn(150, 30, 100), Turn(280, 40, 1)), (Turn(0, 64, 1),)]
     requests = session_requests(sessions, 4000, 5.0, seed=1, think_s=10.0, burst_shape=1.0)

@@ -42,6 +42,7 @@ def all_sizes(gpus_each: Sizes, most_gpus: int) -> list[tuple[int, Sizes]]:
     return sorted(one for one in costs if one[0] <= most_gpus)
 
 
+@pytest.mark.slow
 @given(
     gpus_each=st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple),
     least=st.lists(st.tuples(*[st.integers(0, MOST)] * 3), min_size=0, max_size=3),
@@ -194,6 +195,7 @@ def test_more_instances_and_less_load_do_not_hurt(seed: int) -> None:
     assert len(set(holds.values())) == 2
 
 
+@pytest.mark.slow
 def test_a_long_trace_is_compared_on_its_busiest_part_first() -> None:
     calm = [SimRequest(key, float(key), 100, 2) for key in range(400)]
     busy = [SimRequest(400 + key, 400 + 0.1 * key, 3000, 2) for key in range(200)]
@@ -210,6 +212,7 @@ def test_a_long_trace_is_compared_on_its_busiest_part_first() -> None:
     assert all(trials.verdict(1, LoadTrial(one, 1.0)).holds for one in found)
 
 
+@pytest.mark.slow
 def test_what_breaks_first_is_named_with_its_pool() -> None:
     trials = Direct(setup(1))
     search = LayoutSearch(trials.setups, trials, map, 30, 1)

@@ -70,6 +70,7 @@ def chart_values() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_layouts_are_printed_and_written(
     trace: str, profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -102,6 +103,7 @@ def test_layouts_are_printed_and_written(
     assert (out / "cost.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_several_processes_find_the_same(trace: str, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
     tables = []
     for processes in ("1", "2"):
@@ -111,6 +113,7 @@ def test_several_processes_find_the_same(trace: str, profile: str, capsys: pytes
     assert tables[0] == tables[1]
 
 
+@pytest.mark.slow
 def test_a_profile_that_fits_badly_is_named(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = written(tmp_path, {**PROFILE, "max_error": 0.2, "fit": {"iteration": {"error_p90": 0.35}}})
     arguments = ["size", "--trace", trace, "--profile", bad, *SLO, "--max-gpus", "6", "--processes", "1"]
@@ -119,6 +122,7 @@ def test_a_profile_that_fits_badly_is_named(trace: str, tmp_path: Path, capsys: 
     assert capsys.readouterr().err.splitlines()[0] == doubt
 
 
+@pytest.mark.slow
 def test_profiles_of_several_tp_are_compared(
     trace: str, profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,6 +136,7 @@ def test_profiles_of_several_tp_are_compared(
     assert sorted(int(row.split()[0]) for row in rows) == [int(row.split()[0]) for row in rows]
 
 
+@pytest.mark.slow
 def test_an_objective_that_no_instance_holds_alone_takes_a_pipeline_or_a_ring(
     profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -198,6 +198,7 @@ def explore(cluster: SimulatedCluster, budget: Budget, *, is_eager: bool = False
     return len(seen)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("requests", "senders", "backends", "budget"),
     [

@@ -102,6 +102,7 @@ def test_a_pause_of_this_process_is_not_held_against_a_peer(pauses_s: list[float
         assert watches.why_lost("a", 0.0, now_s) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("needed", [True, False])
 @given(steps_s=st.lists(st.floats(0.01, OPTIONS.retry_s), min_size=200, max_size=200))
 def test_a_silent_peer_is_lost_in_time_whatever_the_ticks(needed: bool, steps_s: list[float]) -> None:

@@ -193,12 +193,13 @@ class Histories(RuleBasedStateMachine):
             self.cluster.settle(self.random, loss=0.2)
 
 
-TestHistories = Histories.TestCase
+TestHistories = pytest.mark.slow(Histories.TestCase)
 TestHistories.settings = settings(
     max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backends", [None, 1, 2, 3, 8])
 @pytest.mark.parametrize("senders", [1, 2, 3, 4, 8, 16, 64])
 @pytest.mark.parametrize("loss", [0.0, 0.3])

@@ -61,6 +61,7 @@ def test_shards_are_disjoint_when_they_share_no_cell(one: KVShard, other: KVShar
         assert are_disjoint(one, other)
 
 
+@pytest.mark.slow
 @given(shards)
 def test_a_shard_that_is_not_malformed_has_as_many_cells_as_its_volume(shard: KVShard) -> None:
     overlap = sum(span.token_count for span in shard.tokens) != len(set().union(*map(tokens_of, shard.tokens)))
@@ -72,6 +73,7 @@ def test_a_shard_that_is_not_malformed_has_as_many_cells_as_its_volume(shard: KV
 WHOLE = KVShard((TokenSpan(10, 20),), 2, 2, 4, 2)
 
 
+@pytest.mark.slow
 @given(shards, st.lists(shards, max_size=3))
 def test_shards_that_are_wanted_never_add_up_to_more_than_the_whole(shard: KVShard, more: list[KVShard]) -> None:
     whole = KVShard((TokenSpan(0, 25),), 0, 3, 0, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -54,6 +55,7 @@ def test_a_room_that_is_used_again_is_called_again() -> None:
     assert calls.due([], [A], 2.0) == [1]
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.integers(0, 20), st.integers(1, 3000)), min_size=1, max_size=12),
     st.lists(st.tuples(st.integers(0, 20), st.integers(1, 3000)), max_size=12),

@@ -89,6 +89,7 @@ messages = st.one_of(
 )
 
 
+@pytest.mark.slow
 @given(messages)
 def test_round_trip(message: ControlMessage) -> None:
     copy = decode(encode(message))
@@ -99,6 +100,7 @@ def test_round_trip(message: ControlMessage) -> None:
         assert type(copy.transfer_id) is type(message.transfer_id)
 
 
+@pytest.mark.slow
 @given(messages, st.data())
 def test_a_damaged_frame_is_refused_or_is_another_message_of_the_right_types(
     message: ControlMessage, data: st.DataObject

@@ -98,6 +98,7 @@ def test_senders_may_come_before_the_slots(make: Make) -> None:
     assert decode.receive_status(1) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["tcp", "shared_memory"])
 def test_many_requests_of_two_senders_each(make: Make, transport: str) -> None:
     shape = PoolShape(slot_count=160)
@@ -142,6 +143,7 @@ class GatedTransport:
         return written_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_closing", [False, True])
 def test_a_large_part_lets_others_have_their_turn(monkeypatch: pytest.MonkeyPatch, is_closing: bool) -> None:
     """One thread writes 48 rows of one request, in turns of 8, and two rows of another, which came later."""
@@ -195,6 +197,7 @@ def divided_requests(draw: st.DrawFn) -> tuple[list[KVShard], list[int]]:
     return shards, draw(st.permutations(range(96)))[:tokens]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["tcp", "shared_memory"])
 def test_several_senders_of_any_part_each(transport: str) -> None:
     """Tokens, heads and layers are divided at random among three senders: against an assignment for each row."""
@@ -362,6 +365,7 @@ class SlowToBar:
         self.revoked.append(permit)
 
 
+@pytest.mark.slow
 def test_slots_are_not_released_while_bytes_of_a_sender_that_has_stopped_are_on_their_way() -> None:
     """As of one that has given a write up because it took too long."""
     prefill = HandshakeEndpoint("127.0.0.1", create_transport("tcp", "127.0.0.1"), Pool(PoolShape(), 1).layout, OPTIONS)
@@ -385,6 +389,7 @@ def test_slots_are_not_released_while_bytes_of_a_sender_that_has_stopped_are_on_
     decode.close()
 
 
+@pytest.mark.slow
 def test_an_instance_that_shuts_down_tells_its_peers(make: Make) -> None:
     prefill, decode = make(Pool(PoolShape(), 1)), make(Pool(PoolShape(), 2))
     other = make(Pool(PoolShape(), 3))
@@ -463,6 +468,7 @@ def test_slots_are_taken_when_prefill_calls_for_them(make: Make) -> None:
     np.testing.assert_array_equal(target.buffers[4][[7, 8, 9, 20]], source.buffers[4][[3, 2, 1, 0]])
 
 
+@pytest.mark.slow
 def test_who_is_invited_last_knows_that_all_others_have_been(make: Make) -> None:
     first, second, third, decode = (make(Pool(PoolShape(), seed)) for seed in range(4))
     addresses = [first.address, second.address, third.address]
@@ -477,6 +483,7 @@ def test_who_is_invited_last_knows_that_all_others_have_been(make: Make) -> None
         assert third.invitations(room)[0].has_slots
 
 
+@pytest.mark.slow
 def test_who_is_invited_last_is_not_invited_while_another_is_away(make: Make) -> None:
     first, second, decode = (make(Pool(PoolShape(), seed)) for seed in range(3))
     away = second.address
@@ -524,6 +531,7 @@ def test_a_request_without_slots_that_decode_gives_up_is_withdrawn(make: Make) -
     assert decode.receive_status(1) is None
 
 
+@pytest.mark.full
 def test_a_request_that_waits_for_its_turn_fails_when_prefill_is_lost(make: Make) -> None:
     prefill, decode = make(Pool(PoolShape(), 1)), make(Pool(PoolShape(), 2))
     decode.announce(need(1, []), [prefill.address])

@@ -114,6 +114,7 @@ def assert_quiet(decode: RankProcess, backends: int = 2) -> None:
     assert (totals.free_backends, totals.receiving, totals.receiving_early) == (backends, 0, 0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("transport", WITH_UNFENCED)
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_three_senders_and_half_the_backends(start: Start, transport: str, page_size: int) -> None:
@@ -155,6 +156,7 @@ def test_three_senders_and_half_the_backends(start: Start, transport: str, page_
     assert [record.senders for record in decode.call("records")].count(4) == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("transport", WITH_UNFENCED)
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 2), (2, 1), (1, 3), (3, 1), (1, 4), (2, 4)])
 def test_heads_find_their_ranks(start: Start, transport: str, prefill_tp: int, decode_tp: int) -> None:
@@ -217,6 +219,7 @@ def assert_next_request_is_fine(decode: RankProcess, sender: RankProcess, transf
     assert_quiet(decode)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", FENCING)
 def test_killed_sender(start: Start, transport: str) -> None:
     decode, (victim, other) = start_pair(start, transport)
@@ -230,6 +233,7 @@ def test_killed_sender(start: Start, transport: str) -> None:
     assert_next_request_is_fine(decode, other.rank)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("transport", FENCING)
 def test_stopped_sender_cannot_write_into_slots_of_the_next_request(start: Start, transport: str) -> None:
     decode, (victim, other) = start_pair(start, transport)
@@ -248,6 +252,7 @@ def test_stopped_sender_cannot_write_into_slots_of_the_next_request(start: Start
     assert_next_request_is_fine(decode, victim.rank, transfer_id=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", WITH_UNFENCED)
 def test_killed_receiver(start: Start, transport: str) -> None:
     decode, sendings = start_pair(start, transport)
@@ -261,6 +266,7 @@ def test_killed_receiver(start: Start, transport: str) -> None:
     assert_next_request_is_fine(again, sendings[0].rank)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("side", ["prefill", pytest.param("decode", marks=pytest.mark.full)])
 def test_a_rank_that_is_stopped_while_idle_is_noticed(start: Start, side: str) -> None:
     """Of an instance with two ranks the second one is stopped, long after the last request."""
@@ -298,6 +304,7 @@ def test_an_invited_rank_that_never_shakes_hands(start: Start, how: signal.Signa
     assert_next_request_is_fine(decode, other)
 
 
+@pytest.mark.slow
 def test_an_invited_rank_may_take_its_time(start: Start) -> None:
     """It computes for longer than any lease before it shakes hands, and is there all the time."""
     decode, prefill = start("tcp", seed=99), start("tcp", seed=1)
@@ -308,6 +315,7 @@ def test_an_invited_rank_may_take_its_time(start: Start) -> None:
     wait_until(lambda: is_stage(decode.call("receive_status", 1), Stage.COMPLETE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", WITH_UNFENCED)
 def test_request_cancelled_by_decode(start: Start, transport: str) -> None:
     decode, sendings = start_pair(start, transport)
@@ -320,6 +328,7 @@ def test_request_cancelled_by_decode(start: Start, transport: str) -> None:
     assert_next_request_is_fine(decode, sendings[0].rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", WITH_UNFENCED)
 def test_request_aborted_by_one_sender(start: Start, transport: str) -> None:
     decode, (quitter, other) = start_pair(start, transport)

@@ -109,6 +109,7 @@ def test_it_sends_what_no_helper_does(sides: tuple[Side, Side, Side]) -> None:
     assert prefill.endpoint.totals().written_bytes == 5 * 3 * 96 + 24
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streamed_layers", [0, 1, 2])
 def test_each_stage_of_a_pipeline_sends_its_layers(streamed_layers: int) -> None:
     """The first one has one layer and the metadata, the second the other two, some of which leave before the rest."""
@@ -137,6 +138,7 @@ def test_each_stage_of_a_pipeline_sends_its_layers(streamed_layers: int) -> None
         assert second.endpoint.totals().written_bytes == COUNT * 2 * 96
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_sent", [True, False])
 def test_everything_is_its_own_once_a_helper_has_failed(sides: tuple[Side, Side, Side], has_sent: bool) -> None:
     prefill, helper, decode = sides
@@ -184,6 +186,7 @@ def test_a_late_writer_does_not_write_into_the_next_attempt(sides: tuple[Side, S
     check_arrived(prefill, decode)
 
 
+@pytest.mark.slow
 def test_a_restart_after_the_end_changes_nothing(sides: tuple[Side, Side, Side]) -> None:
     prefill, _, decode = sides
     decode.endpoint.expect(need(1), [prefill.endpoint.address])
@@ -207,6 +210,7 @@ def test_decode_may_give_up_between_two_attempts(sides: tuple[Side, Side, Side])
     assert "not wanted" in transfer.poll().reason
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_decode_is_lost_between_two_attempts(sides: tuple[Side, Side, Side], how: signal.Signals) -> None:
     """A real process. Nothing of it is awaited but its next invitation."""
@@ -242,6 +246,7 @@ def test_it_does_not_wait_for_ever(sides: tuple[Side, Side, Side]) -> None:
     assert transfer.poll().outcome is TransferOutcome.STALLED
 
 
+@pytest.mark.slow
 @given(st.integers(0, 30), st.integers(1, 30), st.lists(st.integers(0, 60), max_size=6))
 def test_what_is_left(start: int, tokens: int, cuts: list[int]) -> None:
     cuts.sort()
@@ -333,6 +338,7 @@ def some_chunks(draw: st.DrawFn) -> list[tuple[int, int, tuple[int, ...] | None]
     return [(start, stop, draw(layers)) for start, stop in zip([0, *stops], stops, strict=False)]
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(some_chunks())
 def test_whatever_has_left_by_layer_the_rest_follows(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,6 +32,7 @@ def test_the_rest_of_a_stream_is_a_part_beside_its_layers() -> None:
     assert [(one.first_layer, one.layer_count) for one in ranges] == [(0, 1), (1, 1), (2, 6)]
 
 
+@pytest.mark.slow
 @given(st.integers(1, 80), st.integers(1, 60))
 def test_every_layer_of_all_tokens_is_in_one_range_and_there_are_few(layers: int, chunks: int) -> None:
     parts = [part for chunk in range(chunks) for part in streamed(layers, chunk, at_s=100.0 * chunk)]

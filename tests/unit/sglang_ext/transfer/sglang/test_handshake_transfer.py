@@ -124,6 +124,7 @@ def rows(rank: Rank, layer: int, slots: list[int], first_head: int, head_count: 
     return rank.pool.buffers[2 * layer][slots, first : first + head_count]
 
 
+@pytest.mark.full
 def test_chunks_arrive_in_the_slots_of_both_decode_ranks(ranks: tuple[Rank, Rank, Rank]) -> None:
     prefill, *decode = ranks
     sender = prefill.sender()
@@ -361,6 +362,7 @@ def test_an_aborted_decode_ends_the_prefill_that_waits_for_it(
     assert one.endpoint.totals().receiving == 0
 
 
+@pytest.mark.slow
 def test_one_failed_decode_rank_ends_the_transfer_to_the_other(ranks: tuple[Rank, Rank, Rank]) -> None:
     prefill, one, two = ranks
     sender = prefill.sender()
@@ -386,6 +388,7 @@ def test_a_node_that_is_lost_fails_its_requests_and_frees_their_slots(ranks: tup
     assert decode.manager.is_abort_release_safe(ROOM, 1)
 
 
+@pytest.mark.full
 def test_a_decode_rank_that_vanishes_is_noticed_within_its_lease(ranks: tuple[Rank, Rank, Rank]) -> None:
     prefill, one, two = ranks
     sender = prefill.sender()
@@ -457,6 +460,7 @@ def test_members_send_a_part_of_a_request(ranks: tuple[Rank, Rank, Rank]) -> Non
         check_shared(ranks, sender, receivers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_computed", [True, False])
 def test_a_member_that_fails_leaves_the_request_to_its_owner(ranks: tuple[Rank, Rank, Rank], is_computed: bool) -> None:
     sender, receivers, destinations = shared(ranks)
@@ -482,6 +486,7 @@ def test_a_member_that_fails_leaves_the_request_to_its_owner(ranks: tuple[Rank, 
     check_shared(ranks, sender, receivers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_decode", [True, False])
 def test_a_request_is_aborted_between_two_attempts(ranks: tuple[Rank, Rank, Rank], is_decode: bool) -> None:
     sender, receivers, _ = shared(ranks)

@@ -49,6 +49,7 @@ def call(waiting: list[Any], *work: Any, chunked: Any = None, parked: tuple[Any,
     return called
 
 
+@pytest.mark.full
 def test_what_is_queued_parked_or_in_chunks_is_before_it() -> None:
     prompt = late(7, 5.0, 1000, INVITATION)
     chunked, parked = request(1.0, 1000, 800), request(2.0, 1000, 801)

@@ -67,11 +67,13 @@ def test_slots_of_pages(pages: list[int], page_size: int, slots: list[int]) -> N
 sizes = st.integers(1, 8)
 
 
+@pytest.mark.slow
 @given(sizes, sizes, sizes)
 def test_cpu_engines_of_any_sizes(kv_heads: int, prefill_ranks: int, decode_ranks: int) -> None:
     check(cpu_head_layout(kv_heads, prefill_ranks), cpu_head_layout(kv_heads, decode_ranks))
 
 
+@pytest.mark.slow
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([1, 2, 4, 8, 16]))
 def test_ranks_that_share_heads(kv_heads: int, prefill_ranks: int, decode_ranks: int) -> None:
     check(HeadLayout(kv_heads, prefill_ranks, kv_heads), HeadLayout(kv_heads, decode_ranks, kv_heads))
@@ -114,6 +116,7 @@ def test_different_models_are_refused() -> None:
         shares_of(0, cpu_head_layout(3, 1), cpu_head_layout(4, 1))
 
 
+@pytest.mark.slow
 @given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8, 16]), st.sampled_from([1, 2, 4, 8, 16]))
 def test_on_gpus_every_decode_rank_gets_each_of_its_heads_once_also_of_replicas(
     kv_heads: int, prefill_ranks: int, decode_ranks: int

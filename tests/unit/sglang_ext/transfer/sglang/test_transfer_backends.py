@@ -125,6 +125,7 @@ def at_most_s(one: Any) -> float:
     return waited(one)[1]
 
 
+@pytest.mark.slow
 def test_waits_grow_while_nothing_happens(scheduler: Any, waker: Waker) -> None:
     for wait_s in (0.1, 0.2, 0.4, 0.8, 0.8):
         assert wait_s - 0.01 < waited(scheduler)[0]
@@ -135,6 +136,7 @@ def test_waits_grow_while_nothing_happens(scheduler: Any, waker: Waker) -> None:
     assert own_s < 0.7  # notified once, ended once
 
 
+@pytest.mark.slow
 def test_a_waker_ends_a_wait(scheduler: Any, waker: Waker) -> None:
     for _ in range(3):
         wait_a_little(scheduler)
@@ -142,6 +144,7 @@ def test_a_waker_ends_a_wait(scheduler: Any, waker: Waker) -> None:
     assert at_most_s(scheduler) < 0.7
 
 
+@pytest.mark.slow
 def test_a_request_ends_a_wait(scheduler: Any, request_sockets: tuple[socket.socket, socket.socket]) -> None:
     for _ in range(3):
         wait_a_little(scheduler)
@@ -150,6 +153,7 @@ def test_a_request_ends_a_wait(scheduler: Any, request_sockets: tuple[socket.soc
     request_sockets[0].recv(10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "value", "longest_s"),
     [

@@ -52,6 +52,7 @@ def test_one_bad_span_grants_none() -> None:
         pytest.fail("views of an invalid batch were handed out")
 
 
+@pytest.mark.slow
 @given(
     regions=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 30)), max_size=5),
     pieces=st.lists(st.tuples(st.integers(0, 100), st.integers(1, 40)), min_size=1, max_size=8),

@@ -60,6 +60,7 @@ def copier(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("copier")
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(some_rows(), st.integers(1, 40))

@@ -69,6 +69,7 @@ def connection() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield left, right
 
 
+@pytest.mark.slow
 def test_calls_that_end_inside_a_buffer_continue_there(connection: tuple[socket.socket, socket.socket]) -> None:
     left, right = connection
     sent = random.Random(1).randbytes(3 << 20)
@@ -132,6 +133,7 @@ def test_thousands_of_pieces_of_any_size_arrive(
     assert received == data
 
 
+@pytest.mark.slow
 def test_vectors_wait_no_longer_than_the_timeout(connection: tuple[socket.socket, socket.socket]) -> None:
     left, right = connection
     left.settimeout(0.2)

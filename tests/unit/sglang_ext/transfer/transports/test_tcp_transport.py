@@ -58,6 +58,7 @@ def greet(engine: TcpTransferEngine) -> socket.socket:
     return connection
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=12), st.randoms(use_true_random=False))
 def test_blocks_arrive_at_their_addresses_and_nothing_else_changes(
@@ -75,6 +76,7 @@ def test_blocks_arrive_at_their_addresses_and_nothing_else_changes(
     assert target.buffer.raw == bytes(expected)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(0, 400), max_size=30))
 def test_any_number_of_blocks_of_any_size_goes_in_bounded_batches(lengths: list[int]) -> None:
@@ -181,6 +183,7 @@ def test_write_after_the_peer_closed_fails(writer: TcpTransferEngine) -> None:
         writer.probe(peer.session_id)
 
 
+@pytest.mark.slow
 def test_peer_that_never_answers_times_out(writer: TcpTransferEngine) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         start_s = running_s()
@@ -219,6 +222,7 @@ def test_noise_closes_the_connection_and_the_engine_goes_on(
     writer.probe(owner.session_id)
 
 
+@pytest.mark.slow
 def test_writer_that_stalls_in_a_batch_is_dropped(owner: TcpTransferEngine) -> None:
     target = Memory(owner)
     with greet(owner) as connection:
@@ -228,6 +232,7 @@ def test_writer_that_stalls_in_a_batch_is_dropped(owner: TcpTransferEngine) -> N
     owner.unregister(target.address)
 
 
+@pytest.mark.slow
 def test_idle_writer_is_kept(owner: TcpTransferEngine) -> None:
     with greet(owner) as connection:
         time.sleep(2 * FAST.io_timeout_s)

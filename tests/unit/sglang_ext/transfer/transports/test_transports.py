@@ -294,6 +294,7 @@ def transfers(draw: st.DrawFn) -> tuple[Side, Side, KVShard, list[int], list[int
     return side(), side(), shard, slots(), slots()
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(transfers())
 def test_every_byte_is_where_it_shall_be(

@@ -44,6 +44,7 @@ def test_batch_round_trip(targets: list[Span], permit: int) -> None:
 row_sets = st.builds(RowSet, st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1), st.integers(1, 2**12))
 
 
+@pytest.mark.slow
 @given(
     st.lists(row_sets, min_size=1, max_size=20),
     st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40),
