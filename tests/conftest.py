@@ -26,8 +26,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kubernetes", action="store_true", help="run tests that are marked kubernetes, too")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without its option, leave a marker's tests out."""
+    """Mark tests that import SGLang as slow; without its option, leave a marker's tests out."""
+    for item in items:
+        if "sglang_imported" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
     left_out = [marker for marker in ("full", "kubernetes") if not config.getoption(f"--{marker}")]
     kept = [item for item in items if not any(item.get_closest_marker(marker) for marker in left_out)]
     if len(kept) < len(items):

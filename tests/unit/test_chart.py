@@ -23,6 +23,8 @@ from support.custom_kinds import DEFINITIONS, SPECS, check_custom_kinds, read_de
 from support.manifests import Document, Pods, matches, of_kind, pods_of
 from support.monitoring_files import documented_scrape
 
+pytestmark = pytest.mark.slow
+
 RENDERED = ROOT / "deploy/k8s"
 
 CPU_POOL = {"gpus": 0, "transferBackend": "sglang_ext_tcp", "args": ["--threads=4", "--kv-memory-mib=4096"]}
@@ -442,6 +444,7 @@ def test_what_does_not_hold_is_noticed() -> None:
 # -- with Helm
 
 
+@pytest.mark.slow
 @needs_helm
 def test_the_rendered_default_is_what_the_chart_renders(results: dict[str, Document]) -> None:
     key = manifest_key
@@ -461,6 +464,7 @@ def test_helm_finds_nothing_wrong() -> None:
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
+@pytest.mark.slow
 @needs_helm
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_what_the_chart_renders_holds(results: dict[str, Document], name: str) -> None:
@@ -490,6 +494,7 @@ def test_the_complete_definitions_allow_it(results: dict[str, Document]) -> None
                 assert not jsonschema.Draft7Validator(schema).is_valid(surplus)
 
 
+@pytest.mark.slow
 @needs_helm
 def test_what_the_chart_refuses() -> None:
     refused = {**REFUSED, **{f"contradiction: {name}": case for name, case in CONTRADICTIONS.items()}}

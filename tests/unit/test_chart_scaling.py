@@ -119,6 +119,7 @@ def test_what_the_chart_refuses() -> None:
         assert place in result["error"], f"{name}: {result['error']}"
 
 
+@pytest.mark.slow
 @needs_helm
 @pytest.mark.parametrize("name", ACCEPTED)
 def test_what_the_chart_renders_holds(results: dict[str, Document], name: str) -> None:
@@ -133,6 +134,7 @@ def documented(part: str) -> list[Document]:
     return list(yaml.safe_load_all(block))
 
 
+@pytest.mark.slow
 @needs_helm
 def test_the_documented_values_scale() -> None:
     (values,) = documented("autoscaling:")
@@ -184,6 +186,7 @@ def queries(result: Document) -> dict[str, list[tuple[str, str]]]:
     }
 
 
+@pytest.mark.slow
 @needs_helm
 def test_decode_goes_by_its_own_pods() -> None:
     several = {"decode": {"role": "decode", "autoscaled": True}, "decode-2": {"role": "decode", "nodes": 2, "tp": 2}}
@@ -245,6 +248,7 @@ def test_the_queries_can_be_parsed(results: dict[str, Document], monkeypatch: py
                 promql_parser.parse(expression)
 
 
+@pytest.mark.slow
 @needs_helm
 @pytest.mark.parametrize(
     ("kind", "target"),

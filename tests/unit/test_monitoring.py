@@ -53,6 +53,7 @@ def test_every_metric_and_label_is_there() -> None:
     assert wrong == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("expression", "names"),
     [
@@ -160,6 +161,7 @@ def test_every_expression_is_promql() -> None:
         promql_parser.parse("sum by (a) (rate(b[5m])")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not (PACKAGES / "grafana_foundation_sdk").is_dir(), reason="Grafana's SDK is not there: `make charts-env`"
 )

@@ -255,6 +255,7 @@ async def test_trailers_are_limited() -> None:
         assert served.upstream_requests() == 0
 
 
+@pytest.mark.slow
 async def test_chunk_extensions_are_limited() -> None:
     async with cluster(max_header_size=2000) as served, await served.connect() as client:
         await client.send(post(HOST, CHUNKED, body=b"d;"))

@@ -94,6 +94,7 @@ async def test_a_restarted_instance_is_asked_again_who_it_is() -> None:
         assert short.requests[-1].json["bootstrap_port"] == 9999
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("role", "mode"), [(Role.DECODE, "prefill"), (Role.SHORT, "decode"), (Role.LONG, "null")])
 async def test_an_instance_in_the_wrong_mode_is_refused(role: Role, mode: str) -> None:
     async with cluster() as served:

@@ -51,6 +51,7 @@ async def test_what_needs_a_reply_that_is_kept(field: str) -> None:
         assert served.upstream_requests() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("piece_bytes", [1, 7, 1 << 16])
 async def test_a_stream_is_relayed_whole(piece_bytes: int) -> None:
     events = (*BEFORE, *TOKENS)

@@ -145,6 +145,7 @@ def test_a_killed_instance_comes_back_at_its_address(tmp_path: Path) -> None:
 QUICK = LivenessSettings(interval_s=0.1, timeout_s=0.5, misses=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["decode-0", pytest.param("router", marks=pytest.mark.full)])
 def test_a_frozen_program_is_killed_and_comes_back(tmp_path: Path, name: str) -> None:
     events = Events()
@@ -180,6 +181,7 @@ def test_a_restart_that_hangs_times_out_and_is_tried_again(tmp_path: Path) -> No
     supervisor.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pause_s", "misses"), [(1.2, 4), pytest.param(2.5, 0, marks=pytest.mark.full)])
 def test_a_program_that_is_slow_is_left_alone(tmp_path: Path, pause_s: float, misses: int) -> None:
     """Fewer misses than asked for, or none that count."""

@@ -101,6 +101,7 @@ def test_it_is_what_sglang_computes(batch: Batch) -> None:
 MIXED = Batch(((40, 24), (0, 7), (5, 1), (0, 33), (300, 2)), 6, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_tokens", [1, 16])
 @pytest.mark.parametrize("scaling", [None, 0.3])
 def test_prefixes_of_all_kinds_in_one_batch(page_tokens: int, scaling: float | None) -> None:

@@ -26,6 +26,8 @@ sys.path.append(str(ROOT / "bench"))
 from gpu import figure6, two_engines  # noqa: E402
 from support.engines import PLAIN_SERVER  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 DEEPSEEK = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "model_type": "deepseek_v3",
@@ -166,6 +168,7 @@ def test_sglang_accepts_what_workers_start_with(answer: dict[str, Any]) -> None:
     assert 0.5 < answer["command_lines"]["short"]["mem_fraction_static"] < 0.95
 
 
+@pytest.mark.slow
 def test_sglang_accepts_what_the_benchmarks_start_with(answer: dict[str, Any]) -> None:
     for name, system in figure6.SYSTEMS.items():
         found = answer["command_lines"][f"figure 6, {name}"]

@@ -69,6 +69,7 @@ def problems() -> dict[str, str]:
     return {status.name: status.detail for status in verification.inspect_hooks() if status.state is HookState.BROKEN}
 
 
+@pytest.mark.slow
 def test_applied_hooks_are_in_force(fake: types.ModuleType, table: None) -> None:
     apply_hooks()
     assert fake.function(1) == ("hooked", 1)

@@ -62,6 +62,7 @@ async def test_the_models() -> None:
         assert answer.json["object"] == "list"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/v1/tokenize", "/tokenize", "/v1/detokenize", "/detokenize"])
 async def test_tokenising_is_asked_of_an_instance(path: str) -> None:
     async with cluster() as served:

@@ -135,6 +135,7 @@ class TestRoundRobin:
         taken = Counter(pool[policy.choose(pool, 1, 0.0)].worker_id for _ in range(50) for pool in (short, long))
         assert taken == {1: 25, 2: 25, 3: 25, 4: 25}
 
+    @pytest.mark.slow
     @given(st.lists(st.sets(st.integers(0, 5), min_size=1), min_size=1, max_size=60))
     def test_no_instance_is_passed_over_twice_for_the_same_one(self, sets: list[set[int]]) -> None:
         policy = PrefillRoundRobin()

@@ -407,6 +407,7 @@ async def test_the_page_is_one_small_file_that_loads_nothing_else() -> None:
         assert answered.headers["content-security-policy"] == headers["content-security-policy"]
 
 
+@pytest.mark.slow
 async def test_several_processes_are_named_on_the_page() -> None:
     async with cluster(processes=3) as served, following(served) as page:
         assert any("process 1 of 3" in note for note in page.hello["notes"])

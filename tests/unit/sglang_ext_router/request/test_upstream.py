@@ -187,6 +187,7 @@ async def test_failures_one_after_the_other_open_the_circuit_and_it_recovers() -
         assert good.requests
 
 
+@pytest.mark.slow
 async def test_a_burst_that_dies_together_does_not_open_the_circuit() -> None:
     async with cluster(decode=1, retry_max_retries=0, cb_failure_threshold=3) as served:
 

@@ -88,6 +88,7 @@ def test_requests_that_fit_nothing(service: RunningService, method: str, path: s
     error_of(httpx.Response(answer.status, content=body))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -272,6 +273,7 @@ def wait_until(is_so: Any, within_s: float = 20.0) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -16,6 +16,7 @@ REQUESTS = 400
 BATCHES = 3
 
 
+@pytest.mark.slow
 @pytest.mark.chaos
 @pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.full)])
 def test_kill_9_loses_no_accepted_batch(kills: int, tmp_path: Path) -> None:

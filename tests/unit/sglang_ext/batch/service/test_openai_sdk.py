@@ -82,6 +82,7 @@ def test_upload_create_poll_download_delete(client: openai.OpenAI) -> None:
         client.files.content(batch.output_file_id)
 
 
+@pytest.mark.slow
 def test_what_is_wrong_with_a_file_is_told_by_line(client: openai.OpenAI) -> None:
     wrong_url = chat_line("a", "x") | {"url": "/v1/completions"}
     wrong_url["body"] = {"model": "m", "prompt": "x"}
@@ -237,6 +238,7 @@ def test_mistakes_are_told_in_the_sdks_terms(client: openai.OpenAI, service: Run
         stranger.batches.create(**wanted)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_endpoint_gets_the_key_and_the_low_priority(client: openai.OpenAI, endpoint: BatchEndpoint) -> None:
     wait_batch(client, create(client, [chat_line("a", "for the headers")]).id)
     headers = endpoint.headers[-1]

@@ -81,6 +81,7 @@ def test_it_ends_when_nothing_is_left_and_refuses_what_still_comes(shutdown: Any
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_new_requests_do_not_hold_up_the_end_for_ever(shutdown: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutdown, "NEW_REQUESTS_FOR_S", 0.0)
 

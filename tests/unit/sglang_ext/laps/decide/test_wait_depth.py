@@ -284,6 +284,7 @@ def mean_and_busy(rounds: list[Round], time_s: Callable[[int], float], arrivals_
     return total_s / len(arrivals_s), sum(time_s(one.depth) for one in rounds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("time_s", "per_s", "least_saved", "most_lost"),
     [

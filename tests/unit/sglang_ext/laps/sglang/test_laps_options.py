@@ -247,6 +247,7 @@ def test_sglang_0_5_17_knows_one_allocation_policy_and_has_no_argument_for_it() 
     assert conflict(SimpleNamespace(**arguments)) is None
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("sglang_imported")
 def test_the_arguments_exist_under_these_names() -> None:
     """A stub proves nothing about an argument that SGLang has renamed."""

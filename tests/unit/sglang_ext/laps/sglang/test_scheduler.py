@@ -64,6 +64,7 @@ def test_nothing_else_of_sglang_is_hidden(schedulers: tuple[Any, Any]) -> None:
     assert own & set(dir(stock)) == set(overridden())
 
 
+@pytest.mark.slow
 def test_what_is_overridden_takes_these_arguments(schedulers: tuple[Any, Any]) -> None:
     _, stock = schedulers
     for name, expected in overridden().items():

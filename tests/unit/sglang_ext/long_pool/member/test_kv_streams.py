@@ -102,6 +102,7 @@ def test_a_layer_is_stored_while_later_ones_are_computed(make: Make, decode: Dec
     torch.testing.assert_close(decode.requests[ROOM].kv, kv_of(ids(40))[:, :, 4:], atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_slots_stay_taken_until_they_have_been_read(make: Make, decode: Decode) -> None:
     helper = make(page=4)
     helper.link.inbox.append(order(helper, 40))

@@ -29,6 +29,7 @@ def check(queries: Positions, shards: list[Positions]) -> None:
     torch.testing.assert_close(lse, wanted_lse, atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interleaving", list(Interleaving))
 @pytest.mark.parametrize("members", [1, 2, 3, 4])
 @pytest.mark.parametrize(("start", "tokens"), [(0, 1), (0, 3), (0, 64), (7, 37), (128, 5), (40, 101)])

@@ -297,6 +297,7 @@ def test_the_key_is_sent_and_not_written(
     assert "--api-key ..." in json.loads(text)["provenance"]["command"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("server", "options", "message"),
     [

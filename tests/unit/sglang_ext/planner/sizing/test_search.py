@@ -157,6 +157,7 @@ def test_the_gpus_of_a_family_are_those_of_its_layouts() -> None:
         assert family.layout(sizes).gpus == sum(a * b for a, b in zip(family.gpus_each, sizes, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_of_simulated_layouts_the_cheapest_is_that_of_trying_all(seed: int) -> None:
     most_gpus = 7
@@ -178,6 +179,7 @@ def test_of_simulated_layouts_the_cheapest_is_that_of_trying_all(seed: int) -> N
     assert searched < len(everything) / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_more_instances_and_less_load_do_not_hurt(seed: int) -> None:
     """What the search rests on, on simulated clusters: no layout holds where a larger one does not."""

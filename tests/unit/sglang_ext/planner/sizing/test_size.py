@@ -221,6 +221,7 @@ def test_the_chart_s_schema_takes_the_values(name: str, is_cpu: bool) -> None:
     jsonschema.Draft7Validator(schema).validate(merged)
 
 
+@pytest.mark.slow
 @needs_helm
 def test_the_chart_renders_the_values() -> None:
     cases = [

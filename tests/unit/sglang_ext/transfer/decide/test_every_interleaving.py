@@ -215,6 +215,7 @@ def test_no_state_is_stuck_and_nothing_is_left(requests: int, senders: int, back
     assert explore(begin(requests, senders, backends), budget) > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backends", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_two_requests_of_two_senders(backends: int) -> None:
     assert explore(begin(2, 2, backends), Budget(), is_eager=True) > 1000

@@ -48,6 +48,7 @@ def cells_of(shard: KVShard) -> set[tuple[int, int, int]]:
     return set(product(tokens, heads, range(shard.first_layer, shard.first_layer + shard.layer_count)))
 
 
+@pytest.mark.slow
 @given(spans, spans)
 def test_spans_overlap_when_they_share_a_position(one: TokenSpan, other: TokenSpan) -> None:
     assert can_overlap(one, other) == bool(tokens_of(one) & tokens_of(other))

@@ -287,6 +287,7 @@ def test_a_rank_that_is_stopped_while_idle_is_noticed(start: Start, side: str) -
     assert_next_request_is_fine(decode, ranks[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)])
 def test_an_invited_rank_that_never_shakes_hands(start: Start, how: signal.Signals) -> None:
     """Its request fails after the lease, not after `stall_timeout_s`; one of two ranks is enough for that."""

@@ -301,6 +301,7 @@ def test_pages_that_do_not_match_fail_both_sides(ranks: tuple[Rank, Rank, Rank])
         wait_until(reaches(receiver, FAILED))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_invited_first", [True, False])
 def test_an_aborted_prefill_answers_invitations_whenever_they_come(
     ranks: tuple[Rank, Rank, Rank], is_invited_first: bool
