@@ -39,7 +39,7 @@ from sglang_ext.transfer.endpoint.handshake_endpoint import HandshakeEndpoint
 from sglang_ext.transfer.endpoint.outgoing_transfer import PartRows, SourceChunk
 from sglang_ext.transfer.endpoint.transfer_status import Stage
 from sglang_ext.transfer.pool_layout import ItemBuffer, LayerBuffers, PoolLayout
-from sglang_ext.transfer.transports.transport import create_transport
+from sglang_ext.transfer.transports.registry import create_transport
 from support.processor_time import OtherLoad
 from support.result import give_up, machine, print_result, progress, write_json
 

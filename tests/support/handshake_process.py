@@ -21,7 +21,7 @@ from sglang_ext.transfer.endpoint.handshake_endpoint import HandshakeEndpoint
 from sglang_ext.transfer.endpoint.outgoing_transfer import OutgoingTransfer, PartRows, SourceChunk
 from sglang_ext.transfer.endpoint.transfer_status import EndpointTotals, SendResult, Stage, TransferStatus
 from sglang_ext.transfer.pool_layout import ItemBuffer, LayerBuffers, PoolLayout
-from sglang_ext.transfer.transports.transport import create_transport
+from sglang_ext.transfer.transports.registry import create_transport
 from support.preloaded import preloaded_context
 
 ANSWER_TIMEOUT_S = 60.0

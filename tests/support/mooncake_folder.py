@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext.transfer.transports.transport import why_unavailable
+from sglang_ext.transfer.transports.registry import unavailable_reason
 
 FOLDER = Path(__file__).parents[2] / ".venv/mooncake"
 
@@ -25,7 +25,7 @@ else:
 """Of processes that use it."""
 
 needs_mooncake = pytest.mark.skipif(
-    importlib.util.find_spec("mooncake") is None or why_unavailable("mooncake") is not None,
+    importlib.util.find_spec("mooncake") is None or unavailable_reason("mooncake") is not None,
     reason="Mooncake is not installed: `make mooncake-env`",
 )
 """Marks what runs only with Mooncake."""

@@ -25,7 +25,7 @@ from sglang_ext.transfer.endpoint.handshake_endpoint import HandshakeEndpoint
 from sglang_ext.transfer.endpoint.owner_transfer import OwnerTransfer, Source
 from sglang_ext.transfer.endpoint.transfer_status import Stage
 from sglang_ext.transfer.pool_layout import ItemBuffer, LayerBuffers, PoolLayout
-from sglang_ext.transfer.transports.transport import create_transport
+from sglang_ext.transfer.transports.registry import create_transport
 from support.memory_pool import MemoryMember, MemoryMeshes, Wires
 from support.toy_engine import HEAD_SIZE, KV_HEADS, LAYERS, ToyEngine, ToyPool, kv_of
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
+import msgspec
+
 from sglang_ext.identifiers import TransferId
 from sglang_ext.transfer.decide.shards import KVShard
 
@@ -59,6 +61,10 @@ class SendRecord(NamedTuple):
     retransmissions: int
 
 
+class ControlRecord(msgspec.Struct, frozen=True, array_like=True, tag=True, forbid_unknown_fields=True):
+    """A message between endpoints, which travels as an array of its class name and fields."""
+
+
 class Grant(NamedTuple):
     """The right to write one chunk. Slots are 32-bit little-endian token slots, one per token of the shard in its
     order: spans as listed, positions ascending within each."""
@@ -71,7 +77,7 @@ class Grant(NamedTuple):
     state_slots: tuple[bytes, ...]  # per kind of extra state, with the metadata
 
 
-class SenderReport(NamedTuple):
+class SenderReport(ControlRecord, frozen=True):
     """Sender to receiver. The first one is the handshake."""
 
     transfer_id: TransferId
@@ -92,7 +98,7 @@ class SenderReport(NamedTuple):
         return self.first_chunk + len(self.chunks)
 
 
-class SenderStopped(NamedTuple):
+class SenderStopped(ControlRecord, frozen=True):
     """Sender to receiver: no write of this request is under way, and none will be."""
 
     transfer_id: TransferId
@@ -102,7 +108,7 @@ class SenderStopped(NamedTuple):
     restarts: bool = False  # the request is to be sent anew
 
 
-class ReceiverReport(NamedTuple):
+class ReceiverReport(ControlRecord, frozen=True):
     """Receiver to sender: the answer to a report, and sent unasked when a chunk is granted."""
 
     transfer_id: TransferId
@@ -118,7 +124,7 @@ class ReceiverReport(NamedTuple):
     echoed_sent_s: float  # `sent_s` of the newest report received: how old the receiver's knowledge of the sender is
 
 
-class ReceiverAbort(NamedTuple):
+class ReceiverAbort(ControlRecord, frozen=True):
     """Receiver to sender: stop, and answer `SenderStopped` when no write is under way any more."""
 
     transfer_id: TransferId
@@ -129,7 +135,7 @@ class ReceiverAbort(NamedTuple):
     restarts: bool = False  # the request is to be sent anew
 
 
-class ReceiverClosed(NamedTuple):
+class ReceiverClosed(ControlRecord, frozen=True):
     """Receiver to sender: `SenderStopped` has arrived."""
 
     transfer_id: TransferId
@@ -139,13 +145,13 @@ class ReceiverClosed(NamedTuple):
     is_complete: bool = False  # it came after the end: everything had been stored
 
 
-class PeerProbe(NamedTuple):
+class PeerProbe(ControlRecord, frozen=True):
     """Either way: are you there?"""
 
     sender: str  # where the answer goes
 
 
-class PeerAlive(NamedTuple):
+class PeerAlive(ControlRecord, frozen=True):
     """The answer, of any endpoint."""
 
     peer: str

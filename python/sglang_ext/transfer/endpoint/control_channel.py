@@ -1,7 +1,7 @@
 """An endpoint's control channel: messages as bytes, datagrams over ZeroMQ, and the one thread that owns them.
 
-A frame is a version, a kind and msgpack of the record, checked against its types on arrival. Frames may be lost when a
-peer is slow or gone, and never wait for it.
+A frame is a version and msgpack of a `ControlRecord`, checked against its types on arrival. Frames may be lost when a
+peer is slow or gone; no sender waits for it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from sglang_ext.waker import Waker
 
 logger = logging.getLogger(__name__)
 
-VERSION = 4
+VERSION = 5
 _MAGIC = b"SXHS" + bytes([VERSION])
 _MAX_PEERS = 1024
 _MAX_QUEUED = 10_000  # messages waiting for one peer
@@ -41,7 +41,7 @@ _MAX_FRAME_BYTES = 1 << 28
 
 
 class CodecError(ValueError):
-    """What arrived is no message of this protocol."""
+    """The bytes that arrived are not a message of this protocol."""
 
 
 ControlMessage: TypeAlias = (
@@ -59,28 +59,13 @@ ControlMessage: TypeAlias = (
     | SlotCall
 )
 
-_KINDS: dict[int, type[ControlMessage]] = {
-    1: SenderReport,
-    2: SenderStopped,
-    3: ReceiverReport,
-    4: ReceiverAbort,
-    5: ReceiverClosed,
-    6: LayoutRequest,
-    7: LayoutReply,
-    8: Invitation,
-    9: InvitationSeen,
-    10: PeerProbe,
-    11: PeerAlive,
-    12: SlotCall,
-}
-_NUMBERS: dict[type[ControlMessage], int] = {kind: number for number, kind in _KINDS.items()}
-_DECODERS = {number: msgspec.msgpack.Decoder(kind) for number, kind in _KINDS.items()}
+_DECODER: msgspec.msgpack.Decoder[ControlMessage] = msgspec.msgpack.Decoder(ControlMessage)
 _ENCODER = msgspec.msgpack.Encoder()
 
 
 def encode(message: ControlMessage) -> bytes:
-    """One frame."""
-    return _MAGIC + bytes([_NUMBERS[type(message)]]) + _ENCODER.encode(message)
+    """Return a message as a frame."""
+    return _MAGIC + _ENCODER.encode(message)
 
 
 def decode(frame: bytes) -> ControlMessage:
@@ -89,14 +74,10 @@ def decode(frame: bytes) -> ControlMessage:
         raise CodecError("not a handshake message of sglang-ext")
     if frame[:5] != _MAGIC:
         raise CodecError(f"a handshake message of another version than {VERSION}")
-    decoder = _DECODERS.get(frame[5]) if len(frame) > 5 else None
-    if decoder is None:
-        raise CodecError("a handshake message of an unknown kind")
     try:
-        message: ControlMessage = decoder.decode(frame[6:])
-    except (msgspec.MsgspecError, ValueError) as error:
+        return _DECODER.decode(memoryview(frame)[5:])
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CodecError(f"a malformed handshake message: {error}") from error
-    return message
 
 
 class ControlChannel:

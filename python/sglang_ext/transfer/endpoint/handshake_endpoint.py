@@ -62,9 +62,8 @@ from sglang_ext.transfer.endpoint.invitations import (
 from sglang_ext.transfer.endpoint.outgoing_transfer import OutgoingTransfer
 from sglang_ext.transfer.endpoint.peer_layouts import LayoutReply, LayoutRequest, PeerLayouts
 from sglang_ext.transfer.endpoint.transfer_status import EndpointTotals, SendResult, Stage, TransferStatus
-from sglang_ext.transfer.errors import TransferError
 from sglang_ext.transfer.pool_layout import PoolLayout, RowCopy, cut_rows
-from sglang_ext.transfer.transports.transport import Transport
+from sglang_ext.transfer.transports.transport import TransferError, Transport
 from sglang_ext.waker import Waker
 
 logger = logging.getLogger(__name__)

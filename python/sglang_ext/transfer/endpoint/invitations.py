@@ -21,7 +21,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+import msgspec
+
 from sglang_ext.identifiers import TransferId
+from sglang_ext.transfer.decide.protocol import ControlRecord
 from sglang_ext.transfer.decide.receive_request import Need
 from sglang_ext.transfer.decide.shards import HeadLayout, KVShard
 
@@ -38,7 +41,7 @@ class DecodeRank(NamedTuple):
     heads: HeadLayout
 
 
-class Invitation(NamedTuple):
+class Invitation(ControlRecord, frozen=True):
     """Decode rank to prefill rank."""
 
     transfer_id: TransferId
@@ -56,7 +59,7 @@ class Invitation(NamedTuple):
         return not self.has_slots and self.withdrawn is None
 
 
-class InvitationSeen(NamedTuple):
+class InvitationSeen(ControlRecord, frozen=True):
     """Prefill rank to decode rank."""
 
     transfer_id: TransferId
@@ -65,7 +68,7 @@ class InvitationSeen(NamedTuple):
     has_slots: bool = True
 
 
-class SlotCall(NamedTuple):
+class SlotCall(ControlRecord, frozen=True):
     """Prefill rank to decode rank that has invited without slots: take them now, or the request has been given up."""
 
     transfer_id: TransferId
@@ -153,7 +156,7 @@ class SentInvitations:
         pending = self._pending.get(transfer_id)
         if pending is None or pending.invitation.withdrawn is not None:
             return iter(())
-        pending.invitation = pending.invitation._replace(withdrawn=reason)
+        pending.invitation = msgspec.structs.replace(pending.invitation, withdrawn=reason)
         pending.unacknowledged = set(pending.addresses)
         pending.since_s = now_s
         return self._send(pending, now_s)

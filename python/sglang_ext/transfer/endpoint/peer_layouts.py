@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import threading
-from typing import NamedTuple
 
-from sglang_ext.transfer.errors import TransferError
+from sglang_ext.transfer.decide.protocol import ControlRecord
 from sglang_ext.transfer.pool_layout import PoolLayout
+from sglang_ext.transfer.transports.transport import TransferError
 
 
-class LayoutRequest(NamedTuple):
+class LayoutRequest(ControlRecord, frozen=True):
     """Sender to receiver: where does your pool lie?"""
 
     sender: str
 
 
-class LayoutReply(NamedTuple):
+class LayoutReply(ControlRecord, frozen=True):
     """Receiver to sender. The layout holds as long as permits bear this epoch."""
 
     receiver: str

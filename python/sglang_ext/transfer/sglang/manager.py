@@ -33,7 +33,8 @@ from sglang_ext.transfer.sglang.layout import cpu_head_layout, gpu_head_layout, 
 from sglang_ext.transfer.sglang.metrics import start_publishing
 from sglang_ext.transfer.sglang.prefill_restarts import PrefillRestarts
 from sglang_ext.transfer.sglang.transfer_options import TransferOptions, model_conflict
-from sglang_ext.transfer.transports.transport import GpuBuffers, create_transport
+from sglang_ext.transfer.transports.registry import create_transport
+from sglang_ext.transfer.transports.transport import GpuBuffers
 
 
 class HandshakeKVManager(PrefillRestarts, CommonKVManager):  # type: ignore[misc]  # SGLang is untyped

@@ -20,7 +20,7 @@ from sglang.srt.disaggregation.utils import KVClassType
 from sglang.srt.utils.network import get_local_ip_auto
 
 from sglang_ext.transfer.sglang.prefill_restarts import PrefillRestarts
-from sglang_ext.transfer.transports.tcp_transport import TcpTransferEngine, TransferError
+from sglang_ext.transfer.transports.tcp import TcpTransferEngine, TransferError
 
 logger = logging.getLogger(__name__)
 

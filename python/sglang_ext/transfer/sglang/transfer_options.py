@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang_ext.engine.device import Device
 from sglang_ext.transfer.sglang.transfer_backend import HANDSHAKE
-from sglang_ext.transfer.transports.transport import DEVICE_TRANSPORTS, TRANSPORTS, why_unavailable
+from sglang_ext.transfer.transports.registry import DEVICE_TRANSPORTS, TRANSPORTS, unavailable_reason
 from sglang_ext.types import Role
 
 _DEFAULT_TRANSPORT = "tcp"
@@ -92,7 +92,7 @@ def transfer_options(arguments: argparse.Namespace, role: Role, device: Device =
             raise ValueError(f"--transfer-receive-backends must be at least 1, got {receive_backends}")
         if role.is_prefill:
             raise ValueError("--transfer-receive-backends: prefill instances receive no KV")
-    problem = why_unavailable(transport or default)
+    problem = unavailable_reason(transport or default)
     if problem is not None:
         raise ValueError(f"--transfer-transport: {problem}")
     if device is not Device.CPU and (transport or default) not in DEVICE_TRANSPORTS:

@@ -59,6 +59,20 @@ def receive_into(connection: socket.socket, views: Sequence[memoryview]) -> None
         position, offset = _advance(views, position, offset, received)
 
 
+def wake(connection: socket.socket) -> None:
+    """Let threads that wait on a socket find it at its end."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass
+
+
+def shut(connection: socket.socket) -> None:
+    """Close a socket and wake the threads that wait on it."""
+    wake(connection)
+    connection.close()
+
+
 def _advance(views: Sequence[memoryview], position: int, offset: int, moved_bytes: int) -> tuple[int, int]:
     """Where the next byte lies after `moved_bytes` bytes from `offset` in `views[position]`."""
     offset += moved_bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 
+import msgspec
 import pytest
 
 from sglang_ext.identifiers import MAX_ATTEMPTS, TransferAttempt, TransferId, attempts_of, next_attempt
@@ -173,8 +174,8 @@ def test_an_owner_waits_for_its_helpers() -> None:
 @pytest.mark.parametrize("restarts", [True, False])
 def test_an_owner_that_has_done_its_part_may_still_end_the_request(restarts: bool) -> None:
     machine = receiver()
-    machine.on_report(report("owner", HALF, is_helper=False)._replace(is_last=True), 0.0)
-    machine.on_report(report("owner", HALF, is_helper=False, stored=1)._replace(is_last=True), 0.0)
+    machine.on_report(msgspec.structs.replace(report("owner", HALF, is_helper=False), is_last=True), 0.0)
+    machine.on_report(msgspec.structs.replace(report("owner", HALF, is_helper=False, stored=1), is_last=True), 0.0)
     machine.on_report(report("helper", OTHER_HALF, is_helper=True), 0.0)
     actions = machine.on_stopped(SenderStopped(1, "owner", 9, "enough", restarts), 1.0)
     outcome = TransferOutcome.RESTARTED if restarts else TransferOutcome.REMOTE_ABORT

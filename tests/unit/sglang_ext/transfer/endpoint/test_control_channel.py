@@ -116,12 +116,13 @@ def test_a_damaged_frame_is_refused_or_is_another_message_of_the_right_types(
     [
         (b"", "not a handshake message"),
         (b"GET / HTTP/1.1", "not a handshake message"),
-        (b"SXHS\x01\x01\x90", "another version"),
-        (b"SXHS\x04", "unknown kind"),
-        (b"SXHS\x04\x63\x90", "unknown kind"),
-        (b"SXHS\x04\x01\x90", "malformed"),
+        (b"SXHS\x04\x01\x90", "another version"),
+        (b"SXHS\x05", "malformed"),
+        (b"SXHS\x05\x90", "malformed"),
+        (b"SXHS\x05\x91\xa4Oops", "malformed"),
         (encode(LayoutRequest("x"))[:-1], "malformed"),
         (encode(LayoutRequest("x")) + b"x", "malformed"),
+        (encode(LayoutRequest("x")).replace(b"\x92", b"\x93") + b"\x01", "malformed"),
     ],
 )
 def test_what_is_no_message_is_named(frame: bytes, reason: str) -> None:

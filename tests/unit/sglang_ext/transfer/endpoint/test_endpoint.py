@@ -26,7 +26,8 @@ from sglang_ext.transfer.endpoint.handshake_endpoint import HandshakeEndpoint
 from sglang_ext.transfer.endpoint.outgoing_transfer import PartRows, SourceChunk
 from sglang_ext.transfer.endpoint.transfer_status import SendResult, Stage
 from sglang_ext.transfer.pool_layout import PoolLayout, RowCopy
-from sglang_ext.transfer.transports.transport import Transport, create_transport
+from sglang_ext.transfer.transports.registry import create_transport
+from sglang_ext.transfer.transports.transport import Transport
 from support.handshake_process import Pool, PoolShape, is_stage, wait_until
 
 OPTIONS = HandshakeOptions(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from array import array
 
+import msgspec
+
 from sglang_ext.transfer.decide.receive_request import Need, needed
 from sglang_ext.transfer.decide.shards import HeadLayout, KVShard, TokenSpan
 from sglang_ext.transfer.endpoint.invitations import (
@@ -18,8 +20,8 @@ from sglang_ext.transfer.endpoint.invitations import (
 WHOLE = KVShard((TokenSpan(8, 10),), 0, 2, 0, 3)
 RANK = DecodeRank(1, HeadLayout(kv_heads=3, tp_size=2, stored_kv_heads=4))
 INVITATION = Invitation(1, "d", WHOLE, None, 8, RANK)
-WITHDRAWAL = INVITATION._replace(withdrawn="gone")
-WITHOUT_SLOTS = INVITATION._replace(has_slots=False)
+WITHDRAWAL = msgspec.structs.replace(INVITATION, withdrawn="gone")
+WITHOUT_SLOTS = msgspec.structs.replace(INVITATION, has_slots=False)
 CALL = SlotCall(1, "a")
 
 
@@ -116,7 +118,7 @@ def test_a_complete_request_needs_no_news() -> None:
 
 def test_what_has_arrived_is_kept_by_transfer_and_decode_rank() -> None:
     received = ReceivedInvitations(keep_s=10.0)
-    other = INVITATION._replace(receiver="e")
+    other = msgspec.structs.replace(INVITATION, receiver="e")
     for invitation in (INVITATION, other, INVITATION):
         received.note(invitation, 0.0)
     assert received.of(1) == (INVITATION, other)
@@ -131,7 +133,7 @@ def test_what_has_arrived_is_kept_by_transfer_and_decode_rank() -> None:
 def test_what_is_not_asked_for_is_forgotten_in_time() -> None:
     received = ReceivedInvitations(keep_s=10.0)
     received.note(INVITATION, 0.0)
-    received.note(INVITATION._replace(transfer_id=2), 5.0)
+    received.note(msgspec.structs.replace(INVITATION, transfer_id=2), 5.0)
     received.on_timer(9.9)
     assert received.of(1)
     received.on_timer(10.0)
@@ -175,7 +177,7 @@ def test_the_first_call_counts_and_the_end_of_the_request_counts_for_more() -> N
 
 def test_a_call_answers_each_invitation_without_slots_and_those_that_follow() -> None:
     received = ReceivedInvitations(keep_s=10.0)
-    other = WITHOUT_SLOTS._replace(receiver="e")
+    other = msgspec.structs.replace(WITHOUT_SLOTS, receiver="e")
     assert received.call(CALL) == []  # no rank has invited
     assert received.note(WITHOUT_SLOTS, 0.0) is None
     assert received.call(CALL) == [("d", CALL)]
@@ -184,7 +186,7 @@ def test_a_call_answers_each_invitation_without_slots_and_those_that_follow() ->
     assert received.note(WITHOUT_SLOTS, 0.0) == CALL  # repeated late: does not undo the one with slots
     assert received.of(1) == (INVITATION, other)
     assert received.call(CALL) == [("e", CALL)]
-    assert received.note(other._replace(withdrawn="gone"), 0.0) is None
+    assert received.note(msgspec.structs.replace(other, withdrawn="gone"), 0.0) is None
     received.forget(1)
     assert received.note(WITHOUT_SLOTS, 0.0) is None
 
@@ -192,7 +194,7 @@ def test_a_call_answers_each_invitation_without_slots_and_those_that_follow() ->
 def test_a_request_that_waits_is_kept_as_long_as_its_invitation_is_repeated() -> None:
     received = ReceivedInvitations(keep_s=10.0)
     received.note(WITHOUT_SLOTS, 0.0)
-    received.note(INVITATION._replace(transfer_id=2), 1.0)
+    received.note(msgspec.structs.replace(INVITATION, transfer_id=2), 1.0)
     received.note(WITHOUT_SLOTS, 6.0)
     received.on_timer(11.0)
     assert received.of(1)

@@ -24,9 +24,9 @@ from sglang_ext.transfer.endpoint.handshake_endpoint import HandshakeEndpoint
 from sglang_ext.transfer.endpoint.outgoing_transfer import PartRows, SourceChunk
 from sglang_ext.transfer.endpoint.owner_transfer import OwnerTransfer, Source, _without
 from sglang_ext.transfer.endpoint.transfer_status import Stage, TransferStatus
-from sglang_ext.transfer.errors import TransferError
 from sglang_ext.transfer.pool_layout import plan_rows
-from sglang_ext.transfer.transports.tcp_transport import TcpTransport
+from sglang_ext.transfer.transports.tcp import TcpTransport
+from sglang_ext.transfer.transports.transport import TransferError
 from support.handshake_process import Pool, PoolShape, RankProcess, wait_until
 from support.running_time import running_s
 

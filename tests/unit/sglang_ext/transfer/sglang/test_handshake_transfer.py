@@ -22,7 +22,7 @@ from sglang_ext.transfer.endpoint.handshake_endpoint import HandshakeEndpoint
 from sglang_ext.transfer.endpoint.invitations import DecodeRank
 from sglang_ext.transfer.endpoint.outgoing_transfer import PartRows, SourceChunk
 from sglang_ext.transfer.sglang.layout import cpu_head_layout
-from sglang_ext.transfer.transports.transport import create_transport
+from sglang_ext.transfer.transports.registry import create_transport
 from support.handshake_process import Pool, PoolShape, wait_until
 
 pytestmark = pytest.mark.usefixtures("sglang_imported")

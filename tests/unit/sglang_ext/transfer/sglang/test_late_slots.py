@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from sglang_ext.transfer.decide.shards import KVShard
@@ -59,8 +60,8 @@ def test_what_is_queued_parked_or_in_chunks_is_before_it() -> None:
 
 
 def test_only_those_that_decode_knows_and_has_no_slots_for_are_called() -> None:
-    with_slots = late(1, 1.0, 1000, INVITATION._replace(has_slots=True))
-    withdrawn = late(2, 2.0, 1000, INVITATION._replace(withdrawn="gone"))
+    with_slots = late(1, 1.0, 1000, msgspec.structs.replace(INVITATION, has_slots=True))
+    withdrawn = late(2, 2.0, 1000, msgspec.structs.replace(INVITATION, withdrawn="gone"))
     assert call([request(0.0, 5), with_slots, withdrawn, late(3, 3.0, 1000), late(4, 4.0, 10, INVITATION)]) == [4]
 
 
@@ -86,7 +87,7 @@ def watched(answers: list[str | None], times_s: list[float], monkeypatch: pytest
         asked.append((receiver, waited_s, epoch))
         return answers[len(asked) - 1]
 
-    invitation = INVITATION._replace(epoch=3)
+    invitation = msgspec.structs.replace(INVITATION, epoch=3)
     sender = late(7, 0.0, 1000, invitation).disagg_kv_sender
     sender._made_s, sender._watched_s, sender.init_time = 10.0, float("-inf"), 0.0
     endpoint = SimpleNamespace(invitations=lambda _: (invitation,), why_lost=why_lost)

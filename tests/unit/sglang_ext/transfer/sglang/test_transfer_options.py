@@ -162,7 +162,7 @@ def test_models_that_it_does_not_transfer_are_named(
 
 
 def test_on_a_gpu_only_nixl_and_mooncake_move_kv(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options_module, "why_unavailable", lambda name: None)
+    monkeypatch.setattr(options_module, "unavailable_reason", lambda name: None)
     assert transfer_options(parse(*HANDSHAKE), Role.DECODE, Device.CUDA) == TransferOptions("nixl")
     mooncake = parse(*HANDSHAKE, "--transfer-transport", "mooncake")
     assert transfer_options(mooncake, Role.DECODE, Device.CUDA) == TransferOptions("mooncake")

@@ -12,8 +12,8 @@ import pytest
 from sglang_ext.transfer.pool_layout import ItemBuffer, RowCopy
 from sglang_ext.transfer.transports import idle_links
 from sglang_ext.transfer.transports.idle_links import IdleLinks
-from sglang_ext.transfer.transports.shared_memory_transport import SharedMemoryTransport
-from sglang_ext.transfer.transports.tcp_transport import Block, EngineOptions, TcpTransferEngine
+from sglang_ext.transfer.transports.shared_memory import SharedMemoryTransport
+from sglang_ext.transfer.transports.tcp import Block, EngineOptions, TcpTransferEngine
 
 
 class Pair:

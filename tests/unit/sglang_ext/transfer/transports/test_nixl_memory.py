@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from sglang_ext.transfer.pool_layout import ItemBuffer, RowCopy
-from sglang_ext.transfer.transports.nixl_transport import NixlTransport
-from sglang_ext.transfer.transports.transport import GpuBuffers, create_transport
+from sglang_ext.transfer.transports.nixl import NixlTransport
+from sglang_ext.transfer.transports.registry import create_transport
+from sglang_ext.transfer.transports.transport import GpuBuffers
 
 SLOTS = np.array([3, 7], np.uint32)
 KV, AUX = ItemBuffer(0x10000, 64, 100), ItemBuffer(0x90000, 16, 8)

@@ -15,15 +15,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.transfer.decide.shards import KVShard, TokenSpan
-from sglang_ext.transfer.errors import TransferError
 from sglang_ext.transfer.pool_layout import ItemBuffer, LayerBuffers, PoolLayout, RowCopy, plan_rows
-from sglang_ext.transfer.transports import nixl_transport, row_moves, tcp_transport
-from sglang_ext.transfer.transports.mooncake_transport import MooncakeTransport
-from sglang_ext.transfer.transports.nixl_transport import NixlTransport
-from sglang_ext.transfer.transports.shared_memory_transport import SharedMemoryTransport
-from sglang_ext.transfer.transports.tcp_transport import EngineOptions, TcpTransport
-from sglang_ext.transfer.transports.transport import Transport, create_transport, why_unavailable
-from sglang_ext.transfer.transports.wire import Limits
+from sglang_ext.transfer.transports import nixl, row_moves, tcp
+from sglang_ext.transfer.transports.link_records import Limits
+from sglang_ext.transfer.transports.mooncake import MooncakeTransport
+from sglang_ext.transfer.transports.nixl import NixlTransport
+from sglang_ext.transfer.transports.registry import create_transport, unavailable_reason
+from sglang_ext.transfer.transports.shared_memory import SharedMemoryTransport
+from sglang_ext.transfer.transports.tcp import EngineOptions, TcpTransport
+from sglang_ext.transfer.transports.transport import TransferError, Transport
 from support.mooncake_folder import needs_mooncake
 from support.nixl_folder import needs_nixl
 
@@ -51,8 +51,8 @@ def small_pair(
 ) -> Iterator[tuple[Transport, Transport]]:
     """Batches and staging buffers are so small that most writes need several, with long runs among them."""
     monkeypatch.setattr(row_moves, "DIRECT_BYTES", 200)
-    monkeypatch.setattr(tcp_transport, "SEND_STAGING_BYTES", 320)
-    monkeypatch.setattr(tcp_transport, "RECEIVE_STAGING_BYTES", 256)
+    monkeypatch.setattr(tcp, "SEND_STAGING_BYTES", 320)
+    monkeypatch.setattr(tcp, "RECEIVE_STAGING_BYTES", 256)
     limits = Limits(max_blocks=5, max_payload_bytes=1000)
     sender, receiver = (
         TcpTransport("127.0.0.1", EngineOptions(io_timeout_s=2.0, limits=limits))
@@ -179,7 +179,7 @@ def test_a_receiver_that_is_gone(any_pair: tuple[Transport, Transport]) -> None:
 
 @needs_nixl
 def test_nixl_forgets_peers_that_it_does_not_write_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl_transport, "_PEER_IDLE_S", 0.0)
+    monkeypatch.setattr(nixl, "_PEER_IDLE_S", 0.0)
     sender, first, second = (NixlTransport(io_timeout_s=60.0) for _ in range(3))
     source = memory(sender, 1)
     for number, receiver in enumerate((first, second, first)):
@@ -359,10 +359,10 @@ def test_names_of_transports() -> None:
         create_transport("carrier pigeon", "127.0.0.1")
 
 
-@pytest.mark.parametrize("name", ["mooncake", "nixl", "nccl"])
+@pytest.mark.parametrize("name", ["mooncake", "nixl"])
 def test_transports_that_are_not_there_say_so_in_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    problem = why_unavailable(name)
+    problem = unavailable_reason(name)
     assert problem is not None
     assert problem.startswith(f"handshake transport {name} ")
     assert "\n" not in problem

@@ -13,12 +13,27 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.transfer.transports import wire
-from sglang_ext.transfer.transports.tcp_transport import Block, EngineOptions, TcpTransferEngine, TransferError
+from sglang_ext.transfer.pool_layout import RowSet
+from sglang_ext.transfer.transports.link_records import (
+    BlockBatch,
+    Limits,
+    LinkStatus,
+    RowBatch,
+    TransportGreeting,
+    pack,
+    receive_greeting,
+)
+from sglang_ext.transfer.transports.tcp import Block, EngineOptions, TcpTransferEngine, TransferError
 from support.running_time import running_s
 
 SIZE = 1 << 16
 FAST = EngineOptions(connect_timeout_s=2.0, io_timeout_s=2.0)
+
+GREETING = pack(TransportGreeting("tcp"))
+
+
+def block_batch(*blocks: tuple[int, int]) -> bytes:
+    return pack(BlockBatch(0, np.array(blocks, "<u8").tobytes()))
 
 
 class Memory:
@@ -53,8 +68,8 @@ def connect(engine: TcpTransferEngine) -> socket.socket:
 
 def greet(engine: TcpTransferEngine) -> socket.socket:
     connection = connect(engine)
-    connection.sendall(wire.encode_greeting())
-    wire.check_greeting(connection.recv(wire.GREETING.size, socket.MSG_WAITALL))
+    connection.sendall(GREETING)
+    receive_greeting(connection, "tcp")
     return connection
 
 
@@ -81,7 +96,7 @@ def test_blocks_arrive_at_their_addresses_and_nothing_else_changes(
 @given(st.lists(st.integers(0, 400), max_size=30))
 def test_any_number_of_blocks_of_any_size_goes_in_bounded_batches(lengths: list[int]) -> None:
     """Both ends refuse what is larger."""
-    limits = wire.Limits(max_blocks=3, max_payload_bytes=150)
+    limits = Limits(max_blocks=3, max_payload_bytes=150)
     here, there = (TcpTransferEngine("127.0.0.1", EngineOptions(limits=limits)) for _ in range(2))
     source, target = Memory(here, bytes(i % 251 for i in range(SIZE))), Memory(there)
     expected, blocks, position = bytearray(SIZE), [], 0
@@ -203,11 +218,13 @@ def test_closed_engine_refuses_to_write(owner: TcpTransferEngine) -> None:
     "noise",
     [
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-        wire.GREETING.pack(wire.MAGIC, 99),
-        wire.encode_greeting() + wire.BATCH_HEADER.pack(2**32 - 1, 0, 2**63, 0),
-        wire.encode_greeting() + wire.BATCH_HEADER.pack(1, 0, 8, 0) + wire.BLOCK.pack(0, 8) + b"12345678",
+        GREETING.replace(b"\x04", b"\x09"),
+        GREETING + b"\xff\xff\xff\xff",
+        GREETING + block_batch((0, 1 << 40)),
+        GREETING + block_batch((0, 8)) + b"12345678",
+        GREETING + pack(RowBatch(0, [RowSet(-1, 8, 8)], bytes(4))) + b"12345678",
     ],
-    ids=["http", "version", "huge", "null address"],
+    ids=["http", "version", "huge record", "huge payload", "null address", "negative address"],
 )
 def test_noise_closes_the_connection_and_the_engine_goes_on(
     writer: TcpTransferEngine, owner: TcpTransferEngine, noise: bytes
@@ -226,7 +243,7 @@ def test_noise_closes_the_connection_and_the_engine_goes_on(
 def test_writer_that_stalls_in_a_batch_is_dropped(owner: TcpTransferEngine) -> None:
     target = Memory(owner)
     with greet(owner) as connection:
-        connection.sendall(wire.BATCH_HEADER.pack(1, 0, 8, 0) + wire.BLOCK.pack(target.address, 8) + b"half")
+        connection.sendall(block_batch((target.address, 8)) + b"half")
         assert connection.recv(1) == b""
     # The region can be released: no view of it is held any more.
     owner.unregister(target.address)
@@ -236,8 +253,8 @@ def test_writer_that_stalls_in_a_batch_is_dropped(owner: TcpTransferEngine) -> N
 def test_idle_writer_is_kept(owner: TcpTransferEngine) -> None:
     with greet(owner) as connection:
         time.sleep(2 * FAST.io_timeout_s)
-        connection.sendall(wire.encode_batch(np.zeros((0, 2), np.uint64), FAST.limits))
-        assert connection.recv(1) == bytes([wire.Status.DONE])
+        connection.sendall(block_batch())
+        assert connection.recv(1) == bytes([LinkStatus.DONE])
 
 
 def test_too_many_writers_are_refused() -> None:

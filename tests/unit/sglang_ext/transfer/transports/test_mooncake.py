@@ -11,11 +11,11 @@ from multiprocessing.connection import Connection
 import numpy as np
 import pytest
 
-from sglang_ext.transfer.errors import TransferError
 from sglang_ext.transfer.pool_layout import ItemBuffer, RowCopy
-from sglang_ext.transfer.transports import mooncake_transport
-from sglang_ext.transfer.transports.mooncake_transport import MooncakeDeviceTransport, MooncakeTransport
-from sglang_ext.transfer.transports.transport import GpuBuffers, why_unavailable
+from sglang_ext.transfer.transports import mooncake
+from sglang_ext.transfer.transports.mooncake import MooncakeDeviceTransport, MooncakeTransport
+from sglang_ext.transfer.transports.registry import unavailable_reason
+from sglang_ext.transfer.transports.transport import GpuBuffers, TransferError
 from support.handshake_process import wait_until
 from support.mooncake_folder import needs_mooncake
 from support.preloaded import preloaded_context
@@ -33,12 +33,12 @@ def test_a_missing_library_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch,
     with open(os.path.join(folder, "engine.py"), "w") as module:
         module.write("raise ImportError('libibverbs.so.1: cannot open shared object file')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    from sglang_ext.transfer.transports import transport
+    from sglang_ext.transfer.transports import registry
 
-    transport._mooncake_problem.cache_clear()
+    registry._mooncake_problem.cache_clear()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    problem = why_unavailable("mooncake")
-    transport._mooncake_problem.cache_clear()
+    problem = unavailable_reason("mooncake")
+    registry._mooncake_problem.cache_clear()
     assert problem is not None
     assert "(libibverbs.so.1: cannot open shared object file)" in problem
     assert "\n" not in problem
@@ -148,7 +148,7 @@ class TestHostMemory:
         transport.close()
 
     def test_staging_memory_of_senders_that_have_gone_is_freed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(mooncake_transport, "_RETIRED_S", 0.0)
+        monkeypatch.setattr(mooncake, "_RETIRED_S", 0.0)
         transport = MooncakeTransport("127.0.0.1", staging_bytes=1 << 16)
         rows = np.zeros((4, 8), np.uint8)
         slots = np.arange(4, dtype=np.uint32)

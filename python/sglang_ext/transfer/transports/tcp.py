@@ -20,10 +20,25 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.transfer.errors import TransferError
 from sglang_ext.transfer.pool_layout import ItemBuffer, RowCopy, cut_rows, group_by_slots
-from sglang_ext.transfer.transports import wire
 from sglang_ext.transfer.transports.idle_links import IdleLinks
+from sglang_ext.transfer.transports.link_records import (
+    BATCH_DECODER,
+    LENGTH,
+    REFUSALS,
+    Batch,
+    BlockBatch,
+    Limits,
+    LinkStatus,
+    RecordError,
+    RowBatch,
+    TransportGreeting,
+    check_limits,
+    pack,
+    receive,
+    receive_greeting,
+    slot_bytes,
+)
 from sglang_ext.transfer.transports.memory_regions import MemoryRegions, OutOfBoundsError, Vectors
 from sglang_ext.transfer.transports.permits import PermitError, Permits
 from sglang_ext.transfer.transports.row_moves import (
@@ -36,19 +51,21 @@ from sglang_ext.transfer.transports.row_moves import (
     open_rows,
     stage_pieces,
 )
-from sglang_ext.transfer.transports.socket_io import receive_exactly, receive_into, receive_vectors, send_vectors
+from sglang_ext.transfer.transports.socket_io import (
+    receive_exactly,
+    receive_into,
+    receive_vectors,
+    send_vectors,
+    shut,
+    wake,
+)
+from sglang_ext.transfer.transports.transport import TransferError
 
 __all__ = ["Block", "EngineOptions", "TcpTransferEngine", "TransferError"]
 
 logger = logging.getLogger(__name__)
 
 _LOCAL_SEND_BYTES = 512 << 10
-
-_REFUSALS: dict[int, str] = {
-    wire.Status.OUT_OF_BOUNDS: "the peer refused an address outside its registered memory",
-    wire.Status.NOT_PERMITTED: "the peer does not allow this write any more",
-}
-
 
 _Blocks: TypeAlias = "npt.NDArray[np.uint64]"  # of shape [n, 3]: the numbers of a `Block`
 
@@ -78,7 +95,7 @@ class _StagedConnection:
 
     def close(self) -> None:
         """Safe to call again."""
-        _shut(self.connection)
+        shut(self.connection)
 
 
 class _Turns:
@@ -97,7 +114,7 @@ class EngineOptions:
     )
     max_inbound_connections: int = field(default=256, metadata={"help": "writers served at a time, one thread each"})
     max_connections_per_peer: int = field(default=8, metadata={"help": "concurrent batches to one peer"})
-    limits: wire.Limits = field(default_factory=wire.Limits)
+    limits: Limits = field(default_factory=Limits)
 
 
 class TcpTransferEngine:
@@ -171,32 +188,36 @@ class TcpTransferEngine:
             self._closed = True
             connections = list(self._inbound)
         self._idle.close()
-        _shut(self._listener)
+        shut(self._listener)
         for connection in connections:
-            _shut(connection)
+            shut(connection)
 
     # Writing side ----------------------------------------------------------------------------------------
 
     def _write_blocks(self, session_id: str, batch: _Blocks, permit: int) -> None:
         sources, targets = batch[:, [0, 2]], batch[:, [1, 2]]
         with self._failures(session_id), self._regions.hold(sources):
-            head = wire.encode_batch(targets, self._options.limits, permit)
+            head = self._packed(BlockBatch(permit, targets.astype("<u8").tobytes()))
             self._deliver(session_id, lambda link: _send_blocks(link, head, sources))
 
     def _write_rows(self, session_id: str, batch: Sequence[RowCopy], permit: int) -> None:
         first = batch[0]
-        targets = wire.RowBatch(tuple(copy.target for copy in batch), first.target_slots)
+        rows = RowBatch(permit, [copy.target for copy in batch], slot_bytes(first.target_slots))
         index = SlotIndex(first.source_slots)
         with self._failures(session_id), open_rows(self._regions, [copy.source for copy in batch], index) as windows:
-            head = wire.encode_rows(targets, self._options.limits, permit)
+            head = self._packed(rows)
             self._deliver(session_id, lambda link: _send_rows(link, head, windows))
+
+    def _packed(self, batch: Batch) -> bytes:
+        check_limits(batch, self._options.limits)
+        return pack(batch)
 
     @staticmethod
     @contextmanager
     def _failures(session_id: str) -> Iterator[None]:
         try:
             yield
-        except (OutOfBoundsError, wire.WireError, OSError) as error:
+        except (OutOfBoundsError, RecordError, OSError) as error:
             raise TransferError(f"KV write to {session_id} failed: {error}") from error
 
     def _deliver(self, session_id: str, send: Callable[[_StagedConnection], None]) -> None:
@@ -218,15 +239,15 @@ class TcpTransferEngine:
         except BaseException:
             link.close()
             raise
-        if status != wire.Status.DONE:
+        if status != LinkStatus.DONE:
             link.close()
-            raise wire.WireError(_REFUSALS.get(status, f"the peer answered with the unknown status {status}"))
+            raise RecordError(REFUSALS.get(status, f"the peer answered with the unknown status {status}"))
         self._idle.keep(session_id, link)
 
     def _connect(self, session_id: str) -> socket.socket:
         host, _, port = session_id.rpartition(":")
         if not host or not port.isdigit():
-            raise wire.WireError(f"{session_id!r} is not a host:port pair")
+            raise RecordError(f"{session_id!r} is not a host:port pair")
         connection = socket.create_connection((host.strip("[]"), int(port)), timeout=self._options.connect_timeout_s)
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -237,10 +258,10 @@ class TcpTransferEngine:
                 # as much as it takes.
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _LOCAL_SEND_BYTES)
             connection.settimeout(self._options.io_timeout_s)
-            connection.sendall(wire.encode_greeting())
-            wire.check_greeting(bytes(receive_exactly(connection, wire.GREETING.size)))
+            connection.sendall(pack(TransportGreeting(TcpTransport.name)))
+            receive_greeting(connection, TcpTransport.name)
         except BaseException:
-            _shut(connection)
+            shut(connection)
             raise
         return connection
 
@@ -279,7 +300,7 @@ class TcpTransferEngine:
             if self._closed or full:
                 if full:
                     logger.warning("refused a KV writer from %s: too many connections", peer[0])
-                _shut(connection)
+                shut(connection)
                 continue
             threading.Thread(target=self._serve, args=(connection, peer[0]), name="kv-tcp-serve", daemon=True).start()
 
@@ -288,12 +309,12 @@ class TcpTransferEngine:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             connection.settimeout(self._options.io_timeout_s)
-            wire.check_greeting(bytes(receive_exactly(connection, wire.GREETING.size)))
-            connection.sendall(wire.encode_greeting())
+            receive_greeting(connection, TcpTransport.name)
+            connection.sendall(pack(TransportGreeting(TcpTransport.name)))
             link = _StagedConnection(connection, RECEIVE_STAGING_BYTES)
             while self._serve_batch(link):
                 pass
-        except (wire.WireError, OutOfBoundsError, PermitError) as error:
+        except (RecordError, OutOfBoundsError, PermitError) as error:
             logger.warning("refused a KV write from %s: %s", peer, error)
         except OSError as error:
             if not self._closed:
@@ -301,7 +322,7 @@ class TcpTransferEngine:
         finally:
             with self._lock:
                 self._inbound.discard(connection)
-            _shut(connection)
+            shut(connection)
 
     def _serve_batch(self, link: _StagedConnection) -> bool:
         """Receive one batch; False when the writer closed the connection between batches."""
@@ -312,42 +333,38 @@ class TcpTransferEngine:
         if not first:
             return False
         connection.settimeout(self._options.io_timeout_s)
-        rest = receive_exactly(connection, wire.BATCH_HEADER.size - 1)
-        header = wire.decode_header(first + rest, self._options.limits)
+        length = first + receive_exactly(connection, LENGTH.size - 1)
+        batch = receive(connection, BATCH_DECODER, self._options.limits.max_record_bytes, length)
+        check_limits(batch, self._options.limits)
         try:
-            self._receive_payload(link, header)
+            self._receive_payload(link, batch)
         except OutOfBoundsError:
-            connection.sendall(bytes([wire.Status.OUT_OF_BOUNDS]))
+            connection.sendall(bytes([LinkStatus.OUT_OF_BOUNDS]))
             raise
         except PermitError:
-            connection.sendall(bytes([wire.Status.NOT_PERMITTED]))
+            connection.sendall(bytes([LinkStatus.NOT_PERMITTED]))
             raise
-        connection.sendall(bytes([wire.Status.DONE]))
+        connection.sendall(bytes([LinkStatus.DONE]))
         return True
 
-    def _receive_payload(self, link: _StagedConnection, header: wire.BatchHeader) -> None:
-        table = receive_exactly(link.connection, header.table_bytes)
-        if header.row_count:
-            batch = wire.decode_rows(table, header)
-            index = SlotIndex(batch.slots)
-            with (
-                self._permission(header, link.connection),
-                open_rows(self._regions, batch.targets, index) as windows,
-            ):
-                _receive_rows(link, windows)
-        else:
-            targets = wire.decode_table(table, header)
-            with self._permission(header, link.connection), self._regions.hold(targets):
-                receive_vectors(link.connection, targets)
+    def _receive_payload(self, link: _StagedConnection, batch: Batch) -> None:
+        with self._permission(batch, link.connection):
+            if isinstance(batch, RowBatch):
+                with open_rows(self._regions, batch.targets, SlotIndex(batch.row_slots)) as windows:
+                    _receive_rows(link, windows)
+            else:
+                targets = batch.blocks
+                with self._regions.hold(targets):
+                    receive_vectors(link.connection, targets)
 
-    def _permission(self, header: wire.BatchHeader, connection: socket.socket) -> AbstractContextManager[None]:
-        """`Permits.revoke` closes the connection while a payload is on its way."""
-        if self._permits is None or not header.entries:
+    def _permission(self, batch: Batch, connection: socket.socket) -> AbstractContextManager[None]:
+        """`Permits.revoke` closes the connection while a payload is on its way. A probe needs no permit."""
+        if self._permits is None or (isinstance(batch, BlockBatch) and not batch.table):
             return nullcontext()
-        return self._permits.use(header.permit, lambda: _wake(connection))
+        return self._permits.use(batch.permit, lambda: wake(connection))
 
 
-def _batches(blocks: _Blocks, limits: wire.Limits) -> Iterator[_Blocks]:
+def _batches(blocks: _Blocks, limits: Limits) -> Iterator[_Blocks]:
     """The same bytes in the same order, cut so that each batch keeps to the limits; one without blocks for none."""
     if len(blocks) and int(blocks[:, 2].max()) > limits.max_payload_bytes:
         blocks = _cut(blocks, limits.max_payload_bytes)
@@ -409,20 +426,6 @@ def _vector(buffer: bytes | Bytes) -> Vectors:
     """A buffer, which its caller keeps, as the one piece of memory that it is."""
     flat = np.frombuffer(buffer, np.uint8)
     return np.array([(flat.ctypes.data, len(flat))], np.uint64)
-
-
-def _shut(connection: socket.socket) -> None:
-    """Close a socket and wake the threads that wait on it."""
-    _wake(connection)
-    connection.close()
-
-
-def _wake(connection: socket.socket) -> None:
-    """Let threads that wait on a socket find it at its end."""
-    try:
-        connection.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass
 
 
 class TcpTransport:

@@ -5,10 +5,10 @@ it refuses some. So rows of host memory are gathered into staging memory, which 
 copies them to their places, under a permit. Both staging memories are registered with Mooncake. What the two sides tell
 each other goes over a socket of its own:
 
-    greeting   magic, size of the staging memory                            sender to receiver, once
-    answer     magic, where that memory lies                                receiver to sender, once
+    `TransportGreeting` with the size of the staging memory   sender to receiver, once
+    `TransportGreeting` with the address of that memory       receiver to sender, once
 
-Requests and answers follow (`staged_transport.py`).
+Requests and answers follow (`staged.py`).
 
 Memory of a GPU is registered itself and written to where rows belong, in bounded batches. No permit is checked then:
 slots of a lost sender stay in quarantine.
@@ -19,7 +19,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -28,19 +27,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sglang_ext.transfer.errors import TransferError
 from sglang_ext.transfer.pool_layout import ItemBuffer, RowCopy, join_rows
+from sglang_ext.transfer.transports.link_records import (
+    CopyRequest,
+    RecordError,
+    TransportGreeting,
+    pack,
+    receive_greeting,
+)
 from sglang_ext.transfer.transports.memory_regions import MemoryRegions, OutOfBoundsError
 from sglang_ext.transfer.transports.row_moves import Bytes
-from sglang_ext.transfer.transports.socket_io import receive_exactly
-from sglang_ext.transfer.transports.staged_transport import HALVES, CopyRequest, StagedLink, StagedTransport
-from sglang_ext.transfer.transports.transport import GpuBuffers
+from sglang_ext.transfer.transports.staged import HALVES, StagedLink, StagedTransport
+from sglang_ext.transfer.transports.transport import GpuBuffers, TransferError
 
 logger = logging.getLogger(__name__)
 
 _PROTOCOL_VARIABLE = "MOONCAKE_PROTOCOL"  # as SGLang reads it
-_MAGIC = b"SGLXMOO1"
-_GREETING = struct.Struct("<8sQ")
 _MAX_STAGING_BYTES = 1 << 28
 _MAX_PIECES = 512  # of a batch
 _POLL_S = 0.0002
@@ -167,10 +169,8 @@ class _MooncakeLink(StagedLink):
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            connection.sendall(_GREETING.pack(_MAGIC, staging_bytes))
-            magic, self._remote = _GREETING.unpack(receive_exactly(connection, _GREETING.size))
-            if magic != _MAGIC:
-                raise TransferError(f"what listens at {server} is not this transport")
+            connection.sendall(pack(TransportGreeting(MooncakeTransport.name, staging_bytes)))
+            self._remote = receive_greeting(connection, MooncakeTransport.name).staging_address
             staging = engine.lend(staging_bytes)
         except BaseException:
             connection.close()
@@ -258,12 +258,12 @@ class MooncakeTransport(StagedTransport):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.settimeout(self._io_timeout_s)
-        magic, size_bytes = _GREETING.unpack(receive_exactly(connection, _GREETING.size))
-        if magic != _MAGIC or not 0 < size_bytes <= _MAX_STAGING_BYTES:
-            raise OutOfBoundsError("the greeting makes no sense")
+        size_bytes = receive_greeting(connection, self.name).staging_bytes
+        if not 0 < size_bytes <= _MAX_STAGING_BYTES:
+            raise RecordError(f"staging memory of {size_bytes} bytes: the limit is {_MAX_STAGING_BYTES}")
         staging = self._engine.lend(size_bytes)
         try:
-            connection.sendall(_GREETING.pack(_MAGIC, staging.ctypes.data))
+            connection.sendall(pack(TransportGreeting(self.name, staging_address=staging.ctypes.data)))
             connection.settimeout(None)  # a sender may pause for as long as it likes
             yield staging
         finally:

@@ -22,9 +22,8 @@ from uuid import uuid4
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.transfer.errors import TransferError
 from sglang_ext.transfer.pool_layout import ItemBuffer, RowCopy, join_rows
-from sglang_ext.transfer.transports.transport import GpuBuffers
+from sglang_ext.transfer.transports.transport import GpuBuffers, TransferError
 
 _HOST_MEMORY, _DEVICE_MEMORY = "DRAM", "VRAM"
 _MAX_PIECES = 1 << 14  # posted at a time

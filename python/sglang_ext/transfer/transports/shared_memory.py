@@ -3,9 +3,9 @@
 The staging memory has no name: its descriptor travels over the connection, a Unix socket, and the kernel frees it with
 the last process.
 
-    greeting   magic, size of the staging memory, its descriptor            sender to receiver, once
+    `TransportGreeting` with the descriptor of the staging memory   sender to receiver, once
 
-Requests and answers follow (`staged_transport.py`).
+Requests and answers follow (`staged.py`).
 """
 
 from __future__ import annotations
@@ -14,18 +14,21 @@ import mmap
 import os
 import secrets
 import socket
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
 
-from sglang_ext.transfer.transports.memory_regions import OutOfBoundsError
+from sglang_ext.transfer.transports.link_records import (
+    LENGTH,
+    CopyRequest,
+    RecordError,
+    TransportGreeting,
+    pack,
+    receive_greeting,
+)
 from sglang_ext.transfer.transports.row_moves import Bytes
-from sglang_ext.transfer.transports.staged_transport import HALVES, CopyRequest, StagedLink, StagedTransport
-
-_MAGIC = b"SGLXSHM2"
-_GREETING = struct.Struct("<8sQ")
+from sglang_ext.transfer.transports.staged import HALVES, StagedLink, StagedTransport
 
 
 class _SharedMemoryLink(StagedLink):
@@ -39,7 +42,9 @@ class _SharedMemoryLink(StagedLink):
             connection.connect(b"\0" + address.encode())
             os.ftruncate(descriptor, staging_bytes)
             staging = np.frombuffer(mmap.mmap(descriptor, staging_bytes), np.uint8)
-            socket.send_fds(connection, [_GREETING.pack(_MAGIC, staging_bytes)], [descriptor])
+            socket.send_fds(
+                connection, [pack(TransportGreeting(SharedMemoryTransport.name, staging_bytes))], [descriptor]
+            )
         except BaseException:
             connection.close()
             raise
@@ -73,13 +78,13 @@ class SharedMemoryTransport(StagedTransport):
 
     @contextmanager
     def _staging_of(self, connection: socket.socket) -> Iterator[Bytes]:
-        data, descriptors, _, _ = socket.recv_fds(connection, _GREETING.size, 1)
+        length, descriptors, _, _ = socket.recv_fds(connection, LENGTH.size, 1)
         try:
-            if len(data) != _GREETING.size or len(descriptors) != 1:
-                raise OutOfBoundsError("no staging memory in the greeting")
-            magic, size_bytes = _GREETING.unpack(data)
-            if magic != _MAGIC or not 0 < size_bytes <= os.fstat(descriptors[0]).st_size:
-                raise OutOfBoundsError("the greeting makes no sense")
+            if len(length) != LENGTH.size or len(descriptors) != 1:
+                raise RecordError("the greeting came without staging memory")
+            size_bytes = receive_greeting(connection, self.name, length).staging_bytes
+            if not 0 < size_bytes <= os.fstat(descriptors[0]).st_size:
+                raise RecordError(f"the greeting names {size_bytes} bytes of staging memory, which are not there")
             staging = np.frombuffer(mmap.mmap(descriptors[0], size_bytes, prot=mmap.PROT_READ), np.uint8)
         finally:
             for descriptor in descriptors:

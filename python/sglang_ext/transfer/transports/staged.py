@@ -4,8 +4,8 @@ A connection has staging memory of its own, at the receiver or where both see it
 under a permit: a sender that has lost its right can damage nothing but what it has staged itself. How bytes come into
 that memory is what transports differ in.
 
-    request    length (u32), then msgpack of `CopyRequest`                      sender to receiver
-    answer     one byte                                                     receiver to sender
+    `CopyRequest`      sender to receiver
+    `LinkStatus`       receiver to sender
 
 One half of the staging memory is filled while the receiver copies out of the other.
 """
@@ -14,44 +14,33 @@ from __future__ import annotations
 
 import logging
 import socket
-import struct
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from enum import IntEnum
 
-import msgspec
-import numpy as np
-
-from sglang_ext.transfer.errors import TransferError
-from sglang_ext.transfer.pool_layout import ItemBuffer, RowCopy, RowSet, cut_rows, group_by_slots
+from sglang_ext.transfer.pool_layout import ItemBuffer, RowCopy, cut_rows, group_by_slots
 from sglang_ext.transfer.transports.idle_links import IdleLinks
+from sglang_ext.transfer.transports.link_records import (
+    COPY_DECODER,
+    REFUSALS,
+    CopyRequest,
+    LinkStatus,
+    RecordError,
+    pack,
+    receive,
+    slot_bytes,
+)
 from sglang_ext.transfer.transports.memory_regions import MemoryRegions, OutOfBoundsError
 from sglang_ext.transfer.transports.permits import PermitError, Permits
 from sglang_ext.transfer.transports.row_moves import Bytes, Piece, RowWindow, SlotIndex, open_rows
-from sglang_ext.transfer.transports.socket_io import receive_exactly
+from sglang_ext.transfer.transports.socket_io import receive_exactly, shut
+from sglang_ext.transfer.transports.transport import TransferError
 
 logger = logging.getLogger(__name__)
 
 HALVES = 2
-_LENGTH = struct.Struct("<I")
 _MAX_REQUEST_BYTES = 1 << 28
-
-
-class _Status(IntEnum):
-    DONE = 0x5A
-    NOT_PERMITTED = 0x01
-    REFUSED = 0x02
-
-
-class CopyRequest(msgspec.Struct, array_like=True, frozen=True):
-    """Rows from `staging_offset` on, one after the other and target by target, and where they go."""
-
-    permit: int
-    staging_offset: int
-    targets: list[RowSet]
-    slots: bytes  # u32, the same for all targets
 
 
 class StagedLink(ABC):
@@ -91,8 +80,7 @@ class StagedLink(ABC):
         shut(self.connection)
 
     def _request_copy(self, request: CopyRequest) -> None:
-        body = msgspec.msgpack.encode(request)
-        self.connection.sendall(_LENGTH.pack(len(body)) + body)
+        self.connection.sendall(pack(request))
         self._unanswered += 1
 
     def _await_answers(self, left: int) -> None:
@@ -100,10 +88,8 @@ class StagedLink(ABC):
         while self._unanswered > left:
             status = receive_exactly(self.connection, 1)[0]
             self._unanswered -= 1
-            if status == _Status.NOT_PERMITTED:
-                raise TransferError("the peer does not allow this write any more")
-            if status != _Status.DONE:
-                raise TransferError("the peer refused an address outside its registered memory")
+            if status != LinkStatus.DONE:
+                raise TransferError(REFUSALS.get(status, f"the peer answered with the unknown status {status}"))
 
 
 class StagedTransport(ABC):
@@ -152,7 +138,7 @@ class StagedTransport(ABC):
                         self._send(link, half * half_bytes, permit, batch)
                         half = (half + 1) % HALVES
                 link.drain()
-        except (OutOfBoundsError, OSError) as error:
+        except (OutOfBoundsError, RecordError, OSError) as error:
             raise TransferError(f"KV write to {to} failed: {error}") from error
         return sum(copy.total_bytes for copy in copies)
 
@@ -176,8 +162,8 @@ class StagedTransport(ABC):
             for piece in _pieces(windows, staging_offset):
                 piece.gather(link.staging)
                 stop = piece.stop
-        slots = first.target_slots.astype(np.uint32).tobytes()
-        link.send(CopyRequest(permit, staging_offset, [copy.target for copy in batch], slots), stop)
+        targets = [copy.target for copy in batch]
+        link.send(CopyRequest(permit, staging_offset, targets, slot_bytes(first.target_slots)), stop)
 
     @contextmanager
     def _link(self, to: str) -> Iterator[StagedLink]:
@@ -215,7 +201,7 @@ class StagedTransport(ABC):
             with self._staging_of(connection) as staging:
                 while True:
                     connection.sendall(bytes([self._serve_request(connection, staging)]))
-        except (OutOfBoundsError, msgspec.MsgspecError) as error:
+        except (OutOfBoundsError, RecordError) as error:
             logger.warning("refused a KV writer: %s", error)
         except OSError:
             pass  # it has gone
@@ -224,28 +210,25 @@ class StagedTransport(ABC):
                 self._inbound.discard(connection)
             shut(connection)
 
-    def _serve_request(self, connection: socket.socket, staging: Bytes) -> _Status:
-        size_bytes = _LENGTH.unpack(receive_exactly(connection, _LENGTH.size))[0]
-        if size_bytes > _MAX_REQUEST_BYTES:
-            raise OutOfBoundsError(f"a request of {size_bytes} bytes")
-        request = msgspec.msgpack.decode(receive_exactly(connection, size_bytes), type=CopyRequest)
+    def _serve_request(self, connection: socket.socket, staging: Bytes) -> LinkStatus:
+        request = receive(connection, COPY_DECODER, _MAX_REQUEST_BYTES)
         try:
             with self._permits.use(request.permit, _nothing):
                 self._scatter(staging, request)
         except PermitError:
-            return _Status.NOT_PERMITTED
+            return LinkStatus.NOT_PERMITTED
         except OutOfBoundsError as error:
             logger.warning("refused a KV write: %s", error)
-            return _Status.REFUSED
-        return _Status.DONE
+            return LinkStatus.OUT_OF_BOUNDS
+        return LinkStatus.DONE
 
     def _scatter(self, staging: Bytes, request: CopyRequest) -> None:
-        slots = np.frombuffer(request.slots, np.uint32)
+        slots = request.row_slots
         if not len(slots):
             return
         with open_rows(self._regions, request.targets, SlotIndex(slots)) as windows:
             row_bytes = sum(target.length_bytes for target in request.targets)
-            if request.staging_offset < 0 or request.staging_offset + row_bytes * len(slots) > len(staging):
+            if request.staging_offset + row_bytes * len(slots) > len(staging):
                 raise OutOfBoundsError("rows outside of the staging memory")
             for piece in _pieces(windows, request.staging_offset):
                 piece.scatter(staging)
@@ -261,12 +244,3 @@ def _pieces(windows: Sequence[RowWindow], staging_offset: int) -> Iterator[Piece
 
 def _nothing() -> None:
     """Copying waits for no peer, so there is nothing to interrupt."""
-
-
-def shut(connection: socket.socket) -> None:
-    """Close a socket and wake the threads that wait on it."""
-    try:
-        connection.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass
-    connection.close()

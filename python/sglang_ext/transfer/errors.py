@@ -1,5 +1,0 @@
-"""How a transfer fails."""
-
-
-class TransferError(Exception):
-    """A write did not happen, or it is not known whether all of it did."""
