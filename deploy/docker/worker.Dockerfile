@@ -1,6 +1,6 @@
 # An instance (and the coordinator): SGLang's own image and this package. Built from the repository's root:
 #   docker build -f deploy/docker/worker.Dockerfile --build-arg SGLANG_IMAGE=docker.io/lmsysorg/sglang:v0.5.23@sha256:... .
-# There is no default for the image, so that each build names one by its digest; SGLang 0.5.17 to 0.5.23.
+# There is no default for the image, so that each build names one by its digest; SGLang 0.5.22 or 0.5.23.
 ARG SGLANG_IMAGE
 
 FROM ${SGLANG_IMAGE} AS build

@@ -128,7 +128,7 @@ def main() -> int:
         "command_lines": of_command_lines(request["command_lines"]),
         "buckets": {mode: of_buckets(model, mode) for mode in request["buckets"]},
     }
-    # SGLang 0.5.17 keeps parts of its arguments in objects of their own.
+    # SGLang keeps parts of its arguments in objects of their own.
     print(json.dumps(answer, default=lambda part: vars(part) if dataclasses.is_dataclass(part) else str(part)))
     return 0
 

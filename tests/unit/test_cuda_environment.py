@@ -26,9 +26,7 @@ PRODUCT = ("python", "router", "kernels", "cuda_graphs")
 # Packages that the CPU's environment lacks, by the name that is imported.
 ON_CUDA_ALONE = {"flashinfer": "flashinfer-python", "nixl": "nixl", "triton": "triton"}
 IN_THEIR_OWN_FOLDERS = {"mooncake", "ray"}  # `make mooncake-env`, `make ray-env`
-# Long pools and the handshake are for the newer SGLang alone.
-OF_THE_NEWEST = ("python/sglang_ext/long_pool/sglang/", "python/sglang_ext/transfer/sglang/")
-OTHER_VERSIONS = {"0.5.17": os.environ.get("SGLANG_EXT_TEST_SGLANG_0517")}  # folder of an unpacked wheel, if any
+OTHER_VERSIONS = {"0.5.22": os.environ.get("SGLANG_EXT_TEST_SGLANG_0522")}  # folder of an unpacked wheel, if any
 
 
 class Import(NamedTuple):
@@ -156,8 +154,7 @@ def test_all_that_is_imported_from_another_sglang_is_there(version: str) -> None
     folder = OTHER_VERSIONS[version]
     if folder is None:
         pytest.skip(f"no sources of SGLang {version}")
-    missing = missing_from_sglang(Path(folder), product_imports())
-    assert not [line for line in missing if not line.startswith(OF_THE_NEWEST)]
+    assert not missing_from_sglang(Path(folder), product_imports())
 
 
 def test_what_is_not_there_is_noticed(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 from sglang_ext.cpu import stand_in_definitions
 from sglang_ext.cpu.missing import MissingObject, missing_class
 
-# What SGLang 0.5.17 to 0.5.23 import unconditionally on their CPU path.
+# Packages that SGLang imports unconditionally on its CPU path.
 CANDIDATES = ("triton", "torchvision", "torchaudio", "sgl_kernel")
-# What SGLang's benchmark tools import unconditionally, for data sets that most runs do not use.
+# Packages that SGLang's benchmark tools import unconditionally, for data sets that most runs do not use.
 BENCHMARK_CANDIDATES = ("datasets",)
 # A CPU build of sgl_kernel has no other modules on the paths that SGLang takes without AMX.
 WITHOUT_SUBMODULES = frozenset({"sgl_kernel"})

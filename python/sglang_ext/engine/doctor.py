@@ -14,10 +14,9 @@ from importlib import metadata
 
 from sglang_ext import __version__, cpu
 from sglang_ext.engine.device import Device, MachineFacts, inspect_machine
-from sglang_ext.engine.hook_table import HOOK_TABLE
 from sglang_ext.engine.options import ExtensionOptions
 from sglang_ext.engine.verification import HookState, HookStatus, inspect_hooks
-from sglang_ext.engine.versions import installed_sglang
+from sglang_ext.engine.versions import SUPPORTED_SGLANG
 from sglang_ext.laps.decide.options import LapsOptions
 from sglang_ext.transfer.sglang.transfer_backend import BACKENDS, default_backend, why_unavailable
 from sglang_ext.types import Role
@@ -138,19 +137,9 @@ def _hook_findings(device: Device) -> list[Finding]:
             f"hook {status.name}",
             status.state is not HookState.BROKEN,
             f"{status.state}: {status.detail}",
-            "install an SGLang version from 0.5.17 to 0.5.23",
+            f"install SGLang {SUPPORTED_SGLANG}",
         )
         for status in statuses
-    ] + _unavailable_hooks()
-
-
-def _unavailable_hooks() -> list[Finding]:
-    """Hooks that an option of a worker asks for, and that the installed SGLang is too old for."""
-    installed = installed_sglang()
-    return [
-        Finding(f"hook {hook.name}", False, f"SGLang {installed} is too old for it", is_required=False)
-        for hook in HOOK_TABLE
-        if hook.is_for_pools and installed is not None and hook.target_in(installed) is None
     ]
 
 

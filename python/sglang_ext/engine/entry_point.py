@@ -25,7 +25,7 @@ def register() -> None:
 
     add_disagg_transfer_backend_choices(list(OWN_BACKENDS))
     for hook in HOOK_TABLE:
-        target = hook.target_in(installed) if hook.is_wanted(options) else None
+        target = hook.target if hook.is_wanted(options) else None
         if target is not None:
             HookRegistry.register(target, load_implementation(hook.implementation), HookType(hook.kind.value))
 

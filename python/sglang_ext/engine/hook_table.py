@@ -1,4 +1,4 @@
-"""Every place where this project changes SGLang: what, how, why, and where it is in each SGLang version.
+"""Every place where this project changes SGLang: what, how, why and where.
 
 The table is data. `entry_point.register` puts the hooks that apply into SGLang's hook registry, and
 `verification.verify_hooks` checks afterwards, in each process, that they are really in force.
@@ -6,14 +6,11 @@ The table is data. `entry_point.register` puts the hooks that apply into SGLang'
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from types import MappingProxyType
 
 from sglang_ext.engine.device import Device
 from sglang_ext.engine.options import ExtensionOptions
-from sglang_ext.engine.versions import SglangVersion
 
 
 class HookKind(StrEnum):
@@ -25,13 +22,6 @@ class HookKind(StrEnum):
     REPLACE = "replace"
 
 
-V17, V23 = SglangVersion(0, 5, 17), SglangVersion(0, 5, 23)
-
-
-class UnsupportedVersionError(RuntimeError):
-    """The installed SGLang is older than everything that this project knows."""
-
-
 @dataclass(frozen=True)
 class Hook:
     """One change to SGLang."""
@@ -40,10 +30,8 @@ class Hook:
     why: str
     kind: HookKind
     implementation: str  # module:attribute, imported when the hook is registered
-    # Dotted path by the first SGLang version that has it there; None where that version has nothing to hook,
-    # and the engine does without.
-    targets: Mapping[SglangVersion, str | None]
-    needs_laps: bool = False  # registered only where LAPS is on
+    target: str  # dotted path, the same in every supported SGLang
+    needs_laps: bool = False  # registered only where LAPS schedules prefills
     needs_graphs: bool = False  # registered only where prefill graphs are wanted
     needs_streams: bool = False  # registered only where KV leaves for decode by layer
     needs_stages: bool = False  # registered only where the instance is a pipeline
@@ -52,7 +40,7 @@ class Hook:
     device: Device | None = None  # registered only in engines on this device
 
     def is_wanted(self, options: ExtensionOptions) -> bool:
-        """Whether an engine with these options has this hook."""
+        """Return whether an engine with these options has this hook."""
         is_member = options.cdsp is not None
         has_needs = (options.laps is not None or not self.needs_laps) and (
             options.graphs is not None or not self.needs_graphs
@@ -61,20 +49,6 @@ class Hook:
         has_needs &= options.transfer is not None or not self.needs_handshake
         has_needs &= options.stages > 1 or not self.needs_stages
         return has_needs and self.is_for_pools in {None, is_member} and self.device in {None, options.device}
-
-    def target_in(self, installed: SglangVersion) -> str | None:
-        """Where the hook goes in an installed SGLang; None where it does without.
-
-        Raises UnsupportedVersionError for an SGLang older than every column.
-        """
-        known = [version for version in self.targets if version <= installed]
-        if not known:
-            raise UnsupportedVersionError(f"SGLang {installed} is older than {min(self.targets)}")
-        return self.targets[max(known)]
-
-
-def _same_in_all(target: str) -> Mapping[SglangVersion, str | None]:
-    return MappingProxyType({V17: target})
 
 
 _HOOKS = "sglang_ext.engine.hooks"
@@ -85,21 +59,21 @@ HOOK_TABLE: tuple[Hook, ...] = (
         why="the enumeration of KV transfer backends is closed; adds the TCP and the handshake backend",
         kind=HookKind.REPLACE,
         implementation="sglang_ext.transfer.sglang.transfer_backends:ExtendedTransferBackend",
-        targets=_same_in_all("sglang.srt.disaggregation.utils.TransferBackend"),
+        target="sglang.srt.disaggregation.utils.TransferBackend",
     ),
     Hook(
         name="transfer-backend-classes",
         why="maps these backends to their classes, and keeps CUDA events and pinned memory out of a CPU engine",
         kind=HookKind.AROUND,
         implementation="sglang_ext.transfer.sglang.transfer_backends:get_kv_class",
-        targets=_same_in_all("sglang.srt.disaggregation.utils.get_kv_class"),
+        target="sglang.srt.disaggregation.utils.get_kv_class",
     ),
     Hook(
         name="layer-streams",
         why="KV of a chunk is sent once all of it is computed; lets the layers of a long one leave before",
         kind=HookKind.AROUND,
         implementation="sglang_ext.transfer.sglang.layer_streams:run_batch",
-        targets=MappingProxyType({V17: None, V23: "sglang.srt.managers.scheduler.Scheduler.run_batch"}),
+        target="sglang.srt.managers.scheduler.Scheduler.run_batch",
         needs_streams=True,
     ),
     Hook(
@@ -107,14 +81,14 @@ HOOK_TABLE: tuple[Hook, ...] = (
         why="n > 1 sends a warm-up request and then every sample with one and the same room; spreads rooms",
         kind=HookKind.AROUND,
         implementation=f"{_HOOKS}.bootstrap_rooms:normalize_batch_and_arguments",
-        targets=_same_in_all("sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments"),
+        target="sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
     ),
     Hook(
         name="abort-family",
         why="a batch or a request with n > 1 cannot be aborted by its id; aborts every member",
         kind=HookKind.AROUND,
         implementation=f"{_HOOKS}.aborts:abort_request",
-        targets=_same_in_all("sglang.srt.managers.tokenizer_manager.TokenizerManager.abort_request"),
+        target="sglang.srt.managers.tokenizer_manager.TokenizerManager.abort_request",
     ),
     Hook(
         name="request-guard",
@@ -122,108 +96,99 @@ HOOK_TABLE: tuple[Hook, ...] = (
         "decode end the engine; refuses these requests",
         kind=HookKind.AROUND,
         implementation=f"{_HOOKS}.bootstrap_rooms:add_request_to_queue",
-        targets=_same_in_all("sglang.srt.managers.scheduler.Scheduler._add_request_to_queue"),
+        target="sglang.srt.managers.scheduler.Scheduler._add_request_to_queue",
     ),
     Hook(
         name="token-id-guard",
         why="a token id beyond the vocabulary, in the prompt or a stop, ends the engine; refuses the request",
         kind=HookKind.AROUND,
         implementation=f"{_HOOKS}.bootstrap_rooms:validate_one_request",
-        targets=_same_in_all("sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"),
+        target="sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
     ),
     Hook(
         name="hint-guard",
-        why="a deadline or a priority that is none reaches the scheduler unread; refuses the request",
+        why="an invalid deadline or priority reaches the scheduler unchecked; refuses the request",
         kind=HookKind.AROUND,
         implementation="sglang_ext.laps.sglang.request_hints:handle_request",
-        targets=_same_in_all("sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase.handle_request"),
+        target="sglang.srt.entrypoints.openai.serving_base.OpenAIServingBase.handle_request",
     ),
     Hook(
         name="hint-guard-generate",
         why="the same for /generate, before a stream has begun; without it a stream begins, and ends with the error",
         kind=HookKind.AROUND,
         implementation="sglang_ext.laps.sglang.request_hints:generate_contract_error",
-        targets=MappingProxyType({V17: None, V23: "sglang.srt.entrypoints.api_contract.generate_contract_error"}),
+        target="sglang.srt.entrypoints.api_contract.generate_contract_error",
     ),
     Hook(
         name="shutdown",
         why="a request that comes while an instance ends may wait for a scheduler that is gone, and hold up the end",
         kind=HookKind.AROUND,
         implementation=f"{_HOOKS}.shutdown:end_when_idle",
-        targets=_same_in_all("sglang.srt.managers.tokenizer_manager.TokenizerManager.sigterm_watchdog"),
+        target="sglang.srt.managers.tokenizer_manager.TokenizerManager.sigterm_watchdog",
     ),
     Hook(
         name="statement",
-        why="each scheduler process verifies its own hooks, and /server_info tells version, role and hooks",
+        why="each scheduler process verifies its own hooks, and /server_info states version, role and hooks",
         kind=HookKind.AFTER,
         implementation="sglang_ext.engine.verification:add_statement",
-        targets=_same_in_all("sglang.srt.managers.scheduler.Scheduler.get_init_info"),
+        target="sglang.srt.managers.scheduler.Scheduler.get_init_info",
     ),
     Hook(
         name="statement-check",
         why="the main process refuses to serve when a scheduler runs without the hooks",
         kind=HookKind.AFTER,
         implementation="sglang_ext.engine.verification:check_statements",
-        targets=_same_in_all("sglang.srt.entrypoints.engine._wait_for_scheduler_ready"),
+        target="sglang.srt.entrypoints.engine._wait_for_scheduler_ready",
     ),
     Hook(
         name="prefill-abort-notice",
-        why="a prefill that is aborted before its transfer leaves decode waiting for 300 s; tells decode",
+        why="a prefill that is aborted before its transfer leaves decode waiting for 300 s; notifies decode",
         kind=HookKind.AFTER,
         implementation=f"{_HOOKS}.aborts:notify_decode",
-        targets=MappingProxyType({V17: None, V23: "sglang.srt.disaggregation.common.conn.CommonKVSender.abort"}),
+        target="sglang.srt.disaggregation.common.conn.CommonKVSender.abort",
     ),
     Hook(
         name="prefill-abort-late-notice",
-        why="decode that registers after the abort opens the room again and waits for 300 s; tells it too",
+        why="decode that registers after the abort opens the room again and waits for 300 s; notifies it, too",
         kind=HookKind.AROUND,
         implementation=f"{_HOOKS}.aborts:notify_late_decode",
-        targets=MappingProxyType(
-            {V17: None, V23: "sglang.srt.disaggregation.common.conn.CommonKVManager.update_status"}
-        ),
+        target="sglang.srt.disaggregation.common.conn.CommonKVManager.update_status",
     ),
     Hook(
         name="scoring-metadata",
-        why="a request without a decode instance needs none of what decode is told; left out, as it may not fit",
+        why="metadata for decode may not fit its buffer; left out for a request without a decode instance",
         kind=HookKind.AROUND,
         implementation=f"{_HOOKS}.scoring:set_metadata",
-        targets=MappingProxyType({V17: None, V23: "sglang.srt.disaggregation.utils.MetadataBuffers.set_buf"}),
+        target="sglang.srt.disaggregation.utils.MetadataBuffers.set_buf",
     ),
     Hook(
         name="scoring-finish",
-        why="prefill says of every request that its length was reached; one without decode ends as on a plain server",
+        why="prefill ends every request for its length; one without decode ends for the reason of a plain server",
         kind=HookKind.AROUND,
         implementation=f"{_HOOKS}.scoring:stream_output",
-        targets=MappingProxyType(
-            {
-                V17: None,
-                V23: "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output",
-            }
-        ),
+        target="sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output",
     ),
     Hook(
         name="idle-wait",
-        why="a CPU engine whose requests wait for KV keeps a core busy with asking; sleeps a millisecond",
+        why="a CPU engine whose requests wait for KV keeps a core busy with polling; sleeps a millisecond",
         kind=HookKind.AFTER,
         implementation="sglang_ext.transfer.sglang.transfer_backends:wait_a_little",
-        targets=_same_in_all("sglang.srt.managers.scheduler.Scheduler.on_idle"),
+        target="sglang.srt.managers.scheduler.Scheduler.on_idle",
     ),
     Hook(
         name="prefix-attention",
         why="SGLang's attention for CPUs computes a chunk as if its whole prefix were new; only the new tokens",
         kind=HookKind.AROUND,
         implementation="sglang_ext.cpu.prefix_attention:run_extend",
-        targets=_same_in_all(
-            "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend"
-        ),
+        target="sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_extend",
         device=Device.CPU,
     ),
     Hook(
         name="tied-head",
-        why="the last stage of a Llama with tied embeddings has no embeddings, and so no head; gives it one",
+        why="the last stage of a Llama with tied embeddings has no embeddings, and so no head; builds the head",
         kind=HookKind.AROUND,
         implementation="sglang_ext.laps.sglang.pipeline_stages:init_model",
-        targets=MappingProxyType({V17: None, V23: "sglang.srt.models.llama.LlamaForCausalLM.__init__"}),
+        target="sglang.srt.models.llama.LlamaForCausalLM.__init__",
         needs_stages=True,
     ),
     Hook(
@@ -231,7 +196,7 @@ HOOK_TABLE: tuple[Hook, ...] = (
         why="the weights of that head are those of the embeddings; loads them",
         kind=HookKind.AROUND,
         implementation="sglang_ext.laps.sglang.pipeline_stages:load_weights",
-        targets=MappingProxyType({V17: None, V23: "sglang.srt.models.llama.LlamaForCausalLM.load_weights"}),
+        target="sglang.srt.models.llama.LlamaForCausalLM.load_weights",
         needs_stages=True,
     ),
     Hook(
@@ -239,9 +204,7 @@ HOOK_TABLE: tuple[Hook, ...] = (
         why="a stage whose number of layers does not divide the model's writes values to wrong layers of decode",
         kind=HookKind.AROUND,
         implementation="sglang_ext.laps.sglang.pipeline_stages:layer_pointers",
-        targets=MappingProxyType(
-            {V17: None, V23: "sglang.srt.disaggregation.common.conn.CommonKVManager.get_mha_kv_ptrs_with_pp"}
-        ),
+        target="sglang.srt.disaggregation.common.conn.CommonKVManager.get_mha_kv_ptrs_with_pp",
         needs_stages=True,
     ),
     Hook(
@@ -249,19 +212,15 @@ HOOK_TABLE: tuple[Hook, ...] = (
         why="decode takes slots for a prompt when it arrives; a long one gets them when its turn in prefill is near",
         kind=HookKind.AROUND,
         implementation="sglang_ext.transfer.sglang.late_slots:announce",
-        targets=MappingProxyType(
-            {V17: None, V23: "sglang.srt.disaggregation.decode.DecodePreallocQueue._init_receiver"}
-        ),
+        target="sglang.srt.disaggregation.decode.DecodePreallocQueue._init_receiver",
         needs_handshake=True,
     ),
     Hook(
         name="slots-called",
-        why="a prefill instance says in each round for which long prompts decode should take slots now",
+        why="a prefill instance names in each round the long prompts for which decode should take slots now",
         kind=HookKind.AROUND,
         implementation="sglang_ext.transfer.sglang.late_slots:call_for_slots",
-        targets=MappingProxyType(
-            {V17: None, V23: "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.pop_bootstrapped"}
-        ),
+        target="sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.pop_bootstrapped",
         needs_handshake=True,
     ),
     Hook(
@@ -269,7 +228,7 @@ HOOK_TABLE: tuple[Hook, ...] = (
         why="one queue lets short prompts wait behind long ones; two queues, and long prefills that yield",
         kind=HookKind.REPLACE,
         implementation="sglang_ext.laps.sglang.scheduler:LengthAwareScheduler",
-        targets=_same_in_all("sglang.srt.managers.scheduler.Scheduler"),
+        target="sglang.srt.managers.scheduler.Scheduler",
         needs_laps=True,
         is_for_pools=False,
     ),
@@ -278,7 +237,7 @@ HOOK_TABLE: tuple[Hook, ...] = (
         why="a long prompt keeps one instance busy while others idle; as laps-scheduler, with chunks on several",
         kind=HookKind.REPLACE,
         implementation="sglang_ext.long_pool.sglang.scheduler:SequenceParallelScheduler",
-        targets=MappingProxyType({V17: None, V23: "sglang.srt.managers.scheduler.Scheduler"}),
+        target="sglang.srt.managers.scheduler.Scheduler",
         needs_laps=True,
         is_for_pools=True,
     ),
@@ -287,18 +246,16 @@ HOOK_TABLE: tuple[Hook, ...] = (
         why="a prefill whose KV other instances have sent to decode has none of its own; SGLang takes that for a fault",
         kind=HookKind.AROUND,
         implementation="sglang_ext.long_pool.sglang.ending:release_kv_cache",
-        targets=MappingProxyType({V17: None, V23: "sglang.srt.disaggregation.prefill.release_kv_cache"}),
+        target="sglang.srt.disaggregation.prefill.release_kv_cache",
         needs_laps=True,
         is_for_pools=True,
     ),
     Hook(
         name="prefill-graphs",
-        why="upstream's prefill graphs go by tokens alone; those of short prefills by length and batch size",
+        why="upstream captures prefill graphs by tokens; captures those of short prefills by length and batch size",
         kind=HookKind.AROUND,
         implementation="sglang_ext.graphs.sglang.capture:capture_prefill_graph",
-        targets=_same_in_all(
-            "sglang.srt.model_executor.model_runner_components.cuda_graph_setup.capture_prefill_graph"
-        ),
+        target="sglang.srt.model_executor.model_runner_components.cuda_graph_setup.capture_prefill_graph",
         needs_graphs=True,
     ),
 )

@@ -9,10 +9,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from sglang_ext.engine.device import Device, MachineFacts
-from sglang_ext.engine.hook_table import V23
 from sglang_ext.engine.model_facts import ModelFacts
 from sglang_ext.engine.options import ExtensionOptions
-from sglang_ext.engine.versions import SglangVersion
 from sglang_ext.graphs.sglang.graph_options import GraphOptions
 from sglang_ext.laps.decide.options import LapsOptions
 from sglang_ext.long_pool.sglang.cdsp_options import CdspOptions
@@ -97,13 +95,11 @@ class LaunchCommand:
         return " ".join([*assignments, shlex.join(self.argv)])
 
 
-def build_launch(
-    worker: WorkerOptions, machine: MachineFacts, model: ModelFacts | None = None, sglang: SglangVersion = V23
-) -> LaunchCommand:
-    """The command that serves `worker` on `machine`.
+def build_launch(worker: WorkerOptions, machine: MachineFacts, model: ModelFacts | None = None) -> LaunchCommand:
+    """Return the command that serves `worker` on `machine`.
 
-    `model` lets a CPU engine size its KV cache; None takes a fixed number of tokens. `sglang` is the version that
-    reads the flags. Arguments in `worker.engine_arguments` come last, so that they win over the flags chosen here.
+    `model` lets a CPU engine size its KV cache; None takes a fixed number of tokens. Arguments in
+    `worker.engine_arguments` come last, so that they win over the flags chosen here.
 
     Raises ValueError when the options contradict each other.
     """
@@ -111,8 +107,8 @@ def build_launch(
     ranks = size_of(worker.engine_arguments, TENSOR_PARALLEL_FLAGS) * stages
     problem = (
         data_parallel_problem(size_of(worker.engine_arguments, DATA_PARALLEL_FLAGS))
-        or pipeline_problem(stages, worker.role, model, sglang)
-        or decode_context_problem(worker, machine.device, sglang)
+        or pipeline_problem(stages, worker.role, model)
+        or decode_context_problem(worker, machine.device)
     )
     if problem is not None:
         raise ValueError(problem)
@@ -135,7 +131,7 @@ def build_launch(
         # A chunk comes behind the batch before it, in the same stream.
         argv.append("--disable-overlap-schedule")
     if machine.device is Device.CPU:
-        argv += _cpu_flags(worker, model, sglang)
+        argv += _cpu_flags(worker, model)
         environment |= {"SGLANG_USE_CPU_ENGINE": "1"}
         defaults |= _cpu_environment(worker, machine, ranks)
     if worker.threads is not None:
@@ -162,7 +158,7 @@ def _common_flags(worker: WorkerOptions, machine: MachineFacts) -> Iterable[str]
     yield from ("--enable-metrics", "--enable-cache-report")
 
 
-def _cpu_flags(worker: WorkerOptions, model: ModelFacts | None, sglang: SglangVersion) -> Iterable[str]:
+def _cpu_flags(worker: WorkerOptions, model: ModelFacts | None) -> Iterable[str]:
     # "auto" would keep KV in float16, and tokens would differ from the float32 model's.
     yield from ("--device", "cpu", "--dtype", "float32")
     yield from ("--attention-backend", "torch_native", "--sampling-backend", "pytorch")
@@ -174,8 +170,8 @@ def _cpu_flags(worker: WorkerOptions, model: ModelFacts | None, sglang: SglangVe
     yield from (CHUNK_FLAG, str(CPU_CHUNK_TOKENS))
     yield from ("--max-running-requests", str(CPU_MAX_RUNNING_REQUESTS))
     yield from ("--max-total-tokens", str(_cpu_kv_tokens(worker.kv_memory_mib, model)))
-    if not worker.role.is_prefill and sglang >= V23:
-        # The default keeps retracted KV in a host pool, which wants pinned memory. SGLang 0.5.17 has no such pool.
+    if not worker.role.is_prefill:
+        # The default keeps retracted KV in a host pool, which needs pinned memory.
         yield from ("--disaggregation-decode-retraction-backup", "cpu_tensor")
 
 
@@ -255,7 +251,7 @@ def data_parallel_problem(size: int) -> str | None:
     )
 
 
-def pipeline_problem(stages: int, role: Role, model: ModelFacts | None, sglang: SglangVersion) -> str | None:
+def pipeline_problem(stages: int, role: Role, model: ModelFacts | None) -> str | None:
     """Why an instance of so many pipeline stages is refused; None where it is not."""
     if stages == 1:
         return None
@@ -263,14 +259,12 @@ def pipeline_problem(stages: int, role: Role, model: ModelFacts | None, sglang: 
         return (
             f"--pp-size {stages}: only prefill runs in stages (a token of decode waits for all of them); use --tp-size"
         )
-    if sglang < V23:
-        return f"--pp-size {stages}: needs SGLang {V23} or later"
     if model is not None and model.layers < stages:
         return f"--pp-size {stages}: the model has {model.layers} layers, and a stage needs at least one"
     return None
 
 
-def decode_context_problem(worker: WorkerOptions, device: Device, sglang: SglangVersion) -> str | None:
+def decode_context_problem(worker: WorkerOptions, device: Device) -> str | None:
     """Why an instance whose ranks share out the KV of a decode (`--dcp-size`) is refused; None where it is not.
 
     Which models go with it, `decode_context_model_problem` says.
@@ -292,8 +286,6 @@ def decode_context_problem(worker: WorkerOptions, device: Device, sglang: Sglang
         reason = "only decode shares out its KV among ranks; a prefill instance has --tp-size and --pp-size"
     elif device is not Device.CUDA:
         reason = "SGLang has it for GPUs alone"
-    elif sglang < V23:
-        reason = f"needs SGLang {V23} or later"
     elif ranks % size:
         reason = f"--tp-size {ranks} is not a multiple of it"
     elif backend not in DECODE_CONTEXT_TRANSFERS:

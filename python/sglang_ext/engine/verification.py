@@ -19,10 +19,10 @@ from typing import Any
 
 from sglang_ext import __version__
 from sglang_ext.engine.entry_point import load_implementation
-from sglang_ext.engine.hook_table import HOOK_TABLE, Hook, UnsupportedVersionError
+from sglang_ext.engine.hook_table import HOOK_TABLE, Hook
 from sglang_ext.engine.launch_plan import START_METHOD_VARIABLE, StartMethod
 from sglang_ext.engine.options import options_from_environment
-from sglang_ext.engine.versions import SglangVersion, installed_sglang
+from sglang_ext.engine.versions import OLDEST_SGLANG, SUPPORTED_SGLANG, installed_sglang
 
 
 class HookNotInForceError(RuntimeError):
@@ -31,7 +31,6 @@ class HookNotInForceError(RuntimeError):
 
 class HookState(StrEnum):
     IN_FORCE = "in force"
-    NOT_NEEDED = "does without"  # this SGLang version has nothing to hook
     BROKEN = "not in force"
 
 
@@ -51,7 +50,10 @@ def inspect_hooks() -> list[HookStatus]:
     wanted = [hook for hook in HOOK_TABLE if options is None or hook.is_wanted(options)]
     if installed is None:
         return [HookStatus(hook.name, HookState.BROKEN, "SGLang is not installed") for hook in wanted]
-    return [_inspect(hook, installed) for hook in wanted]
+    if installed < OLDEST_SGLANG:
+        detail = f"SGLang {installed} is too old; install {SUPPORTED_SGLANG}"
+        return [HookStatus(hook.name, HookState.BROKEN, detail) for hook in wanted]
+    return [_inspect(hook) for hook in wanted]
 
 
 def verify_hooks() -> list[str]:
@@ -65,20 +67,11 @@ def verify_hooks() -> list[str]:
     return [status.name for status in statuses if status.state is HookState.IN_FORCE]
 
 
-def _inspect(hook: Hook, installed: SglangVersion) -> HookStatus:
-    try:
-        target = hook.target_in(installed)
-    except UnsupportedVersionError as error:
-        return HookStatus(hook.name, HookState.BROKEN, str(error))
-    if target is None and hook.is_for_pools:
-        detail = f"SGLang {installed} is too old for it; serve without --cdsp-coordinator"
-        return HookStatus(hook.name, HookState.BROKEN, detail)
-    if target is None:
-        return HookStatus(hook.name, HookState.NOT_NEEDED, f"SGLang {installed} has no place for it")
-    problem = _problem(hook, target)
+def _inspect(hook: Hook) -> HookStatus:
+    problem = _problem(hook, hook.target)
     if problem is not None:
-        return HookStatus(hook.name, HookState.BROKEN, f"{target}: {problem}")
-    return HookStatus(hook.name, HookState.IN_FORCE, target)
+        return HookStatus(hook.name, HookState.BROKEN, f"{hook.target}: {problem}")
+    return HookStatus(hook.name, HookState.IN_FORCE, hook.target)
 
 
 def _problem(hook: Hook, target: str) -> str | None:
@@ -183,7 +176,7 @@ def _architecture(model: Any) -> str | None:
 
 
 def _kv_cache(model_runner: Any) -> dict[str, str | None]:
-    """The KV cache's dtype by SGLang's name (0.5.17 has none), and the type of its numbers."""
+    """Return the KV cache's dtype by SGLang's name, and the type of its elements."""
     element_type = getattr(model_runner, "kv_cache_dtype", None)
     return {
         "kv_cache_dtype": getattr(model_runner, "kv_cache_dtype_str", None),

@@ -16,8 +16,12 @@ class SglangVersion(NamedTuple):
         return f"{self.major}.{self.minor}.{self.patch}"
 
 
+OLDEST_SGLANG, NEWEST_SGLANG = SglangVersion(0, 5, 22), SglangVersion(0, 5, 23)
+SUPPORTED_SGLANG = f"{OLDEST_SGLANG} or {NEWEST_SGLANG}"
+
+
 def parse_version(text: str) -> SglangVersion:
-    """'0.5.23' and '0.5.23.post1' alike. Raises ValueError for anything without three numbers."""
+    """Read '0.5.23' and '0.5.23.post1' as 0.5.23. Raises ValueError for anything without three numbers."""
     match = re.match(r"(\d+)\.(\d+)\.(\d+)", text)
     if match is None:
         raise ValueError(f"{text!r} is not a version of SGLang")
@@ -25,7 +29,7 @@ def parse_version(text: str) -> SglangVersion:
 
 
 def installed_sglang() -> SglangVersion | None:
-    """The installed SGLang, read from its metadata; None when there is none."""
+    """Return the version in the metadata of the installed SGLang; None when SGLang is not installed."""
     try:
         return parse_version(metadata.version("sglang"))
     except metadata.PackageNotFoundError:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sglang_ext.engine.device import Device, MachineFacts, inspect_machine
-from sglang_ext.engine.hook_table import V23
 from sglang_ext.engine.launch_plan import (
     PIPELINE_PARALLEL_FLAGS,
     LaunchCommand,
@@ -130,7 +129,7 @@ def run(
     if problem is not None:
         return _refuse(problem)
     try:
-        command = build_launch(options, machine, read_model_facts(options.model_path), installed_sglang() or V23)
+        command = build_launch(options, machine, read_model_facts(options.model_path))
     except ValueError as error:
         return _refuse(str(error))
     if arguments.dry_run:

@@ -87,10 +87,8 @@ def add_request_to_queue(stock: Callable[..., None], scheduler: Any, request: An
         return
     logger.warning("%s (request %s)", message, request.rid)
     prepare_abort(request, message, status_code=HTTPStatus.BAD_REQUEST)
-    # Newer versions keep cache-side state from arrival on.
-    release = getattr(scheduler, "_release_aborted_request", None)
-    if release is not None:
-        release(request)
+    # The cache keeps state of a request from its arrival on.
+    scheduler._release_aborted_request(request)
     scheduler.output_streamer.stream_output([request], request.return_logprob)
 
 

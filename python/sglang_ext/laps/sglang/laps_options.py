@@ -122,8 +122,8 @@ def conflict(server_args: Any) -> str | None:
             "a parked prefill must have its decode instance",
         ),
         (
-            # SGLang derives optimistic prefill from it; 0.5.17 has no such argument.
-            getattr(server_args, "disaggregation_decode_allocation_policy", None) == "prefill_complete",
+            # SGLang derives optimistic prefill from it.
+            server_args.disaggregation_decode_allocation_policy == "prefill_complete",
             "--disaggregation-decode-allocation-policy prefill_complete",
             "a parked prefill must have its decode instance",
         ),

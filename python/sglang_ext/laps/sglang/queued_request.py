@@ -1,15 +1,12 @@
 """What the scheduler remembers of each request beside SGLang's own record of it, and what it reads there.
 
 Every rank gives a request its key at the same moment, in the order of the same queue, so a key names the same
-request everywhere. Times and deadlines matter on the deciding rank alone. SGLang 0.5.17 and 0.5.23 have the prefix of a
-request under different names; they share the rest.
+request everywhere. Times and deadlines matter on the deciding rank alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from sglang_ext.laps.decide.policy import Laps
@@ -120,23 +117,11 @@ def _parameters(request: Any) -> dict[str, Any]:
 
 def prefix_tokens(request: Any) -> int:
     """Tokens of an SGLang request whose KV is there: found in the cache, and computed by its chunks so far."""
-    if hasattr(request, "prefix_len"):
-        return int(request.prefix_len)
-    return len(request.prefix_indices)  # before 0.5.23: the slots themselves
+    return int(request.prefix_len)
 
 
 def match_prefix(request: Any, tree_cache: Any) -> None:
     """Look a waiting request up in the prefix cache; it remembers what was found. Nothing is locked."""
-    _match()(request, tree_cache)
+    from sglang.srt.mem_cache.common import match_kv_cache
 
-
-@cache
-def _match() -> Callable[[Any, Any], object]:
-    try:
-        from sglang.srt.mem_cache.common import match_kv_cache
-    except ImportError:
-        from sglang.srt.managers.schedule_policy import match_prefix_for_req
-
-        return lambda request, tree_cache: match_prefix_for_req(tree_cache, request, include_req=True)
-    match: Callable[[Any, Any], object] = match_kv_cache
-    return match
+    match_kv_cache(request, tree_cache)

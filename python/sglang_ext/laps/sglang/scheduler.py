@@ -421,7 +421,6 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         """Live requests that are in no queue or batch of SGLang's."""
         return self._parked
 
-    # SGLang 0.5.17 calls neither this nor `_poll_timeout_aborts`: there, prefill ends no request for its age.
     def collect_inflight_reqs(self) -> set[Any]:
         return {*super().collect_inflight_reqs(), *self.held_requests()}
 

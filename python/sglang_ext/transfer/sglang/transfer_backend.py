@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from sglang_ext.engine.device import Device
-from sglang_ext.engine.versions import SglangVersion, installed_sglang
 
 TCP = "sglang_ext_tcp"
 HANDSHAKE = "handshake"
@@ -24,22 +23,13 @@ class TransferBackendFacts:
     module: str | None  # imported by SGLang, None where nothing beyond SGLang is needed
     packages: Mapping[Device, str]  # what to install for it
     devices: frozenset[Device]
-    since: SglangVersion | None = None  # the first SGLang that it works with; None: every supported one
-    why_since: str = ""  # what older ones do instead
 
 
 BACKENDS = {
     facts.name: facts
     for facts in (
         TransferBackendFacts(TCP, None, {}, frozenset({Device.CPU})),
-        TransferBackendFacts(
-            HANDSHAKE,
-            None,
-            {},
-            frozenset(Device),
-            since=SglangVersion(0, 5, 23),
-            why_since="a decode instance releases the slots of a failed request while they may be written to",
-        ),
+        TransferBackendFacts(HANDSHAKE, None, {}, frozenset(Device)),
         TransferBackendFacts(
             "mooncake",
             "mooncake.engine",
@@ -69,9 +59,6 @@ def why_unavailable(name: str, device: Device) -> str | None:
     facts = BACKENDS[name]
     if device not in facts.devices:
         return f"transfer backend {name} moves host memory only; choose another one on a {device} machine"
-    installed = installed_sglang()
-    if facts.since is not None and installed is not None and installed < facts.since:
-        return f"transfer backend {name} needs SGLang {facts.since}; in {installed} {facts.why_since}"
     if facts.module is None:
         return None
     package = facts.packages[device]

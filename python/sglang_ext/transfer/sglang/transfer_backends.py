@@ -69,8 +69,7 @@ def _stand_in_classes() -> Mapping[KVClassType, type]:
     """A prefill instance whose KV goes nowhere, to measure prefill alone.
 
     SGLang has the classes for its warm-up requests, but no prefill instance that has these alone; and a request that
-    names SGLang's own stand-in (host 2.2.2.2) is kept out of the prefix cache, and on 0.5.17 loses its KV when it runs
-    in chunks.
+    names SGLang's own stand-in (host 2.2.2.2) is kept out of the prefix cache.
     """
     from sglang.srt.disaggregation.base import KVArgs
     from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer

@@ -10,7 +10,6 @@ import pytest
 from sglang_ext.engine import doctor
 from sglang_ext.engine.device import Device, MachineFacts
 from sglang_ext.engine.doctor import Finding
-from sglang_ext.engine.hook_table import V17, V23
 from sglang_ext.engine.verification import HookState, HookStatus
 
 SMALL = MachineFacts(Device.CPU, (0, 1), 1 << 30)
@@ -39,24 +38,12 @@ def test_too_little_memory_is_found(hooks: list[HookStatus]) -> None:
 
 def test_broken_hook_is_found(hooks: list[HookStatus]) -> None:
     hooks.append(HookStatus("b", HookState.BROKEN, "gone"))
-    hooks.append(HookStatus("c", HookState.NOT_NEEDED, "old version"))
     assert unfit(LARGE) == {"hook b"}
 
 
 def test_optional_backend_does_not_matter(hooks: list[HookStatus], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sglang_ext.transfer.sglang.transfer_backend.import_problem", lambda module: "no such module")
     assert unfit(LARGE) == set()
-
-
-def test_what_the_installed_version_is_too_old_for_is_reported_and_does_not_matter(
-    hooks: list[HookStatus], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doctor, "installed_sglang", lambda: V17)
-    found = {finding.subject: finding.detail for finding in doctor.examine(LARGE) if "too old" in finding.detail}
-    assert found == dict.fromkeys(("hook cdsp-scheduler", "hook cdsp-release"), "SGLang 0.5.17 is too old for it")
-    assert unfit(LARGE) == set()
-    monkeypatch.setattr(doctor, "installed_sglang", lambda: V23)
-    assert not [finding for finding in doctor.examine(LARGE) if "too old" in finding.detail]
 
 
 def test_text_marks_and_remedies() -> None:

@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from sglang_ext.engine.device import Device, MachineFacts
-from sglang_ext.engine.hook_table import V17, V23
 from sglang_ext.engine.launch_plan import MAX_KV_TOKENS, WorkerOptions, build_launch
 from sglang_ext.engine.model_facts import ModelFacts
 from sglang_ext.engine.options import options_from_environment
-from sglang_ext.engine.versions import SglangVersion
 from sglang_ext.laps.decide.options import LapsOptions
 from sglang_ext.transfer.sglang import transfer_backend
 from sglang_ext.types import Role
@@ -42,8 +40,6 @@ def test_decode_role() -> None:
     assert value_of(argv, "--disaggregation-mode") == "decode"
     assert "--disaggregation-bootstrap-port" not in argv
     assert value_of(argv, "--disaggregation-decode-retraction-backup") == "cpu_tensor"
-    older = build_launch(replace(SHORT, role=Role.DECODE), CPU, sglang=V17).argv
-    assert set(argv) - set(older) == {"--disaggregation-decode-retraction-backup", "cpu_tensor"}
 
 
 def test_cpu_flags_keep_float32_and_stay_off_cuda() -> None:
@@ -149,19 +145,16 @@ def test_one_data_parallel_rank_is_not_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "model", "sglang", "problem"),
+    ("options", "model", "problem"),
     [
-        (replace(SHORT, role=Role.DECODE), SMOL, V23, "only prefill runs in stages"),
-        (SHORT, replace(SMOL, layers=1), V23, "the model has 1 layers"),
-        (SHORT, SMOL, V17, "needs SGLang 0.5.23 or later"),
+        (replace(SHORT, role=Role.DECODE), SMOL, "only prefill runs in stages"),
+        (SHORT, replace(SMOL, layers=1), "the model has 1 layers"),
     ],
 )
-def test_stages_that_cannot_be_are_refused(
-    options: WorkerOptions, model: ModelFacts, sglang: SglangVersion, problem: str
-) -> None:
+def test_stages_that_cannot_be_are_refused(options: WorkerOptions, model: ModelFacts, problem: str) -> None:
     staged = replace(options, engine_arguments=("--pp-size", "2"))
     with pytest.raises(ValueError, match=rf"^--pp-size 2: {problem}") as it:
-        build_launch(staged, CPU, model, sglang)
+        build_launch(staged, CPU, model)
     assert "\n" not in str(it.value)
 
 
@@ -191,25 +184,22 @@ def test_kv_parallel_decode_is_passed_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "machine", "sglang", "problem"),
+    ("changes", "machine", "problem"),
     [
-        ({"role": Role.LONG}, CUDA, V23, "only decode shares out its KV among ranks"),
-        ({}, CPU, V23, "SGLang has it for GPUs alone"),
-        ({}, CUDA, V17, "needs SGLang 0.5.23 or later"),
-        ({"transfer_backend": "handshake"}, CUDA, V23, "--transfer-backend handshake sends every rank the whole KV"),
-        ({"transfer_backend": "sglang_ext_tcp"}, CUDA, V23, "--transfer-backend sglang_ext_tcp sends every rank"),
-        ({"engine_arguments": ("--tp", "3", "--dcp-size=2")}, CUDA, V23, "--tp-size 3 is not a multiple of it"),
-        ({"engine_arguments": ("--dcp-size=2",)}, CUDA, V23, "--tp-size 1 is not a multiple of it"),
+        ({"role": Role.LONG}, CUDA, "only decode shares out its KV among ranks"),
+        ({}, CPU, "SGLang has it for GPUs alone"),
+        ({"transfer_backend": "handshake"}, CUDA, "--transfer-backend handshake sends every rank the whole KV"),
+        ({"transfer_backend": "sglang_ext_tcp"}, CUDA, "--transfer-backend sglang_ext_tcp sends every rank"),
+        ({"engine_arguments": ("--tp", "3", "--dcp-size=2")}, CUDA, "--tp-size 3 is not a multiple of it"),
+        ({"engine_arguments": ("--dcp-size=2",)}, CUDA, "--tp-size 1 is not a multiple of it"),
         (
             {"engine_arguments": ("--tp", "2", "--dcp-size=2")},
             CUDA,
-            V23,
             "the attention that SGLang chooses may ignore it",
         ),
         (
             {"engine_arguments": ("--tp", "2", "--dcp-size=2", "--attention-backend", "fa3")},
             CUDA,
-            V23,
             "--attention-backend fa3 may ignore it; name one that has it: flashinfer, ",
         ),
         (
@@ -220,23 +210,21 @@ def test_kv_parallel_decode_is_passed_on() -> None:
                 )
             },
             CUDA,
-            V23,
             "--attention-backend triton may ignore it",
         ),
         (
             {"engine_arguments": ("--tp", "2", "--dcp-size=2", "--decode-attention-backend=flashmla")},
             CUDA,
-            V23,
             "the attention that SGLang chooses may ignore it",
         ),
     ],
 )
 def test_kv_parallel_decode_that_would_be_wrong_is_refused(
-    changes: dict[str, Any], machine: MachineFacts, sglang: SglangVersion, problem: str
+    changes: dict[str, Any], machine: MachineFacts, problem: str
 ) -> None:
     options = replace(DECODE_CONTEXT, **changes)
     with pytest.raises(ValueError, match=rf"^--dcp-size 2: {problem}") as it:
-        build_launch(options, machine, None, sglang)
+        build_launch(options, machine)
     assert "\n" not in str(it.value)
 
 

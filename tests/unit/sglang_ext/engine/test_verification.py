@@ -14,7 +14,7 @@ import pytest
 
 from sglang_ext.engine import verification
 from sglang_ext.engine.device import Device
-from sglang_ext.engine.hook_table import V17, Hook, HookKind
+from sglang_ext.engine.hook_table import Hook, HookKind
 from sglang_ext.engine.options import ExtensionOptions
 from sglang_ext.engine.verification import HookNotInForceError, HookState
 from sglang_ext.types import Role
@@ -49,8 +49,8 @@ def table(monkeypatch: pytest.MonkeyPatch) -> None:
     implementations = {"around": hook_function, "class": ReplacingThing}
     monkeypatch.setattr(verification, "load_implementation", implementations.__getitem__)
     hooks = (
-        Hook("a-function", "test", HookKind.AROUND, "around", {V17: TARGET}),
-        Hook("a-class", "test", HookKind.REPLACE, "class", {V17: CLASS_TARGET}),
+        Hook("a-function", "test", HookKind.AROUND, "around", TARGET),
+        Hook("a-class", "test", HookKind.REPLACE, "class", CLASS_TARGET),
     )
     monkeypatch.setattr(verification, "HOOK_TABLE", hooks)
 

@@ -11,8 +11,6 @@ import pytest
 from sglang_ext.engine import worker
 from sglang_ext.engine.device import Device, MachineFacts
 from sglang_ext.engine.launch_plan import LaunchCommand
-from sglang_ext.engine.versions import SglangVersion
-from sglang_ext.transfer.sglang import transfer_backend
 
 
 def parse(*argv: str) -> argparse.Namespace:
@@ -45,21 +43,6 @@ def test_tcp_backend_is_refused_on_cuda(tmp_path: Path, capsys: pytest.CaptureFi
     options = ("--model-path", str(tmp_path), "--device", "cuda", "--transfer-backend", "sglang_ext_tcp")
     assert worker.run(parse("--role", "short", *options)) == 2
     assert "host memory only" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("version", [None, (0, 5, 17), (0, 5, 22), (0, 5, 23), (0, 6, 0)])
-def test_the_handshake_is_refused_where_slots_are_released_early(
-    version: tuple[int, int, int] | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    installed = None if version is None else SglangVersion(*version)
-    monkeypatch.setattr(transfer_backend, "installed_sglang", lambda: installed)
-    problem = transfer_backend.why_unavailable("handshake", Device.CPU)
-    if installed is None or installed >= SglangVersion(0, 5, 23):
-        assert problem is None
-    else:
-        assert problem is not None
-        assert problem.startswith(f"transfer backend handshake needs SGLang 0.5.23; in {installed} a decode instance")
-    assert transfer_backend.why_unavailable("sglang_ext_tcp", Device.CPU) is None
 
 
 def test_absent_backend_names_its_package(

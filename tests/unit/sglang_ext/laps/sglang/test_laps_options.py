@@ -242,11 +242,6 @@ def test_each_conflict_is_named(changes: dict[str, object], names: str) -> None:
     assert "\n" not in problem
 
 
-def test_sglang_0_5_17_knows_one_allocation_policy_and_has_no_argument_for_it() -> None:
-    arguments = {name: value for name, value in FITTING.items() if name != "disaggregation_decode_allocation_policy"}
-    assert conflict(SimpleNamespace(**arguments)) is None
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("sglang_imported")
 def test_the_arguments_exist_under_these_names() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,6 @@ from sglang_ext.laps.sglang.queued_request import (
     match_again,
     match_prefix,
     prefill_tokens,
-    prefix_tokens,
     reclassify,
     remember,
     requested_priority,
@@ -206,7 +204,7 @@ def test_class_and_deadline_change_together_or_the_deadline_is_the_requests_own(
 @pytest.mark.parametrize(("after", "has_lost"), [(60, False), (80, False), (59, True), (0, True)])
 def test_whether_a_prefix_has_been_evicted(monkeypatch: pytest.MonkeyPatch, after: int, has_lost: bool) -> None:
     request = stub(100, prefix=60)
-    monkeypatch.setattr(queued_request, "_match", lambda: lambda found, cache: setattr(found, "prefix_len", cache))
+    monkeypatch.setattr(queued_request, "match_prefix", lambda found, cache: setattr(found, "prefix_len", cache))
     assert match_again(request, after) is has_lost
     assert prefill_tokens(request) == (100 - after, after)
 
@@ -276,40 +274,11 @@ def test_a_request_without_the_field_asks_for_nothing() -> None:
     assert requested_slo_s(request) is None
 
 
-@pytest.fixture(autouse=True)
-def asked_anew() -> Iterator[None]:
-    """What SGLang has is looked for once in a process."""
-    queued_request._match.cache_clear()
-    yield
-    queued_request._match.cache_clear()
-
-
-def test_tokens_of_a_prefix_in_either_version() -> None:
-    assert prefix_tokens(SimpleNamespace(prefix_len=7)) == 7
-    assert prefix_tokens(SimpleNamespace(prefix_indices=[3, 4, 5])) == 3
-
-
-def test_a_newer_sglang_is_asked_by_its_name_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_prefix_is_looked_up_by_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.mem_cache import common
 
     asked = []
-    monkeypatch.setattr(common, "match_kv_cache", lambda *arguments: asked.append(arguments), raising=False)
+    monkeypatch.setattr(common, "match_kv_cache", lambda *arguments: asked.append(arguments))
     match_prefix("request", "cache")
     match_prefix("request", "cache")
     assert asked == [("request", "cache"), ("request", "cache")]
-
-
-@pytest.mark.slow
-def test_an_older_sglang_is_asked_by_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang.srt.managers import schedule_policy
-    from sglang.srt.mem_cache import common
-
-    asked = []
-
-    def match_prefix_for_req(tree_cache: object, req: object, *, include_req: bool) -> None:
-        asked.append((tree_cache, req, include_req))
-
-    monkeypatch.delattr(common, "match_kv_cache", raising=False)
-    monkeypatch.setattr(schedule_policy, "match_prefix_for_req", match_prefix_for_req, raising=False)
-    match_prefix("request", "cache")
-    assert asked == [("cache", "request", True)]

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.engine.hook_table import V23
-from sglang_ext.engine.versions import installed_sglang
 from sglang_ext.laps.decide.round_plan import PriorityClass
 from sglang_ext.live.decide.instance_work import WorkLog
 from sglang_ext.types import LengthClass
@@ -33,10 +31,11 @@ OVERRIDDEN = {
     "process_pending_chunked_abort": [],
     "get_internal_state": ["recv_req"],
     "set_internal_state": ["recv_req"],
+    "collect_inflight_reqs": [],
+    "_poll_timeout_aborts": [],
 }
 # What a newer SGLang has beside these, and ours hands on without a look.
 PASSED_ON = {"is_fully_idle": {"ignore_waiting"}}
-OVERRIDDEN_SINCE_23: dict[str, list[str]] = {"collect_inflight_reqs": [], "_poll_timeout_aborts": []}
 
 
 @pytest.fixture(scope="module")
@@ -51,23 +50,17 @@ def schedulers(sglang_imported: None) -> tuple[Any, Any]:
     return LengthAwareScheduler, Scheduler
 
 
-def overridden() -> dict[str, list[str]]:
-    installed = installed_sglang()
-    assert installed is not None
-    return OVERRIDDEN | (OVERRIDDEN_SINCE_23 if installed >= V23 else {})
-
-
 @pytest.mark.slow
 def test_nothing_else_of_sglang_is_hidden(schedulers: tuple[Any, Any]) -> None:
     ours, stock = schedulers
     own = {name for name in vars(ours) if not name.startswith("__")}
-    assert own & set(dir(stock)) == set(overridden())
+    assert own & set(dir(stock)) == set(OVERRIDDEN)
 
 
 @pytest.mark.slow
 def test_what_is_overridden_takes_these_arguments(schedulers: tuple[Any, Any]) -> None:
     _, stock = schedulers
-    for name, expected in overridden().items():
+    for name, expected in OVERRIDDEN.items():
         _, *parameters = inspect.signature(getattr(stock, name)).parameters.values()
         assert [parameter.name for parameter in parameters[: len(expected)]] == expected, name
         more = {parameter.name for parameter in parameters[len(expected) :]}
@@ -253,8 +246,7 @@ def test_started_prefills_end_when_their_transfer_has_failed(
 def test_a_short_batch_runs_without_those_that_have_lost_their_prefix(
     schedulers: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sglang_ext.laps.sglang import queued_request
-    from sglang_ext.laps.sglang.queued_request import LapsEntry, remember
+    from sglang_ext.laps.sglang.queued_request import LapsEntry, entry_of, remember
 
     matched = []
 
@@ -262,7 +254,7 @@ def test_a_short_batch_runs_without_those_that_have_lost_their_prefix(
         matched.append(request.rid)
         request.prefix_len = found[request.rid]
 
-    monkeypatch.setattr(queued_request, "_match", lambda: match)
+    monkeypatch.setattr("sglang.srt.mem_cache.common.match_kv_cache", match)
 
     def waiting(rid: str, prefix: int) -> Any:
         request = SimpleNamespace(
@@ -285,7 +277,7 @@ def test_a_short_batch_runs_without_those_that_have_lost_their_prefix(
     assert schedulers[0]._without_evicted(engine, laps, [same, evicted, uncached]) == [same, uncached]
     assert matched == ["same", "evicted"]
     assert put == ["evicted"]
-    entry = queued_request.entry_of(evicted)
+    entry = entry_of(evicted)
     assert entry is not None
     assert entry.length_class is LengthClass.LONG
     assert entry.deadline_s == laps.policy.deadline_s(LengthClass.LONG, 1000, 0, 10.0, None)
@@ -304,7 +296,6 @@ def test_tokens_are_pending_while_sglang_builds_a_batch_without_them(
     """SGLang writes what is pending into its log from within the construction of a batch."""
     from sglang.srt.managers.schedule_batch import NextBatchPlan
 
-    from sglang_ext.laps.sglang import queued_request
     from sglang_ext.laps.sglang.instance import LapsInstance
     from sglang_ext.laps.sglang.metrics import NoMetrics
     from sglang_ext.laps.sglang.rank_agreement import SingleRankAgreement
@@ -334,7 +325,7 @@ def test_tokens_are_pending_while_sglang_builds_a_batch_without_them(
     engine._parked, engine._held, engine._aborted_while_parked, engine._next_key = [], [], [], 0
     engine._waiting, engine._started_tokens = WaitingRequests(), None
     engine._laps = LapsInstance(policy(boundary_tokens=256), SingleRankAgreement(), NoMetrics())
-    monkeypatch.setattr(queued_request, "_match", lambda: lambda *_: None)
+    monkeypatch.setattr("sglang.srt.mem_cache.common.match_kv_cache", lambda *_: None)
     built: list[tuple[int, int]] = []
 
     def build(scheduler: Any, running_batch: Any) -> Any:
