@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from statistics import fmean, median
 from typing import NamedTuple
 
-from sglang_ext.graphs.decide.graph_grid import GraphGrid
+from sglang_ext.graphs.decide.graph_grid import GraphGrid, GraphShape
 from sglang_ext.laps.decide import policy as policy_module
 from sglang_ext.laps.decide.cost_model import CostCoefficients
 from sglang_ext.laps.decide.options import LapsOptions
@@ -33,7 +33,9 @@ ROUNDS = 600
 ROUND_S = 0.02
 OLDEST_S = 20.0
 LONG_SHARE = 0.1
-GRAPHS = GraphGrid.from_product((8, 16, 32, 64, 128, 256), (1, 2, 4, 8, 16, 32, 64))
+GRAPHS = GraphGrid(
+    GraphShape(length, size) for length in (8, 16, 32, 64, 128, 256) for size in (1, 2, 4, 8, 16, 32, 64)
+)
 # As of a 7B model on a GPU; the time of a decision does not depend on them.
 COSTS = CostCoefficients(alpha_s=2e-10, token_s=5e-6, read_s=1e-8, kappa_s=1e-2)
 LIMITS = InstanceLimits(page_tokens=1, max_chunk_tokens=8192, max_batch_tokens=8192, max_requests=64)

@@ -14,6 +14,7 @@ measured, too: `control_error` is the error of a shape that was captured with at
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
 import sys
@@ -253,6 +254,28 @@ def relative_error(got: Any, wanted: Any) -> float:
     return float((got.double() - wanted).norm() / wanted.norm())
 
 
+class _NoGraphs:
+    """Records nothing, to check this script without a GPU: a replay computes again."""
+
+    def __init__(self, compute: Any = None) -> None:
+        self.replay = compute
+
+    def session(self) -> Any:
+        return contextlib.nullcontext()
+
+    def warm_up(self, compute: Any) -> None:
+        pass
+
+    def record(self, compute: Any) -> Any:
+        compute()
+        return _NoGraphs(compute)
+
+    def memory(self) -> Any:
+        from sglang_ext_cuda_graphs.recorders import DeviceMemory
+
+        return DeviceMemory(0, 0)
+
+
 def build_grid(model_runner: Any, lengths: list[int], batches: list[int]) -> tuple[Any, dict[str, Any]]:
     """A runner with all shapes captured, and what that took."""
     import torch
@@ -260,7 +283,6 @@ def build_grid(model_runner: Any, lengths: list[int], batches: list[int]) -> tup
     from sglang_ext.graphs.sglang.capture import build_graphs, cuda_recorder
     from sglang_ext.graphs.sglang.graph_options import Capture, GraphOptions, conflict
     from sglang_ext.graphs.sglang.runner import GridPrefillRunner
-    from sglang_ext_cuda_graphs.recorders import DirectRecorder
 
     problem = conflict(model_runner)
     if problem is not None:
@@ -273,7 +295,7 @@ def build_grid(model_runner: Any, lengths: list[int], batches: list[int]) -> tup
         runner,
         model_runner,
         GraphOptions(Capture.START, tuple(lengths), tuple(batches), free_bytes / 1e9),
-        cuda_recorder() if HAS_GPU else DirectRecorder(),
+        cuda_recorder() if HAS_GPU else _NoGraphs(),
         free_bytes,
     )
     assert graphs is not None

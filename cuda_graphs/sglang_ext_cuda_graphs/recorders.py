@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -42,31 +42,6 @@ class Recorder(Protocol):
     def record(self, compute: Callable[[], None]) -> Recording: ...
 
     def memory(self) -> DeviceMemory: ...
-
-
-class _Again:
-    def __init__(self, compute: Callable[[], None]) -> None:
-        self._compute = compute
-
-    def replay(self) -> None:
-        self._compute()
-
-
-class DirectRecorder:
-    """Records nothing: a replay is a run. What graphs do, where there are none to be had."""
-
-    def session(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def warm_up(self, compute: Callable[[], None]) -> None:
-        pass
-
-    def record(self, compute: Callable[[], None]) -> Recording:
-        compute()
-        return _Again(compute)
-
-    def memory(self) -> DeviceMemory:
-        return DeviceMemory(0, 0)
 
 
 class CudaRecorder:

@@ -152,7 +152,8 @@ def _hooked(engine: Any, grid: Any) -> Any:
 
 
 def _recorder(failing: frozenset[int]) -> Any:
-    from sglang_ext_cuda_graphs.recorders import DirectRecorder, Recording
+    from sglang_ext_cuda_graphs.recorders import Recording
+    from support.direct_recorder import DirectRecorder
 
     class Failing(DirectRecorder):
         """Does not record what computes so many tokens."""

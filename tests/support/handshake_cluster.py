@@ -382,7 +382,7 @@ class SimulatedCluster:
         busy = [
             allowed.backend
             for permit, allowed in self.allowed.items()
-            if allowed.backend is not None and not self.receiver.is_settled(permit)
+            if allowed.backend is not None and permit in self.receiver._permits
         ]
         assert len(busy) == len(set(busy)), "a backend takes two chunks at a time"
         backends = self.options.receive_backends
@@ -452,7 +452,7 @@ class SimulatedCluster:
             return False
         if write.permit not in self.allowed and self.can_fence:
             return False
-        assert self.can_fence or not self.receiver.is_settled(write.permit), "a write comes after its backend is free"
+        assert self.can_fence or write.permit in self.receiver._permits, "a write comes after its backend is free"
         key, shard, grant = write.key, write.shard, write.grant
         part = parts_of(shard)[key.part]
         if part.has_aux:

@@ -24,11 +24,12 @@ from sglang_ext.laps.decide.round_plan import (
     RoundSnapshot,
 )
 from sglang_ext.types import LengthClass
+from support.graph_grids import full_grid
 
 SHORT, LONG = LengthClass.SHORT, LengthClass.LONG
 CPU = CostCoefficients(alpha_s=5e-9, token_s=4e-5, read_s=1e-7, kappa_s=2e-3)
 GPU = CostCoefficients(alpha_s=2e-10, token_s=5e-6, read_s=1e-8, kappa_s=1e-2)
-GRID = GraphGrid.from_product((8, 16, 32, 64, 128, 256), (1, 2, 4, 8, 16, 32, 64))
+GRID = full_grid((8, 16, 32, 64, 128, 256), (1, 2, 4, 8, 16, 32, 64))
 LIMITS = InstanceLimits(page_tokens=1, max_chunk_tokens=8192, max_batch_tokens=8192, max_requests=64)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from sglang_ext.batch import run_command
+from sglang_ext.batch import batch_run, run_command
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy/batch"
 
@@ -69,7 +69,7 @@ def test_a_command_line_that_is_not_the_commands_is_noticed() -> None:
 def test_the_job_ends_where_another_pod_would_end_the_same_way() -> None:
     spec = the("Job", "job.yaml")["spec"]
     (rule,) = [one["onExitCodes"] for one in spec["podFailurePolicy"]["rules"] if one["action"] == "FailJob"]
-    assert sorted(rule["values"]) == sorted([run_command.USAGE, run_command.SOME_FAILED, run_command.STORE_FULL])
+    assert sorted(rule["values"]) == sorted([batch_run.USAGE, batch_run.SOME_FAILED, batch_run.STORE_FULL])
     # Kubernetes refuses exit code rules for pods that restart themselves, and two pods would share a store otherwise.
     assert spec["template"]["spec"]["restartPolicy"] == "Never"
     assert spec["podReplacementPolicy"] == "Failed"

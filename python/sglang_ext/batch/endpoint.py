@@ -34,11 +34,6 @@ class AnswerKind(Enum):
     FAILED = "failed"  # any other 5xx, a timeout, a connection lost on the way, a reply that cannot be read
     UNREACHABLE = "unreachable"  # no connection: the request has not reached the endpoint
 
-    @property
-    def is_retryable(self) -> bool:
-        """Whether the same request may succeed later."""
-        return self not in (AnswerKind.OK, AnswerKind.FINAL_ERROR)
-
 
 class Answer(NamedTuple):
     """What came back for one request."""

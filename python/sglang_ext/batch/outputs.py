@@ -61,7 +61,6 @@ class OutputOptions:
     path: Path
     mode: Mode
     format: OutputFormat
-    by_completion: bool = False  # in the order in which results came; else that of the input
     vocabulary: int = 0  # DistillKit: how many tokens the model knows
     is_folder: bool = False
     rows_per_file: int = ROWS_PER_FILE
@@ -85,9 +84,7 @@ class Exported(NamedTuple):
     files: list[Path]
 
 
-def choose_output(
-    path: Path, mode: Mode, wanted: OutputFormat | None, *, by_completion: bool = False, vocabulary: int = 0
-) -> OutputOptions:
+def choose_output(path: Path, mode: Mode, wanted: OutputFormat | None, vocabulary: int = 0) -> OutputOptions:
     """Format and kind of output from its name: `.jsonl` (`.gz`, `.zst`), `.parquet`, or a folder (Parquet).
 
     OutputError where name, mode and the format wanted do not go together.
@@ -111,7 +108,7 @@ def choose_output(
         raise OutputError("--format distillkit is for --mode score")
     if chosen is OutputFormat.DISTILLKIT and vocabulary < 2:
         raise OutputError("--format distillkit needs --vocabulary: how many tokens the model knows")
-    return OutputOptions(path, mode, chosen, by_completion, vocabulary, is_folder)
+    return OutputOptions(path, mode, chosen, vocabulary, is_folder)
 
 
 def export(store: BatchStore, job: int, options: OutputOptions) -> Exported:
@@ -119,7 +116,7 @@ def export(store: BatchStore, job: int, options: OutputOptions) -> Exported:
     folder = options.path if options.is_folder else options.path.parent
     folder.mkdir(parents=True, exist_ok=True)
     has_failures_in_it = options.mode is Mode.GENERATE and options.format is OutputFormat.PARQUET
-    results = store.results(job, by_completion=options.by_completion, ok=None if has_failures_in_it else True)
+    results = store.results(job, ok=None if has_failures_in_it else True)
     files: list[Path] = []
     rows = 0
     if options.is_folder:
@@ -136,7 +133,7 @@ def export(store: BatchStore, job: int, options: OutputOptions) -> Exported:
         files.append(options.path)
     failures = 0
     with _replacing(options.error_path) as opened:
-        for result in store.results(job, by_completion=options.by_completion, ok=False):
+        for result in store.results(job, ok=False):
             opened.write(error_line(result))
             failures += 1
     if failures:

@@ -28,14 +28,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sglang_ext.batch import run_command
+from sglang_ext.batch.batch_run import INTERRUPTED, OK, SOME_FAILED, STORE_FULL, USAGE, BatchRun
 from sglang_ext.batch.endpoint import EndpointClient
 from sglang_ext.batch.inputs import InputError
 from sglang_ext.batch.lines import BatchLine, Mode
 from sglang_ext.batch.outputs import OutputError, OutputFormat, generate_table
-from sglang_ext.batch.run_command import BatchRun, RunError
 from sglang_ext.batch.runner import JobRunner, RunnerSettings, reply_body
 from sglang_ext.batch.scores import pack_scores, score_schema, score_table
+from sglang_ext.batch.sending_options import RunError, api_key
 from sglang_ext.batch.store import BatchStore, StoredResult, StoreError, StoreFullError
 
 # A row group is what one task sends and what becomes one file, so also what is sent again when a task is lost.
@@ -65,7 +65,6 @@ class SenderSettings:
 
     endpoint: str
     api_key: str | None
-    request_timeout_s: float
     mode: Mode
     runner: RunnerSettings
 
@@ -90,17 +89,17 @@ def run_on_ray(args: Namespace) -> int:
         return _refuse(str(error))
     except StoreFullError as error:
         _refuse(f"{error}; make room, and the same command goes on")
-        return run_command.STORE_FULL
+        return STORE_FULL
     except StoreError as error:
         return _refuse(str(error))
     except KeyboardInterrupt:
         print("sglang-ext batch run: stopped; the same command goes on from here", file=sys.stderr)
-        return run_command.INTERRUPTED
+        return INTERRUPTED
 
 
 def _refuse(reason: str) -> int:
     print(f"sglang-ext batch run: error: {reason}", file=sys.stderr)
-    return run_command.USAGE
+    return USAGE
 
 
 async def _check_key(run: BatchRun) -> None:
@@ -115,7 +114,6 @@ def _check_options(run: BatchRun) -> None:
         raise RunError(f"--output: {args.output}: with --engine ray it is a folder, of Parquet files")
     for option, given in (
         ("--retry-failed", args.retry_failed),
-        ("--order done", args.order == "done"),
         ("--limit-requests-per-s", args.limit_requests_per_s is not None),
         ("--limit-tokens-per-s", args.limit_tokens_per_s is not None),
     ):
@@ -258,7 +256,7 @@ def _carry_out(run: BatchRun, paths: _Paths) -> None:
         nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
         if sum(node["Resources"]["CPU"] for node in nodes) < _LEAST_CPUS:
             raise RunError(f"--engine ray needs a cluster with {_LEAST_CPUS} CPUs at the least")
-        senders = max(1, min(len(nodes), run.settings.cap.most))
+        senders = max(1, min(len(nodes), run.settings.cap.max_in_flight))
         checkpoint = CheckpointConfig("custom_id", str(paths.checkpoint), delete_checkpoint_on_success=False)
         checkpoint.checkpoint_actor_pool_max_size = 1  # a second one could take the CPU that the others need
         context = DataContext.get_current()
@@ -286,11 +284,10 @@ def _sender_settings(run: BatchRun, senders: int) -> SenderSettings:
     """Those of one of so many senders, which share what may be in flight."""
     from dataclasses import replace
 
-    cap = replace(run.settings.cap, most=max(1, run.settings.cap.most // senders))
+    cap = replace(run.settings.cap, max_in_flight=max(1, run.settings.cap.max_in_flight // senders))
     return SenderSettings(
         run.args.endpoint,
-        run_command.api_key(run.args),
-        run.args.request_timeout_s,
+        api_key(run.args),
         run.options.mode,
         replace(run.settings, cap=cap),
     )
@@ -335,9 +332,7 @@ class LineSender:
         if self._starting is None:
             self._starting = asyncio.get_running_loop().create_future()
             settings = self._settings
-            client = EndpointClient(
-                settings.endpoint, api_key=settings.api_key, request_timeout_s=settings.request_timeout_s
-            )
+            client = EndpointClient(settings.endpoint, api_key=settings.api_key)
             await client.__aenter__()
             runner = JobRunner(self._store, client, settings.runner)
             self._running = asyncio.create_task(runner.run(until_idle=False))
@@ -374,7 +369,7 @@ def _summarise(output: Path, lines: int, wall_s: float) -> int:
     print(f"{rows - failed} of {lines} lines done, {failed} failed; {wall_s:.1f} s; written: {output}")
     if rows != lines:
         print(f"sglang-ext batch run: error: {output} has {rows} rows for {lines} lines", file=sys.stderr)
-        return run_command.SOME_FAILED
+        return SOME_FAILED
     if failed:
         print(f"{failed} lines failed: the rows whose `error` is not null")
-    return run_command.SOME_FAILED if failed else run_command.OK
+    return SOME_FAILED if failed else OK

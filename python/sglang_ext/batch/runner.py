@@ -46,7 +46,7 @@ def reply_body(line: BatchLine, answer: Answer) -> bytes:
 class RunnerSettings:
     """How a runner sends."""
 
-    cap: CapSettings = field(default_factory=CapSettings)  # `most` is for all classes together
+    cap: CapSettings = field(default_factory=CapSettings)  # `max_in_flight` is for all classes together
     max_retries: int = 5  # of one line, after its first try
     reply_bytes_per_token: int = 0  # of a prompt, where replies are large: scores
 
@@ -148,7 +148,7 @@ class JobRunner:
             self._prompt_tokens,
             self._completion_tokens,
             self._in_flight,
-            min(self._settings.cap.most, sum(one.cap.cap for one in self._classes.values())),
+            min(self._settings.cap.max_in_flight, sum(one.cap.cap for one in self._classes.values())),
         )
 
     # -- the loop -----------------------------------------------------------------------------------------------------
@@ -256,15 +256,15 @@ class JobRunner:
         for name, one in self._classes.items():
             self._lease_ahead(name, one)
         able = dict(self._classes)
-        while able and self._in_flight < self._settings.cap.most:
+        while able and self._in_flight < self._settings.cap.max_in_flight:
             held_until_s = self._held_until_s(now_s)
             if held_until_s > now_s:
                 wake_at_s = min(held_until_s, wake_at_s or held_until_s)
                 break
             # The class with the fewest first, or one with many lines would keep the other out.
             name, one = min(able.items(), key=lambda item: item[1].in_flight)
-            most_retries = 4 * self._settings.cap.most
-            chosen = self._queues.next_line(name, most_retries) if one.in_flight < one.cap.cap else None
+            max_waiting = 4 * self._settings.cap.max_in_flight
+            chosen = self._queues.next_line(name, max_waiting) if one.in_flight < one.cap.cap else None
             if chosen is None:
                 del able[name]
             else:

@@ -17,14 +17,14 @@ import uvicorn
 import uvloop
 
 from sglang_ext.batch.endpoint import EndpointClient
-from sglang_ext.batch.run_command import (
+from sglang_ext.batch.runner import JobRunner
+from sglang_ext.batch.sending_options import (
     API_KEY_VARIABLE,
     RunError,
     add_sending_arguments,
     rate_limit,
     runner_settings,
 )
-from sglang_ext.batch.runner import JobRunner
 from sglang_ext.batch.service.api import build_app
 from sglang_ext.batch.service.batch_service import BatchService, ServiceLimits
 from sglang_ext.batch.service.dispatcher import Dispatcher
@@ -61,7 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--model", metavar="NAME", help="for lines that name none")
     add("--max-lines", type=int, default=50_000, metavar="N", help="requests in one batch")
-    add("--max-running", type=int, default=16, metavar="N", help="batches that are sent at a time, in fair shares")
     add("--max-file-mb", type=int, default=200, metavar="N", help="size of an uploaded file, in MiB")
     add_sending_arguments(parser)
     add("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="what is logged")
@@ -81,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for name in ("max_lines", "max_running", "max_file_mb"):
+    for name in ("max_lines", "max_file_mb"):
         if getattr(args, name) < 1:
             raise ServeError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     if not 0 <= args.port < 65536:
@@ -123,11 +122,7 @@ class _Server(uvicorn.Server):
 
 async def _serve(args: argparse.Namespace) -> int:
     try:
-        client = EndpointClient(
-            args.endpoint,
-            api_key=args.endpoint_api_key or args.api_key or None,
-            request_timeout_s=args.request_timeout_s,
-        )
+        client = EndpointClient(args.endpoint, api_key=args.endpoint_api_key or args.api_key or None)
     except ValueError as error:
         raise ServeError(f"--endpoint: {error}") from None
     settings = runner_settings(args)
@@ -150,7 +145,7 @@ async def _serve(args: argparse.Namespace) -> int:
                     on_note=logger.warning,
                 )
             )
-            limits = ServiceLimits(args.max_lines, args.max_running, args.model)
+            limits = ServiceLimits(args.max_lines, args.model)
             service = BatchService(store, dispatcher, args.store / "files", limits)
             app = build_app(service, args.api_key, args.max_file_mb << 20)
             server = _Server(

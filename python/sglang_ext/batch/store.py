@@ -412,39 +412,34 @@ class BatchStore:
 
     # -- results ------------------------------------------------------------------------------------------------------
 
-    def results(self, job: int, *, by_completion: bool = False, ok: bool | None = None) -> Iterator[StoredResult]:
-        """All results in the order of input, or as they came; only those that are ok, or not, where `ok` says so.
+    def results(self, job: int, *, ok: bool | None = None) -> Iterator[StoredResult]:
+        """Yield the results in the order of the input: all of them, or those whose success is `ok`.
 
         Reads a page at a time, so writing goes on meanwhile.
         """
         first, last = _ids(job)
         wanted = "" if ok is None else f" AND is_ok = {int(ok)}"
-        # The unary plus keeps SQLite from looking the range up and then sorting it for every page.
-        order, within = (
-            ("results.id", "+results.line BETWEEN ? AND ?") if by_completion else ("results.line", "line <= ?")
-        )
-        after, bounds = (0, (first, last)) if by_completion else (first - 1, (last,))
+        after = first - 1
         while True:
-            page: list[tuple[int, StoredResult]] = []
+            page: list[StoredResult] = []
             size_bytes = 0
             with self._translating():
                 rows = self._connection.execute(
-                    f"SELECT {order}, results.line, custom_id, is_ok, status_code, request_id, error, results.body,"
+                    "SELECT results.line, custom_id, is_ok, status_code, request_id, error, results.body,"
                     " lines.body, prompt_len FROM results JOIN lines ON lines.id = results.line"
-                    f" WHERE {within} AND {order} > ?{wanted} ORDER BY {order} LIMIT {_PAGE_ROWS}",
-                    (*bounds, after),
+                    f" WHERE line > ? AND line <= ?{wanted} ORDER BY line LIMIT {_PAGE_ROWS}",
+                    (after, last),
                 )
                 for row in rows:
-                    page.append((row[0], StoredResult(row[1], row[2], bool(row[3]), *row[4:])))
-                    size_bytes += len(row[7]) + len(row[8])
+                    page.append(StoredResult(row[0], row[1], bool(row[2]), *row[3:]))
+                    size_bytes += len(row[6]) + len(row[7])
                     if size_bytes >= _PAGE_BYTES:
                         break
                 rows.close()
             if not page:
                 return
-            for _, result in page:
-                yield result
-            after = page[-1][0]
+            yield from page
+            after = page[-1].id
 
     # -- SQLite -------------------------------------------------------------------------------------------------------
 

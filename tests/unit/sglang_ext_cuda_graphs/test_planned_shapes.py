@@ -20,8 +20,9 @@ from sglang_ext.laps.decide.round_plan import (
 )
 from sglang_ext_cuda_graphs.capture_plan import MemoryLedger
 from sglang_ext_cuda_graphs.prefill_graphs import PrefillGraphs
-from sglang_ext_cuda_graphs.recorders import DirectRecorder, Recording
+from sglang_ext_cuda_graphs.recorders import Recording
 from sglang_ext_kernels.padded_batch import PaddedBatch
+from support.direct_recorder import DirectRecorder
 from support.prefill_loop import CPU, GPU, LIMITS, SHORT
 
 MAX_PREFIX_TOKENS = 600

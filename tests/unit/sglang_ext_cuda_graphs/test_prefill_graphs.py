@@ -16,8 +16,9 @@ from sglang_ext.graphs.decide.graph_grid import Fallback, GraphShape
 from sglang_ext_cuda_graphs import prefill_graphs
 from sglang_ext_cuda_graphs.capture_plan import MemoryLedger, plan_captures
 from sglang_ext_cuda_graphs.prefill_graphs import MOST_FAILURES_IN_A_ROW, PrefillGraphs
-from sglang_ext_cuda_graphs.recorders import DeviceMemory, DirectRecorder, Recording
+from sglang_ext_cuda_graphs.recorders import DeviceMemory, Recording
 from sglang_ext_kernels.padded_batch import PaddedBatch, RaggedBatch, pad_batch_
+from support.direct_recorder import DirectRecorder
 
 HIDDEN = 4
 GRAPH_BYTES = 10

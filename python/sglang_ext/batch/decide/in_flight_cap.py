@@ -1,11 +1,11 @@
 """How many requests of a run may be in flight: additive increase, multiplicative decrease, gated by the router's load.
 
-Low priority alone does not protect online requests: what is in flight occupies prefill instances, KV slots and queues.
-So the run takes no more than it needs to keep them busy. The cap grows by one per round trip while requests succeed and
-use all of it, doubles per round trip until the first congestion (and at every report of idle prefill instances, as a
-round trip with much decoding is long), and is halved, once per round trip, when the endpoint
-refuses a request for overload or reports that online requests wait longer than they should. It does not grow while the
-least loaded instance has a backlog: more in flight would only queue.
+Low priority by itself does not protect online requests: what is in flight occupies prefill instances, KV slots and
+queues. So the run takes no more than it needs to keep them busy. The cap grows by one per round trip while requests
+succeed and use all of it. It doubles per round trip until the first congestion, and at every report of idle prefill
+instances, as a round trip with much decoding is long. It is halved, once per round trip, when the endpoint refuses a
+request for overload or reports that online requests wait longer than they should. It does not grow while the least
+loaded instance has a backlog: more in flight would only queue.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ _ROUND_TRIP_WEIGHT = 0.1  # of a new sample in the smoothed round trip
 
 @dataclass(frozen=True, slots=True)
 class CapSettings:
-    """Bounds of the cap and of the gate. ValueError names the setting that cannot be."""
+    """The bounds of the cap and of the gate. Raises ValueError, which names a bad setting."""
 
-    most: int = 256
+    max_in_flight: int = 256
     start: int = 16
-    online_wait_target_s: float | None = 0.1  # None: the wait of online requests is not looked at
-    most_backlog_s: float = 2.0  # of prefill work at the least loaded instance, while there are online requests
-    most_backlog_alone_s: float = 10.0  # and while there are none: decode is kept busy, too
-    settle_s: float = 2.0  # at least between two decreases that the reported load asks for
+    online_wait_target_s: float | None = 0.1  # None: their wait is ignored
+    max_backlog_s: float = 2.0  # prefill work at the least loaded instance while there are online requests
+    max_offline_backlog_s: float = 10.0  # the same while there are none: enough to keep decode busy
+    settle_s: float = 2.0  # smallest time between two decreases for the reported load
 
     def __post_init__(self) -> None:
-        if self.most < 1:
-            raise ValueError(f"most must be at least 1, got {self.most}")
+        if self.max_in_flight < 1:
+            raise ValueError(f"max_in_flight must be at least 1, got {self.max_in_flight}")
         if self.start < 1:
             raise ValueError(f"start must be at least 1, got {self.start}")
         if self.online_wait_target_s is not None and not self.online_wait_target_s > 0:
             raise ValueError(f"online_wait_target_s must be above 0, got {self.online_wait_target_s}")
-        for name in ("most_backlog_s", "most_backlog_alone_s"):
+        for name in ("max_backlog_s", "max_offline_backlog_s"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
 
 
 class InFlightCap:
-    """The cap of one length class. Times are of one clock, in seconds, and do not go back."""
+    """The cap of one length class. Times are of one monotonic clock, in seconds."""
 
     __slots__ = ("_cap", "_decreased_at_s", "_is_held", "_is_probing", "_round_trip_s", "_settings", "decreases")
 
     def __init__(self, settings: CapSettings) -> None:
         self._settings = settings
-        self._cap = float(min(settings.start, settings.most))
+        self._cap = float(min(settings.start, settings.max_in_flight))
         self._is_probing = True  # no congestion yet: doubles per round trip
         self._is_held = False
         self._decreased_at_s = float("-inf")
@@ -56,16 +56,11 @@ class InFlightCap:
 
     @property
     def cap(self) -> int:
-        """Requests that may be in flight: from 1 to the settings' most."""
+        """Return how many requests may be in flight: from 1 to `max_in_flight`."""
         return int(self._cap)
 
-    @property
-    def round_trip_s(self) -> float | None:
-        """Smoothed time from sending a request to its answer; None before the first answer."""
-        return self._round_trip_s
-
     def on_ok(self, sent_at_s: float, now_s: float, *, was_full: bool) -> None:
-        """A request succeeded. `was_full`: the cap was reached when it was sent; else a larger one would not help."""
+        """Record a success. `was_full`: the cap was reached when it was sent; else a larger cap would not help."""
         sample_s = now_s - sent_at_s
         if self._round_trip_s is None:
             self._round_trip_s = sample_s
@@ -74,34 +69,34 @@ class InFlightCap:
         if not was_full or self._is_held or sent_at_s <= self._decreased_at_s:
             return
         step = 1.0 if self._is_probing else 1.0 / self._cap
-        self._cap = min(self._cap + step, float(self._settings.most))
+        self._cap = min(self._cap + step, float(self._settings.max_in_flight))
 
     def on_overload(self, sent_at_s: float, now_s: float) -> None:
-        """A request was refused for overload (429, 503). One sent before the last decrease tells nothing new."""
+        """Record a refusal for overload (429, 503). A request sent before the last decrease is no news."""
         if sent_at_s > self._decreased_at_s:
             self._decrease(now_s)
 
     def on_load(self, online_wait_s: float | None, backlog_s: float, now_s: float, in_flight: int) -> None:
-        """The router reported its load: `online_wait_s` as P90, None without online requests; see `CapSettings`.
+        """Record the load that the router reports.
 
-        `in_flight` requests of this class are under way.
+        `online_wait_s` is the P90 of online requests, None without any; `in_flight` counts the requests of this class.
         """
         settings = self._settings
         target_s = settings.online_wait_target_s
         online_waits = target_s is not None and online_wait_s is not None and online_wait_s > target_s
-        most_backlog_s = settings.most_backlog_alone_s if online_wait_s is None else settings.most_backlog_s
-        self._is_held = online_waits or backlog_s >= most_backlog_s
-        if online_waits or backlog_s >= 2 * most_backlog_s:
+        max_backlog_s = settings.max_offline_backlog_s if online_wait_s is None else settings.max_backlog_s
+        self._is_held = online_waits or backlog_s >= max_backlog_s
+        if online_waits or backlog_s >= 2 * max_backlog_s:
             # What is reported now was caused by what was sent up to a round trip ago, and by what is still under way
             # since before the last decrease.
             settle_s = settings.settle_s if in_flight <= self.cap else max(settings.settle_s, self._round_trip_s or 0.0)
             if now_s >= self._decreased_at_s + settle_s:
                 self._decrease(now_s)
-        elif self._is_probing and in_flight >= self.cap and backlog_s < _IDLE_BELOW * settings.most_backlog_s:
-            self._cap = min(2 * self._cap, float(settings.most))
+        elif self._is_probing and in_flight >= self.cap and backlog_s < _IDLE_BELOW * settings.max_backlog_s:
+            self._cap = min(2 * self._cap, float(settings.max_in_flight))
 
     def on_load_unknown(self) -> None:
-        """The router reports no load any more: what it reported last holds nothing back."""
+        """Forget the last report: the router reports no load any more."""
         self._is_held = False
 
     def _decrease(self, now_s: float) -> None:

@@ -44,12 +44,16 @@ FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
 CLOSED_AT_ONCE = 500
 
 
+# Batches whose requests are sent at a time. Each holds some of its requests in memory; more would not be faster, as all
+# share what may be in flight.
+MAX_RUNNING = 16
+
+
 @dataclass(frozen=True)
 class ServiceLimits:
-    """What one batch may be, and how many run."""
+    """The size of a batch, and what its lines may leave out."""
 
     max_lines: int = 50_000
-    max_running: int = 16  # batches whose requests are sent at a time; each holds some of them in memory
     model: str | None = None  # for lines that name none
 
 
@@ -89,7 +93,7 @@ class BatchService:
         self._retry_s: dict[str, float] = {}
         self._validating = asyncio.Semaphore(VALIDATING_AT_ONCE)
         self._outcomes: Counter[RequestOutcome] = Counter()
-        self._slots = asyncio.Semaphore(limits.max_running)
+        self._slots = asyncio.Semaphore(MAX_RUNNING)
         self._sweeper: asyncio.Task[None] | None = None
 
     # -- what clients ask for ------------------------------------------------------------------------------------------

@@ -77,12 +77,6 @@ class GraphGrid:
         self._left_out: dict[GraphShape, Fallback] = {}
         self._use(shapes)
 
-    @classmethod
-    def from_product(cls, lengths_tokens: Iterable[int], batch_sizes: Iterable[int]) -> GraphGrid:
-        """The full grid of these lengths and batch sizes."""
-        sizes = tuple(batch_sizes)
-        return cls(GraphShape(length, size) for length in lengths_tokens for size in sizes)
-
     def choose(self, longest_tokens: int, requests: int, new_tokens: int, cached_tokens: int) -> GraphShape | Fallback:
         """The shape that a batch is padded to, or why none.
 

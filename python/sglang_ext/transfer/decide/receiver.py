@@ -85,10 +85,6 @@ class Receiver:
         """Whether there is nothing to wait for."""
         return not self._requests
 
-    def is_settled(self, permit: int) -> bool:
-        """Whether nothing is written under this permit any more, so that its backend may take another chunk."""
-        return permit not in self._permits
-
     def permit_of(self, transfer_id: TransferId, sender: str) -> int | None:
         """The permit under which this sender may be writing."""
         request = self._requests.get(transfer_id)

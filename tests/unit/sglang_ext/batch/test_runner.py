@@ -148,7 +148,7 @@ def test_an_endpoint_that_is_not_there_yet_is_waited_for(tmp_path: Path) -> None
 def test_no_more_in_flight_than_allowed(tmp_path: Path) -> None:
     with FaultyEndpoint(load=LOAD) as endpoint, BatchStore.open(tmp_path / "s") as store:
         job = add(store, [f"slow=0.01 {number} " + "long " * 100 * (number % 2) for number in range(200)])
-        run_jobs(store, endpoint.url, [job], RunnerSettings(CapSettings(most=7)))
+        run_jobs(store, endpoint.url, [job], RunnerSettings(CapSettings(max_in_flight=7)))
         assert store.job(job).succeeded == 200
         assert 2 <= endpoint.most_in_flight <= 7
 
@@ -157,7 +157,7 @@ def test_no_more_in_flight_than_allowed(tmp_path: Path) -> None:
 def test_both_classes_are_in_flight_from_the_start(tmp_path: Path) -> None:
     with FaultyEndpoint(load=LOAD) as endpoint, BatchStore.open(tmp_path / "s") as store:
         job = add(store, [f"slow=0.01 {number} " + "long " * 100 * (number >= 150) for number in range(200)])
-        run_jobs(store, endpoint.url, [job], RunnerSettings(CapSettings(start=4, most=8)))
+        run_jobs(store, endpoint.url, [job], RunnerSettings(CapSettings(start=4, max_in_flight=8)))
         is_long = [len(body["prompt"]) > 400 for body in endpoint.bodies[:100]]
         assert 40 <= sum(is_long) <= 60
         assert store.job(job).succeeded == 200
@@ -183,7 +183,7 @@ def test_jobs_take_turns(tmp_path: Path) -> None:
             store,
             endpoint.url,
             [],
-            RunnerSettings(CapSettings(most=4)),
+            RunnerSettings(CapSettings(max_in_flight=4)),
             lambda runner: [runner.add_job(job, on_end=ended.append) for job in (large, small)] and None,
         )
         assert ended == [small, large]
@@ -204,7 +204,7 @@ def test_a_cancelled_job_ends_and_the_other_goes_on(tmp_path: Path) -> None:
             asyncio.get_running_loop().call_later(0.5, runner.cancel_job, slow)
 
         began_s = time.monotonic()
-        run_jobs(store, endpoint.url, [], RunnerSettings(CapSettings(most=64, start=64)), begin)
+        run_jobs(store, endpoint.url, [], RunnerSettings(CapSettings(max_in_flight=64, start=64)), begin)
         assert time.monotonic() - began_s < 20
         assert sorted(ended) == [slow, quick]
         assert store.job(slow).remaining == 50
@@ -220,7 +220,7 @@ def test_stopping_keeps_what_came_and_the_rest_is_done_later(tmp_path: Path) -> 
         def begin(runner: JobRunner) -> None:
             asyncio.get_running_loop().call_later(0.7, runner.stop)
 
-        finished, _ = run_jobs(store, endpoint.url, [job], RunnerSettings(CapSettings(most=8)), begin)
+        finished, _ = run_jobs(store, endpoint.url, [job], RunnerSettings(CapSettings(max_in_flight=8)), begin)
         assert not finished
         done = store.job(job).succeeded
         assert 0 < done < 400
@@ -292,7 +292,7 @@ def test_a_request_cancelled_before_its_first_step_is_not_counted_for_ever(tmp_p
 @pytest.mark.slow
 def test_replies_in_flight_are_bounded_by_what_they_may_be(tmp_path: Path) -> None:
     """Each is expected to be as large as all of them may be together: one at a time."""
-    settings = RunnerSettings(CapSettings(most=16), reply_bytes_per_token=1 << 30)
+    settings = RunnerSettings(CapSettings(max_in_flight=16), reply_bytes_per_token=1 << 30)
     with FaultyEndpoint() as endpoint, BatchStore.open(tmp_path / "s") as store:
         job = add(store, [f"slow=0.01 {number}" for number in range(20)])
         finished, _ = run_jobs(store, endpoint.url, [job], settings)

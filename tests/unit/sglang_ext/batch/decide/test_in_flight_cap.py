@@ -42,7 +42,7 @@ def drive(cap: InFlightCap, events: list[tuple[str, float, float, float, bool]])
 def test_never_below_one_and_never_above_the_most(
     events: list[tuple[str, float, float, float, bool]], most: int, start: int
 ) -> None:
-    cap = InFlightCap(CapSettings(most=most, start=start))
+    cap = InFlightCap(CapSettings(max_in_flight=most, start=start))
     assert 1 <= cap.cap <= most
     assert all(1 <= value <= most for _, value in drive(cap, events))
 
@@ -52,7 +52,7 @@ def test_never_below_one_and_never_above_the_most(
 def test_recovers_to_the_most_once_requests_succeed(
     events: list[tuple[str, float, float, float, bool]], most: int
 ) -> None:
-    cap = InFlightCap(CapSettings(most=most))
+    cap = InFlightCap(CapSettings(max_in_flight=most))
     history = drive(cap, events)
     now_s = (history[-1][0] if history else 0.0) + 100.0
     cap.on_load(None, 0.0, now_s, 0)
@@ -64,7 +64,7 @@ def test_recovers_to_the_most_once_requests_succeed(
 
 @given(st.integers(2, 200), st.integers(2, 400))
 def test_refusals_of_one_round_trip_decrease_it_once(start: int, refusals: int) -> None:
-    cap = InFlightCap(CapSettings(most=1000, start=start))
+    cap = InFlightCap(CapSettings(max_in_flight=1000, start=start))
     for index in range(refusals):  # all sent before the first answer
         cap.on_overload(sent_at_s=index / 1000, now_s=1.0 + index / 1000)
     assert cap.decreases == 1
@@ -74,7 +74,7 @@ def test_refusals_of_one_round_trip_decrease_it_once(start: int, refusals: int) 
 
 
 def test_doubles_per_round_trip_until_the_first_congestion_then_grows_by_one() -> None:
-    cap = InFlightCap(CapSettings(most=1000, start=8))
+    cap = InFlightCap(CapSettings(max_in_flight=1000, start=8))
     for round_trip in (1, 2, 3):
         for _ in range(cap.cap):
             cap.on_ok(round_trip - 0.5, float(round_trip), was_full=True)
@@ -88,7 +88,7 @@ def test_doubles_per_round_trip_until_the_first_congestion_then_grows_by_one() -
 
 
 def test_idle_prefill_instances_double_it_until_the_first_congestion() -> None:
-    cap = InFlightCap(CapSettings(most=200, start=16))
+    cap = InFlightCap(CapSettings(max_in_flight=200, start=16))
     cap.on_load(None, 0.1, 0.5, 15)
     assert cap.cap == 16, "more would not be sent anyway"
     cap.on_load(None, 1.0, 1.0, cap.cap)
@@ -109,7 +109,7 @@ def test_does_not_grow_when_it_is_not_used_up() -> None:
 
 
 def test_a_backlog_holds_it_and_a_long_one_decreases_it() -> None:
-    cap = InFlightCap(CapSettings(start=16, most_backlog_s=2.0))
+    cap = InFlightCap(CapSettings(start=16, max_backlog_s=2.0))
     cap.on_load(0.01, 2.5, 1.0, 0)
     for index in range(50):
         cap.on_ok(1.0 + index, 1.5 + index, was_full=True)
@@ -125,7 +125,7 @@ def test_a_backlog_holds_it_and_a_long_one_decreases_it() -> None:
 
 
 def test_without_online_requests_more_may_wait() -> None:
-    cap = InFlightCap(CapSettings(start=16, most_backlog_s=2.0, most_backlog_alone_s=10.0))
+    cap = InFlightCap(CapSettings(start=16, max_backlog_s=2.0, max_offline_backlog_s=10.0))
     cap.on_load(None, 6.0, 1.0, 0)
     cap.on_ok(1.0, 1.5, was_full=True)
     assert cap.cap == 17
@@ -158,7 +158,7 @@ def test_online_requests_that_wait_less_than_the_target_change_nothing() -> None
 
 
 @pytest.mark.parametrize(
-    ("setting", "value"), [("most", 0), ("start", 0), ("online_wait_target_s", 0.0), ("most_backlog_s", -1.0)]
+    ("setting", "value"), [("max_in_flight", 0), ("start", 0), ("online_wait_target_s", 0.0), ("max_backlog_s", -1.0)]
 )
 def test_a_setting_that_cannot_be_is_named(setting: str, value: float) -> None:
     with pytest.raises(ValueError, match=setting):

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from sglang_ext.batch.decide.batch_lifecycle import BatchStatus, EventRefusedError
 from sglang_ext.batch.service import batch_service
 from sglang_ext.batch.service.api import build_app
-from sglang_ext.batch.service.batch_service import BatchService, ServiceLimits
+from sglang_ext.batch.service.batch_service import MAX_RUNNING, BatchService, ServiceLimits
 from sglang_ext.batch.service.batches import BatchEntry, BatchTable
 from sglang_ext.batch.service.dispatcher import Dispatcher
 from sglang_ext.batch.service.files import FileStore, StoredFile
@@ -340,7 +340,7 @@ async def test_a_file_that_is_being_read_stays(tmp_path: Path) -> None:
 async def test_batches_beyond_those_that_run_wait_and_can_expire(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     await bench.service.start()
-    running = [bench.create(2) for _ in range(ServiceLimits().max_running)]
+    running = [bench.create(2) for _ in range(MAX_RUNNING)]
     for batch_id in running:
         await bench.until(batch_id, BatchStatus.IN_PROGRESS)
     late, waiting = bench.create(2, "10s"), bench.create(2)

@@ -44,7 +44,7 @@ class Bench:
 async def bench(folder: Path, url: str, cap: int = 4) -> AsyncIterator[Bench]:
     async with EndpointClient(url) as client:
         with BatchStore.open(folder / "batches.sqlite") as store:
-            settings = RunnerSettings(cap=CapSettings(most=cap, start=cap))
+            settings = RunnerSettings(cap=CapSettings(max_in_flight=cap, start=cap))
 
             def make_runner() -> JobRunner:
                 made.runners += 1

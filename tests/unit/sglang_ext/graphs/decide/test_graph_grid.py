@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.graphs.decide.graph_grid import Fallback, GraphGrid, GraphShape
+from support.graph_grids import full_grid
 
-PAPER = GraphGrid.from_product((8, 16, 32, 64, 128, 256), (1, 2, 4, 8, 16, 32, 64))
+PAPER = full_grid((8, 16, 32, 64, 128, 256), (1, 2, 4, 8, 16, 32, 64))
 
 
 def test_the_papers_grid() -> None:
@@ -55,7 +56,7 @@ def test_the_rule_of_padding() -> None:
 
 
 def test_what_is_left_out_is_left_out_for_all_who_hold_the_grid() -> None:
-    grid = GraphGrid.from_product((8, 16), (1, 2))
+    grid = full_grid((8, 16), (1, 2))
     held = grid
     grid.leave_out(GraphShape(8, 1))
     assert held.choose(8, 1, 8, 0) in {GraphShape(8, 2), GraphShape(16, 1)}
@@ -78,7 +79,7 @@ def test_a_shape_that_was_left_out_is_no_reason_for_a_batch_that_it_would_not_ha
 
 def test_depths_are_those_of_the_shapes_or_powers_of_two() -> None:
     assert PAPER.depths(10) == [1, 2, 4, 8]
-    assert GraphGrid.from_product((8,), (16, 32)).depths(10) == [10]
+    assert full_grid((8,), (16, 32)).depths(10) == [10]
     assert GraphGrid().depths(10) == [1, 2, 4, 8, 10]
 
 

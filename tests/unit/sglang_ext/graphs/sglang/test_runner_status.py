@@ -18,7 +18,7 @@ from sglang_ext.laps.decide.options import LapsOptions
 from sglang_ext.types import Role
 from sglang_ext_cuda_graphs.capture_plan import MemoryLedger
 from sglang_ext_cuda_graphs.prefill_graphs import PrefillGraphs
-from sglang_ext_cuda_graphs.recorders import DirectRecorder
+from support.direct_recorder import DirectRecorder
 
 
 def test_engines_without_graphs_say_nothing() -> None:

@@ -24,9 +24,10 @@ from sglang_ext.laps.decide.short_batch import (
 )
 from sglang_ext.laps.decide.slack import RankedPrefill, Urgency
 from sglang_ext.types import LengthClass
+from support.graph_grids import full_grid
 from support.plain_batches import plain_form_batch
 
-GRID = GraphGrid.from_product((8, 16, 32, 64, 128, 256), (1, 2, 4, 8, 16, 32, 64))
+GRID = full_grid((8, 16, 32, 64, 128, 256), (1, 2, 4, 8, 16, 32, 64))
 NO_GRID = GraphGrid()
 OVERHEAD_BOUND = CostCoefficients(0.0, 1e-6, 0.0, 0.01)
 COMPUTE_BOUND = CostCoefficients(0.0, 1e-3, 0.0, 1e-4)
@@ -92,10 +93,10 @@ def test_neighbours_join_only_while_padding_pays() -> None:
 def test_several_pay_for_a_larger_shape_that_one_does_not_pay_for() -> None:
     # Shapes of 32 to 256 tokens take 8.2, 11.4, 17.8 and 30.6 ms: the fifth request would cost 12.8 ms more.
     cost = CostCoefficients(0.0, 1e-4, 0.0, 5e-3)
-    grid = GraphGrid.from_product((32,), (1, 2, 4, 8))
+    grid = full_grid((32,), (1, 2, 4, 8))
     assert [len(form([32] * count, cost, grid).members) for count in range(1, 9)] == [1, 2, 3, 4, 4, 4, 7, 8]
     # Twice in one batch: five more pay for 16.
-    larger = GraphGrid.from_product((32,), (1, 2, 4, 8, 16))
+    larger = full_grid((32,), (1, 2, 4, 8, 16))
     assert [sorted(keys(form([32] * count, cost, larger))) for count in (12, 13)] == [list(range(8)), list(range(13))]
     # A request that fits into what is left joins although a more urgent one does not.
     assert keys(form([32, 32, 32, 20, 32, 10, 3], cost, grid)) == [0, 1, 2, 3, 5]
@@ -120,13 +121,13 @@ def test_the_time_on_a_shape_is_that_of_its_padding() -> None:
 
 
 def test_the_deepest_shape_bounds_the_batch() -> None:
-    formed = form([20] * 5, grid=GraphGrid.from_product((32,), (1, 2)))
+    formed = form([20] * 5, grid=full_grid((32,), (1, 2)))
     assert len(formed.members) == GraphShape(32, 2).slots == 4
     assert formed.is_full
 
 
 def test_a_shape_that_pads_too_much_is_not_planned_for() -> None:
-    formed = form([256, *[8] * 8], grid=GraphGrid.from_product((256,), (1, 16)))
+    formed = form([256, *[8] * 8], grid=full_grid((256,), (1, 16)))
     assert len(formed.members) == 9
     assert formed.shape is None
     assert formed.predicted_s == pytest.approx(OVERHEAD_BOUND.iteration_s(0.0, 256 + 64, 0))
@@ -286,7 +287,7 @@ def test_a_more_urgent_class_is_not_made_late() -> None:
 def test_where_nothing_can_be_on_time_as_it_runs_the_batch_is_filled_all_the_same() -> None:
     # On its own tokens each takes 130 ms and would be on time; padded to 256 it takes 256 ms, and both take 512.
     ranked = [short(key, 130, COMPUTE_BOUND, deadline_s=0.14) for key in (0, 1)]
-    formed = form_batch(ranked, 0.0, COMPUTE_BOUND, GraphGrid.from_product((256,), (1, 2)), BOUNDS)
+    formed = form_batch(ranked, 0.0, COMPUTE_BOUND, full_grid((256,), (1, 2)), BOUNDS)
     assert formed is not None
     assert keys(formed) == [0, 1]
 
@@ -352,7 +353,7 @@ candidates = st.lists(
     min_size=1,
     max_size=24,
 )
-FEW = GraphGrid.from_product((32, 256), (1, 4, 16))
+FEW = full_grid((32, 256), (1, 4, 16))
 PREFIXES = GraphGrid(GRID.shapes, max_prefix_tokens=2000)
 
 
