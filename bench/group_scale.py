@@ -49,7 +49,8 @@ from sglang_ext_router.group.peers import PeerRouters
 from sglang_ext_router.http.tls import worker_context
 from sglang_ext_router.instances.online_load import SiblingLoad
 from sglang_ext_router.instances.probe import Prober
-from sglang_ext_router.instances.workers import Worker, WorkerRegistry
+from sglang_ext_router.instances.registry import WorkerRegistry
+from sglang_ext_router.instances.workers import Worker
 from sglang_ext_router.observe.metrics import MetricsSnapshot
 from sglang_ext_router.request.prompt import measure
 from sglang_ext_router.request.routing import RoutePlanner

@@ -42,7 +42,7 @@ HOT_MODULES = (
     *(f"sglang_ext_router/http/{name}.py" for name in (
         "access", "client_requests", "http1", "replies", "request_parser", "unread_replies",
     )),
-    *(f"sglang_ext_router/instances/{name}.py" for name in ("model_pools", "workers")),
+    *(f"sglang_ext_router/instances/{name}.py" for name in ("registry", "workers")),
     *(f"sglang_ext_router/observe/{name}.py" for name in ("histograms", "metrics")),
     *(f"sglang_ext_router/request/{name}.py" for name in (
         *("aborting", "admitted_request", "attempt", "prepared_request", "prompt", "relay", "request_body"),

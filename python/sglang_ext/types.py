@@ -40,22 +40,6 @@ class Role(StrEnum):
 _SHORT, _LONG, _BOTH = Role.SHORT, Role.LONG, Role.BOTH
 
 
-class RequestState(StrEnum):
-    """A request's life; these names are used in metrics, logs and documents alike."""
-
-    RECEIVED = "received"
-    CLASSIFIED = "classified"
-    QUEUED = "queued"
-    BATCHED = "batched"
-    PREFILLING = "prefilling"
-    PARKED = "parked"
-    TRANSFERRING = "transferring"
-    DECODING = "decoding"
-    FINISHED = "finished"
-    ABORTED = "aborted"
-    FAILED = "failed"
-
-
 class PrefillLoad(NamedTuple):
     """One prefill instance at the moment of a decision."""
 

@@ -32,11 +32,11 @@ from sglang_ext_router.http.tls import worker_context
 from sglang_ext_router.instances.discovery import Discovery
 from sglang_ext_router.instances.kubernetes_api import connect_kubernetes, own_namespace
 from sglang_ext_router.instances.long_pool import LongPoolMonitor
-from sglang_ext_router.instances.model_pools import ModelPools
 from sglang_ext_router.instances.online_load import OnlineWaits, SiblingLoad, UnderWay, describe_class, summarise
 from sglang_ext_router.instances.pool_offers import PoolOffers
 from sglang_ext_router.instances.probe import Prober
-from sglang_ext_router.instances.workers import Worker, WorkerRegistry
+from sglang_ext_router.instances.registry import ModelPools, WorkerRegistry
+from sglang_ext_router.instances.workers import Worker
 from sglang_ext_router.observe.access_log import AccessLog
 from sglang_ext_router.observe.exposition import (
     gauge_families,

@@ -20,7 +20,7 @@ from sglang_ext_router import router as router_module
 from sglang_ext_router.config import RouterConfig, WorkerAddress
 from sglang_ext_router.group.siblings import SiblingLink
 from sglang_ext_router.http.tls import client_context
-from sglang_ext_router.instances.model_pools import ModelPools
+from sglang_ext_router.instances.registry import ModelPools
 from sglang_ext_router.instances.workers import Worker
 from sglang_ext_router.router import Router
 from support.raw_client import RawClient, Reply

@@ -32,9 +32,9 @@ from sglang_ext_router.control.pools import add_pool_routes, worker_id, worker_s
 from sglang_ext_router.http import replies
 from sglang_ext_router.http.access import Access
 from sglang_ext_router.instances.long_pool import LongPoolMonitor
-from sglang_ext_router.instances.model_pools import ModelPools
 from sglang_ext_router.instances.probe import Prober
-from sglang_ext_router.instances.workers import Worker, WorkerRegistry
+from sglang_ext_router.instances.registry import ModelPools, WorkerRegistry
+from sglang_ext_router.instances.workers import Worker
 from sglang_ext_router.observe.live_page import read_page
 from sglang_ext_router.request.prompt import BadRequestError, parse_body
 from sglang_ext_router.request.request_fields import check_detokenise, check_tokenise

@@ -42,7 +42,8 @@ from sglang_ext_router.decide.pool_move import (
 )
 from sglang_ext_router.instances.laps_monitor import MODE_PATH, LapsMonitor, NoReportError, NotServedError
 from sglang_ext_router.instances.probe import Prober
-from sglang_ext_router.instances.workers import Worker, WorkerRegistry
+from sglang_ext_router.instances.registry import WorkerRegistry
+from sglang_ext_router.instances.workers import Worker
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from sglang_ext_router.control.api_document import ADMIN_ONLY, WORKER_URL_PATTER
 from sglang_ext_router.control.controller import MoveRecord, MoveRefusedError, PoolController, pool_of
 from sglang_ext_router.decide.instance_pressure import pressure
 from sglang_ext_router.instances.long_pool import LongPoolMonitor
-from sglang_ext_router.instances.model_pools import ModelPools
-from sglang_ext_router.instances.workers import Worker, WorkerRegistry, describe_roles
+from sglang_ext_router.instances.registry import ModelPools, WorkerRegistry, describe_roles
+from sglang_ext_router.instances.workers import Worker
 
 
 class PoolsTarget(Protocol):

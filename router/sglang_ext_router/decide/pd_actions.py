@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import TypeAlias
 
-from sglang_ext.types import RequestState
-
 
 class Leg(IntEnum):
     """The two upstream requests that serve one client request."""
@@ -47,15 +45,8 @@ class AbortLeg:
 
 
 @dataclass(frozen=True, slots=True)
-class RelayHead:
-    """Send this leg's response head to the client: from here on nothing can be retried."""
-
-    leg: Leg
-
-
-@dataclass(frozen=True, slots=True)
-class RelayBody:
-    """Send this leg's body to the client, what was held back first, the rest as it arrives."""
+class RelayReply:
+    """Send this leg's response to the client: what is here now, the rest as it arrives. Nothing can be retried then."""
 
     leg: Leg
 
@@ -121,14 +112,11 @@ class Exclude:
 class RequestFinished:
     """The request is over: both legs have ended and no further action will come."""
 
-    state: RequestState
-
 
 Action: TypeAlias = (
     StartLegs
     | AbortLeg
-    | RelayHead
-    | RelayBody
+    | RelayReply
     | ReplyError
     | EmitErrorEvent
     | CloseClient
@@ -145,7 +133,7 @@ Actions: TypeAlias = tuple[Action, ...]
 NOTHING: Actions = ()
 PREFILL_SUCCEEDED: Actions = (RecordSuccess(Leg.PREFILL),)
 DECODE_SUCCEEDED: Actions = (RecordSuccess(Leg.DECODE),)
-RELAY_DECODE: Actions = (RelayHead(Leg.DECODE), RelayBody(Leg.DECODE))
-RELAY_PREFILL: Actions = (RelayHead(Leg.PREFILL), RelayBody(Leg.PREFILL))
-DECODE_SUCCEEDED_AND_FINISHED: Actions = (RecordSuccess(Leg.DECODE), RequestFinished(RequestState.FINISHED))
-PREFILL_SUCCEEDED_AND_FINISHED: Actions = (RecordSuccess(Leg.PREFILL), RequestFinished(RequestState.FINISHED))
+RELAY_DECODE: Actions = (RelayReply(Leg.DECODE),)
+RELAY_PREFILL: Actions = (RelayReply(Leg.PREFILL),)
+DECODE_SUCCEEDED_AND_FINISHED: Actions = (RecordSuccess(Leg.DECODE), RequestFinished())
+PREFILL_SUCCEEDED_AND_FINISHED: Actions = (RecordSuccess(Leg.PREFILL), RequestFinished())

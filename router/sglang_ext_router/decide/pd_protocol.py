@@ -10,7 +10,7 @@ void.
                    ▼  │                                                                                  │
           settling ─▶ backoff                        open/settling ──an answer──▶ relaying error ────────┘
 
-* Until `RelayHead` everything can be tried again elsewhere; from then on a failure shows to the client.
+* Until `RelayReply` everything can be tried again elsewhere; from then on a failure shows to the client.
 * A status outside `RETRYABLE_STATUS` (a 400, say) is an answer: it is relayed, also from the prefill leg.
 * A lost connection ends the attempt at once. A 5xx may be the echo of the other leg's failure (a decode
   instance answers 500 when its prefill instance dies), so the verdict waits, for one back-off at most, for
@@ -27,7 +27,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from sglang_ext.types import RequestState
 from sglang_ext_router.decide.pd_actions import (
     DECODE_SUCCEEDED,
     DECODE_SUCCEEDED_AND_FINISHED,
@@ -45,8 +44,7 @@ from sglang_ext_router.decide.pd_actions import (
     FailureReason,
     Leg,
     RecordFailure,
-    RelayBody,
-    RelayHead,
+    RelayReply,
     ReleaseTrial,
     ReplyError,
     RequestFinished,
@@ -316,7 +314,7 @@ class PDProtocol:
         """The client has closed its connection. Normal once it has its whole reply."""
         if self._phase in (_DRAINING, _OVER):
             return NOTHING
-        return self._finish(self._end_both(), RequestState.ABORTED)
+        return self._finish(self._end_both())
 
     def on_timeout(self) -> Actions:
         """The time allowed for the whole request is over, whatever its phase."""
@@ -327,7 +325,7 @@ class PDProtocol:
             return self._give_up(FailureReason.TIMEOUT)
         actions = self._end_both()
         if phase is _DRAINING:
-            return self._finish(actions, RequestState.FINISHED)
+            return self._finish(actions)
         return self._break_reply(actions, FailureReason.TIMEOUT)
 
     def on_retry_timer(self, attempt: int) -> Actions:
@@ -353,7 +351,7 @@ class PDProtocol:
         """A leg answers with something else than success."""
         self._mark_rejected(leg, status)
         if self._phase is _DRAINING:
-            return self._finish(self._end_both(), RequestState.FINISHED)
+            return self._finish(self._end_both())
         if self._phase is _RELAYING:
             return self._prefill_failed_late([])
         if status not in RETRYABLE_STATUS or not self._has_retries:
@@ -378,7 +376,7 @@ class PDProtocol:
         self._legs[leg] = _ENDED
         actions: list[Action] = [_RECORD_FAILURE[leg]]
         if phase is _DRAINING:
-            return self._finish(actions, RequestState.FINISHED)
+            return self._finish(actions)
         if phase is _RELAYING and leg is not self._relayed:
             return self._prefill_failed_late(actions)
         if phase in (_RELAYING, _RELAYING_ERROR):
@@ -397,7 +395,7 @@ class PDProtocol:
         self._legs[leg] = _REFUSED
         if self._phase is _SETTLING:
             return NOTHING
-        return self._finish(self._end_both(), RequestState.FAILED)
+        return self._finish(self._end_both())
 
     def _prefill_failed_late(self, actions: list[Action]) -> Actions:
         """The prefill leg fails while decode's reply is being relayed."""
@@ -411,7 +409,7 @@ class PDProtocol:
     def _relay_error(self, leg: Leg) -> Actions:
         self._phase = _RELAYING_ERROR
         actions = self._end(_OTHER[leg], is_failure=False)
-        return (*actions, RelayHead(leg), RelayBody(leg))
+        return (*actions, RelayReply(leg))
 
     def _back_off(self, actions: list[Action]) -> Actions:
         if self._phase is not _SETTLING:  # else the timer is running already
@@ -431,16 +429,16 @@ class PDProtocol:
 
     def _reply_error(self, actions: list[Action], status: int, reason: FailureReason) -> Actions:
         actions.append(ReplyError(status, reason))
-        return self._finish(actions, RequestState.FAILED)
+        return self._finish(actions)
 
     def _break_reply(self, actions: list[Action], reason: FailureReason) -> Actions:
         as_event = self.is_stream and self._phase is _RELAYING
         actions.append(EmitErrorEvent(reason) if as_event else CloseClient(reason))
-        return self._finish(actions, RequestState.FAILED)
+        return self._finish(actions)
 
-    def _finish(self, actions: list[Action], state: RequestState) -> Actions:
+    def _finish(self, actions: list[Action]) -> Actions:
         self._phase = _OVER
-        return (*actions, RequestFinished(state))
+        return (*actions, RequestFinished())
 
     # ---- ending and judging legs ----
 

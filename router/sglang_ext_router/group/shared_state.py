@@ -20,7 +20,8 @@ from sglang_ext_router.instances.online_load import SiblingLoad
 from sglang_ext_router.observe.metrics import MetricsSnapshot, read_snapshot
 
 if TYPE_CHECKING:
-    from sglang_ext_router.instances.workers import Worker, WorkerRegistry
+    from sglang_ext_router.instances.registry import WorkerRegistry
+    from sglang_ext_router.instances.workers import Worker
     from sglang_ext_router.request.routing import RoutePlanner
 
 # As JSON: url, counter, origin, role or null when removed, bootstrap port or null, draining; and, where the instance

@@ -30,7 +30,8 @@ from sglang_ext_router.decide.endpoint_slices import (
     reconcile,
 )
 from sglang_ext_router.instances.kubernetes_api import ApiAnswerError, KubernetesApi, VersionExpiredError, own_namespace
-from sglang_ext_router.instances.workers import Worker, WorkerRegistry
+from sglang_ext_router.instances.registry import WorkerRegistry
+from sglang_ext_router.instances.workers import Worker
 
 logger = logging.getLogger(__name__)
 

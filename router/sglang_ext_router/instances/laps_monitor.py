@@ -14,8 +14,9 @@ from sglang_ext.laps.decide.round_plan import LapsMode
 from sglang_ext.types import LengthClass
 from sglang_ext_router.decide.instance_pressure import InstanceSignals
 from sglang_ext_router.instances.probe import LAPS_PATH, Prober
+from sglang_ext_router.instances.registry import WorkerRegistry
 from sglang_ext_router.instances.work_reader import WorkReader
-from sglang_ext_router.instances.workers import Worker, WorkerRegistry
+from sglang_ext_router.instances.workers import Worker
 
 REPORT_PATH = LAPS_PATH
 MODE_PATH = "/laps/mode"

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypedDict
 
 from sglang_ext.types import LengthClass
 from sglang_ext_router.decide.prefill_choice import predicted_wait_s
-from sglang_ext_router.instances.model_pools import ModelPools
+from sglang_ext_router.instances.registry import ModelPools
 
 WINDOW_S = 5.0
 MAX_WAITS = 4096

@@ -19,7 +19,8 @@ import aiohttp
 from sglang_ext.types import Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress
 from sglang_ext_router.decide.served_models import AUTO, PairingFacts, why_refused
-from sglang_ext_router.instances.workers import Worker, WorkerRegistry
+from sglang_ext_router.instances.registry import WorkerRegistry
+from sglang_ext_router.instances.workers import Worker
 
 logger = logging.getLogger(__name__)
 

@@ -1,21 +1,18 @@
-"""The instances that the router knows: address, health, load, prefill rate, and what it has sent them itself."""
+"""One instance as the router knows it: address, health, load, prefill rate, and what the router has sent to it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from urllib.parse import urlsplit
 
 from sglang_ext.types import DecodeLoad, PrefillLoad, Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress
 from sglang_ext_router.decide.circuit_breaker import CircuitBreaker
 from sglang_ext_router.decide.prefill_progress import PrefillProgress
-from sglang_ext_router.decide.served_models import ADAPTER_SEPARATOR, PairingFacts, find_model
-from sglang_ext_router.instances.model_pools import ModelPools
+from sglang_ext_router.decide.served_models import PairingFacts
 
 PRIOR_TOKENS_PER_S = 2000.0
 PRIOR_BUSY_S = 0.5  # what is expected of an instance weighs as much as this much busy time of its own
 MEMORY_S = 30.0  # time after which old observations count half
-SHOWN_FOR_S = 1.0  # how long the sums over a pool are used
 _new = tuple.__new__  # a named tuple without its slow constructor: several are made for every request
 UNKNOWN_CAPACITY_TOKENS = 1 << 40  # until an instance has told its own
 
@@ -199,142 +196,3 @@ class Worker:
     def address(self) -> WorkerAddress:
         port = self.bootstrap_port if self.has_given_bootstrap_port else None
         return WorkerAddress(self.url, self.role, port, self.given_revision, self.topology)
-
-
-class WorkerRegistry:
-    """All known instances, and the ready ones by model and kind; rebuilt only when something changes."""
-
-    def __init__(self, config: RouterConfig) -> None:
-        self._config = config
-        self._by_id: dict[int, Worker] = {}
-        self._by_url: dict[str, Worker] = {}
-        self._next_id = 0
-        self.ready_prefill: tuple[Worker, ...] = ()  # of all models
-        self.ready_decode: tuple[Worker, ...] = ()
-        self.models: dict[str, ModelPools] = {}  # by the names under which instances serve them
-        self._by_name: dict[str, ModelPools] = {}  # these, and their aliases
-        self._for_any_name: ModelPools | None = None  # where there is no choice
-        self._for_no_name: ModelPools | None = None
-        # Tokens and busy seconds that each pool of each model has shown lately, and when they were added up
-        self._shown: dict[tuple[str, Role], tuple[float, float]] = {}
-        self._shown_s = float("-inf")
-        self.suspects: set[int] = set()  # ids of instances whose circuit breaker may not be closed
-        for address in config.workers:
-            self.add(address)
-
-    def __iter__(self) -> Iterator[Worker]:
-        return iter(tuple(self._by_id.values()))
-
-    def __len__(self) -> int:
-        return len(self._by_id)
-
-    def find(self, url: str) -> Worker | None:
-        return self._by_url.get(url)
-
-    def contains(self, worker: Worker) -> bool:
-        return self._by_id.get(worker.id) is worker
-
-    def add(self, address: WorkerAddress) -> Worker:
-        """Add an instance; it takes requests once a health check has passed."""
-        worker = Worker(self._next_id, address, self._config)
-        self._next_id += 1
-        self._by_id[worker.id] = worker
-        self._by_url[worker.url] = worker
-        return worker
-
-    def remove(self, worker: Worker) -> None:
-        self._by_id.pop(worker.id, None)
-        if self._by_url.get(worker.url) is worker:
-            del self._by_url[worker.url]
-        self.suspects.discard(worker.id)
-        self.refresh()
-
-    def relabel(self, worker: Worker, role: Role) -> None:
-        """Count a prefill instance to another pool; what it has under way and cached stays its own."""
-        assert worker.role.is_prefill
-        assert role.is_prefill
-        worker.role = role
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Recompute the ready lists; call after any change of health, draining, moving, role or membership."""
-        ready = [worker for worker in self._by_id.values() if worker.is_ready]
-        self.ready_prefill = tuple(worker for worker in ready if worker.role.is_prefill)
-        self.ready_decode = tuple(worker for worker in ready if not worker.role.is_prefill)
-        by_model: dict[str, list[Worker]] = {worker.model: [] for worker in self._by_id.values() if worker.model}
-        for worker in ready:
-            by_model.setdefault(worker.model, []).append(worker)
-        for name, pools in self.models.items():
-            if name not in by_model:
-                pools.set_ready(())  # requests may still hold it
-        self.models = {name: self.models.get(name) or ModelPools(name) for name in sorted(by_model)}
-        for name, pools in self.models.items():
-            pools.set_ready(by_model[name])
-        aliases = {alias: self.models[model] for alias, model in self._config.aliases if model in self.models}
-        self._by_name = {**aliases, **self.models}
-        sole = next(iter(self.models.values())) if len(self.models) == 1 else None
-        self._for_no_name = sole
-        # An instance that tells no name may be meant by any.
-        takes_any = self._config.accept_any_model or (sole is not None and not sole.name)
-        self._for_any_name = sole if takes_any else None
-
-    def find_model(self, name: str | None) -> ModelPools | None:
-        """The model that a request names, by its name, an alias, or as `NAME:ADAPTER`; without a name the only one."""
-        if not name:
-            return self._for_no_name
-        found = self._by_name.get(name)
-        if found is None:
-            return find_model(name, self._by_name) or self._for_any_name
-        return found
-
-    def names_adapter(self, name: str) -> bool:
-        """Whether this is `NAME:ADAPTER` and not the name of a model."""
-        return ADAPTER_SEPARATOR in name and name not in self._by_name
-
-    def served_names(self) -> list[str]:
-        """Models and aliases that a client may name."""
-        return [name for name in self._by_name if name]
-
-    @property
-    def aliases(self) -> dict[str, ModelPools]:
-        """Those of models that are served."""
-        return {name: pools for name, pools in self._by_name.items() if name not in self.models}
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every instance has been asked once: until then any model may turn out to be served."""
-        return all(worker.is_checked for worker in self._by_id.values())
-
-    def expected_tokens_per_s(self, worker: Worker, now_s: float) -> float:
-        """Prefill rate of the other instances of its pool together; the prior where they have shown nothing."""
-        if now_s - self._shown_s >= SHOWN_FOR_S:  # not for every report: a pool has hundreds of instances
-            self._shown_s = now_s
-            self._shown = {}
-            for other in self._by_id.values():
-                key = (other.model, other.role)
-                tokens, busy_s = self._shown.get(key, (0.0, 0.0))
-                self._shown[key] = (tokens + other.rate.tokens, busy_s + other.rate.busy_s)
-        tokens, busy_s = self._shown.get((worker.model, worker.role), (0.0, 0.0))
-        return blended_rate(
-            max(0.0, tokens - worker.rate.tokens), max(0.0, busy_s - worker.rate.busy_s), PRIOR_TOKENS_PER_S
-        )
-
-    def missing_roles(self) -> str | None:
-        """What keeps the router from serving any model, in words; None while it can serve one."""
-        missing = {name: pools.missing_roles() for name, pools in self.models.items()}
-        if not all(missing.values()):
-            return None
-        if len(missing) == 1:
-            return ", ".join(*missing.values())
-        if missing:
-            return "; ".join(f"{', '.join(roles)} of {name}" for name, roles in missing.items())
-        return "prefill, decode"
-
-
-def describe_roles(workers: Iterable[Worker]) -> dict[str, int]:
-    """Number of ready instances by role."""
-    counts = {role.value: 0 for role in Role}
-    for worker in workers:
-        if worker.is_ready:
-            counts[worker.role.value] += 1
-    return counts

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sglang_ext_router.group.lease import LeaseHolder
     from sglang_ext_router.group.shared_state import PeerCounts
     from sglang_ext_router.instances.discovery import DiscoveryState
-    from sglang_ext_router.instances.workers import WorkerRegistry
+    from sglang_ext_router.instances.registry import WorkerRegistry
 
 PREFIX = "sglang_ext_router_"
 # Sums over the processes of this router.

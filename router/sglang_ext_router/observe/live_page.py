@@ -31,9 +31,9 @@ from sglang_ext_router.http.access import Access
 from sglang_ext_router.http.client_requests import Request
 from sglang_ext_router.http.http1 import ClientConnection
 from sglang_ext_router.instances.long_pool import LongPoolMonitor, pool_prompts, pool_spans
-from sglang_ext_router.instances.model_pools import ModelPools
+from sglang_ext_router.instances.registry import ModelPools, WorkerRegistry
 from sglang_ext_router.instances.work_reader import WorkReader
-from sglang_ext_router.instances.workers import Worker, WorkerRegistry
+from sglang_ext_router.instances.workers import Worker
 from sglang_ext_router.observe.access_log import AccessEntry, peer_of
 from sglang_ext_router.request.admitted_request import AdmittedRequest
 from sglang_ext_router.request.services import Runnable, Services

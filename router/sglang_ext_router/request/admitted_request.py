@@ -10,7 +10,7 @@ import asyncio
 import logging
 
 from sglang_ext.live.decide.view import SeenRequest
-from sglang_ext.types import LengthClass, RequestState
+from sglang_ext.types import LengthClass
 from sglang_ext_router.decide.pd_actions import (
     RELAY_DECODE,
     AbortLeg,
@@ -22,8 +22,7 @@ from sglang_ext_router.decide.pd_actions import (
     Leg,
     RecordFailure,
     RecordSuccess,
-    RelayBody,
-    RelayHead,
+    RelayReply,
     ReleaseTrial,
     ReplyError,
     RequestFinished,
@@ -296,13 +295,11 @@ class AdmittedRequest:
                     assert attempt is not None
                     attempt.record_success(action.leg)
                 case RequestFinished():
-                    self._end(action.state)
+                    self._end()
                 case StartLegs():
                     self._send_legs(action.attempt, action.on_new_connections)
-                case RelayHead():
+                case RelayReply():
                     self._relay_head(action.leg)
-                case RelayBody():
-                    pass  # follows the head by itself
                 case RecordFailure():
                     assert attempt is not None
                     attempt.record_failure(action.leg)
@@ -405,7 +402,7 @@ class AdmittedRequest:
         delay_s = services.retry_policy.backoff_s(backoff_index, services.draw())
         self._timer = services.loop.call_later(delay_s, self.on_retry_timer, self._protocol.attempt)
 
-    def _end(self, state: RequestState) -> None:
+    def _end(self) -> None:
         """Count the request and let the next one in."""
         services, relay = self._services, self._relay
         if self._timer is not None:

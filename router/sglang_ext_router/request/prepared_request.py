@@ -24,7 +24,7 @@ from sglang_ext_router.request.request_ids import room_id
 from sglang_ext_router.request.scores import NO_SCORES, SCORE_FIELDS, ScorePlan, plan_scores
 
 if TYPE_CHECKING:
-    from sglang_ext_router.instances.model_pools import ModelPools
+    from sglang_ext_router.instances.registry import ModelPools
 
 SLO_HEADER = b"x-sgl-ttft-slo-ms"
 PRIORITY_HEADER = b"x-sgl-priority"

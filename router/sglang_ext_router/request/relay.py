@@ -127,11 +127,11 @@ class Relay:
         if self._is_own_head:
             self._go_on(leg, head, rest)
             return True
-        leg.relay = self
+        leg.sink = self.write
         self._source = leg
         client.write(b"%b%b%b%b" % (head, self._own_headers(), client.reply_headers, rest))
         if leg.is_complete:  # here whole already
-            leg.relay = None
+            leg.sink = None
             self._source = None
             self._finish()
         return True
@@ -146,7 +146,7 @@ class Relay:
         """A leg's reply is here whole: if it was relayed, so is the client's; else it may be a half of a joined one."""
         if leg is self._source:
             self._source = None
-            if leg.relay is None and self._is_own_head:
+            if leg.sink is None and self._is_own_head:
                 self._tell_error(leg.status, as_error(reply_body(leg.raw), leg.status))
             else:
                 self._finish()
@@ -169,7 +169,7 @@ class Relay:
             if not self._is_own_head:
                 self._is_own_head = True
                 client.write(replies.head(200, _STREAM_HEADERS + self._id_header() + client.reply_headers))
-        elif source.relay is None or source.status != 200 or not source.tail_ends_an_event():
+        elif source.sink is None or source.status != 200 or not source.tail_ends_an_event():
             return
         client.write(_KEEP_ALIVE)
         self._kept_alive_s = now_s
@@ -178,11 +178,11 @@ class Relay:
         """Send an instance's reply behind the head that the client has."""
         self._source = leg
         if is_chunked(head) and leg.status == 200:
-            leg.relay = self
+            leg.sink = self.write
             self.write(rest[2:])  # behind the blank line
         if leg.is_complete:
             self.take_complete(leg)
-            leg.relay = None
+            leg.sink = None
 
     def _tell_error(self, status: int, error: bytes) -> None:
         """End a stream that the client has the head of by an error."""

@@ -13,8 +13,8 @@ from sglang_ext_router.decide.pairing import choose_revision, nearest
 from sglang_ext_router.decide.pool_choice import FixedBoundary, PoolChoice, choose_pool, is_in_doubt
 from sglang_ext_router.decide.prefill_choice import choose_helper, predicted_wait_s, prefill_policy
 from sglang_ext_router.decide.prefix_index import BLOCK_BYTES, BLOCK_ENDS, PrefixIndex
-from sglang_ext_router.instances.model_pools import ModelPools
-from sglang_ext_router.instances.workers import Worker, WorkerRegistry
+from sglang_ext_router.instances.registry import ModelPools, WorkerRegistry
+from sglang_ext_router.instances.workers import Worker
 from sglang_ext_router.request.prompt import Prompt
 
 TOKEN_ID_BYTES = 8  # in the text over which prompts of token ids are hashed

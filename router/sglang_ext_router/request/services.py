@@ -17,7 +17,8 @@ from sglang_ext_router.group.siblings import SiblingLink
 from sglang_ext_router.instances.online_load import OnlineWaits
 from sglang_ext_router.instances.pool_offers import PoolOffers
 from sglang_ext_router.instances.probe import Prober
-from sglang_ext_router.instances.workers import Worker, WorkerRegistry
+from sglang_ext_router.instances.registry import WorkerRegistry
+from sglang_ext_router.instances.workers import Worker
 from sglang_ext_router.observe.access_log import AccessLog
 from sglang_ext_router.observe.metrics import RouterMetrics
 from sglang_ext_router.observe.traces import Tracer

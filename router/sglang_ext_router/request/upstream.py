@@ -9,15 +9,13 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from typing import TYPE_CHECKING, Protocol, cast
+from collections.abc import Callable
+from typing import Protocol, cast
 
 import httptools
 
 from sglang_ext_router.decide.pd_actions import Leg
 from sglang_ext_router.instances.workers import Worker
-
-if TYPE_CHECKING:
-    from sglang_ext_router.request.relay import Relay
 
 CONNECT_TIMEOUT_S = 5.0
 # uvicorn closes a connection that was idle for 5 s; one about to be closed is not used any more.
@@ -78,9 +76,9 @@ class UpstreamConnection(asyncio.Protocol):
         "owner",
         "raw",
         "received_s",
-        "relay",
         "reply_keeps_alive",
         "sent_s",
+        "sink",
         "status",
         "tells_body",
         "transport",
@@ -115,7 +113,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._tail = b""  # end of what was relayed after `raw`
         self.body_started = False
         self.is_complete = False
-        self.relay: Relay | None = None  # what takes the rest of the reply as it comes
+        self.sink: Callable[[bytes], None] | None = None  # takes the rest of the reply as it comes
         self.keeps_reply = False  # the whole reply is in `raw` once it is complete
         self._kept: list[bytes] = []  # what came of it behind the head; joined once, as it may be large
         self.reply_keeps_alive = False
@@ -195,9 +193,9 @@ class UpstreamConnection(asyncio.Protocol):
             assert self.transport is not None
             self.transport.abort()
             return
-        relay = self.relay
-        if relay is not None:
-            relay.write(data)
+        sink = self.sink
+        if sink is not None:
+            sink(data)
             gap_s = now_s - self.received_s
             if gap_s > self.longest_gap_s:
                 self.longest_gap_s = gap_s
@@ -232,7 +230,7 @@ class UpstreamConnection(asyncio.Protocol):
             owner.on_leg_body(self)
         if self.is_complete and self.owner is owner:
             self._end(owner)
-        elif self.relay is None and len(self.raw) > MAX_HELD_BYTES and not self.keeps_reply and self.status < 400:
+        elif self.sink is None and len(self.raw) > MAX_HELD_BYTES and not self.keeps_reply and self.status < 400:
             self.raw = self.raw[-MAX_HELD_BYTES // 2 :]  # a prefill's reply, of which only the end is read
 
     def eof_received(self) -> bool | None:
@@ -374,7 +372,7 @@ class UpstreamPool:
         connection.is_paused = False
         connection.raw = connection._last_body = connection._body_before = b""
         connection._request = connection._request_end = b""
-        connection.relay = None
+        connection.sink = None
         connection.idle_since_s = self.loop.time()
         self._idle.append(connection)
 

@@ -16,7 +16,8 @@ from sglang_ext_router.config import RouterConfig, RouterConfigError, WorkerAddr
 from sglang_ext_router.decide.instance_pressure import DecisionReason
 from sglang_ext_router.decide.pool_move import MoveOutcome
 from sglang_ext_router.instances import probe
-from sglang_ext_router.instances.workers import PRIOR_TOKENS_PER_S, WorkerRegistry
+from sglang_ext_router.instances.registry import WorkerRegistry
+from sglang_ext_router.instances.workers import PRIOR_TOKENS_PER_S
 from sglang_ext_router.request.prompt import measure
 from support.event_loops import Complaints
 from support.laps_engine import CONTROLLED, LapsEngine, laps

@@ -9,7 +9,8 @@ import pytest
 
 from sglang_ext.types import Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress
-from sglang_ext_router.instances.workers import PRIOR_TOKENS_PER_S, PrefillRate, Worker, WorkerRegistry
+from sglang_ext_router.instances.registry import WorkerRegistry
+from sglang_ext_router.instances.workers import PRIOR_TOKENS_PER_S, PrefillRate, Worker
 from support.router_process import Cluster, cluster
 from support.scripted_engine import BOOTSTRAP_PORT, ScriptedEngine
 

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sglang_ext.types import RequestState
 from sglang_ext_router.decide.pd_actions import (
     DECODE_SUCCEEDED,
     DECODE_SUCCEEDED_AND_FINISHED,
@@ -24,8 +23,7 @@ from sglang_ext_router.decide.pd_actions import (
     Leg,
     RecordFailure,
     RecordSuccess,
-    RelayBody,
-    RelayHead,
+    RelayReply,
     ReleaseTrial,
     ReplyError,
     RequestFinished,
@@ -42,7 +40,6 @@ from support.pd_monitor import Event, Monitor, feed
 
 P, D = Leg.PREFILL, Leg.DECODE
 LOST, CONNECT_FAILED = FailureReason.LEG_LOST, FailureReason.CONNECT_FAILED
-FAILED, FINISHED, ABORTED = RequestState.FAILED, RequestState.FINISHED, RequestState.ABORTED
 
 
 def started(max_retries: int = 5, *, is_stream: bool = True, is_single_sequence: bool = True) -> PDProtocol:
@@ -99,7 +96,7 @@ class TestHappyPath:
         assert protocol.on_first_body(D, 0) is RELAY_DECODE
 
     def test_a_redirection_is_an_answer(self) -> None:
-        assert RelayHead(D) in started().on_leg_head(D, 0, 300)
+        assert RelayReply(D) in started().on_leg_head(D, 0, 300)
 
     def test_informational_heads_are_not_heads(self) -> None:
         protocol = started()
@@ -139,7 +136,7 @@ class TestConnectionFailures:
             AbortLeg(D),
             ReleaseTrial(D),
             ReplyError(status, reason),
-            RequestFinished(FAILED),
+            RequestFinished(),
         )
 
     def test_all_attempts_are_used(self) -> None:
@@ -147,7 +144,7 @@ class TestConnectionFailures:
         for attempt in range(5):
             assert ScheduleRetry(attempt) in protocol.on_leg_connect_failed(D, attempt)
             assert protocol.on_retry_timer(attempt) == (StartLegs(attempt + 1),)
-        assert protocol.on_leg_lost(D, 5)[-2:] == (ReplyError(502, LOST), RequestFinished(FAILED))
+        assert protocol.on_leg_lost(D, 5)[-2:] == (ReplyError(502, LOST), RequestFinished())
 
     def test_what_was_taken_and_lost_is_sent_again_once(self) -> None:
         """Whatever else fails before, between or after."""
@@ -158,7 +155,7 @@ class TestConnectionFailures:
         protocol.on_retry_timer(1)
         assert ScheduleRetry(2) in protocol.on_leg_head(P, 2, 429)
         protocol.on_retry_timer(2)
-        assert protocol.on_leg_lost(P, 3)[-2:] == (ReplyError(502, LOST), RequestFinished(FAILED))
+        assert protocol.on_leg_lost(P, 3)[-2:] == (ReplyError(502, LOST), RequestFinished())
 
     def test_a_stale_connection_starts_all_anew_without_a_failure(self) -> None:
         protocol = started(max_retries=0)
@@ -170,7 +167,7 @@ class TestConnectionFailures:
         )
         assert protocol.on_leg_stale(D, 0) == NOTHING
         assert protocol.phase is RequestPhase.OPEN
-        assert protocol.on_leg_lost(D, 1)[-2:] == (ReplyError(502, LOST), RequestFinished(FAILED))
+        assert protocol.on_leg_lost(D, 1)[-2:] == (ReplyError(502, LOST), RequestFinished())
 
     def test_a_stale_connection_uses_up_the_retry_of_what_was_lost_but_no_other(self) -> None:
         protocol = started(max_retries=2)
@@ -179,12 +176,12 @@ class TestConnectionFailures:
         protocol.on_retry_timer(1)
         assert ScheduleRetry(2) in protocol.on_leg_head(D, 2, 429)
         protocol.on_retry_timer(2)
-        assert protocol.on_leg_stale(D, 3)[-2:] == (ReplyError(502, LOST), RequestFinished(FAILED))
+        assert protocol.on_leg_stale(D, 3)[-2:] == (ReplyError(502, LOST), RequestFinished())
 
     def test_a_retry_beyond_the_budget_is_answered(self) -> None:
         protocol = started()
         protocol.on_leg_lost(D, 0)
-        refusal = (ReplyError(503, FailureReason.RETRY_BUDGET), RequestFinished(FAILED))
+        refusal = (ReplyError(503, FailureReason.RETRY_BUDGET), RequestFinished())
         assert protocol.on_retry_refused(0) == refusal
         settling = started()
         assert settling.on_leg_head(D, 0, 500) == (ScheduleRetry(0),)
@@ -208,7 +205,7 @@ class TestConnectionFailures:
         assert protocol.phase is RequestPhase.OPEN
 
     def test_no_instance(self) -> None:
-        assert started().on_no_instance(0) == (ReplyError(503, FailureReason.NO_INSTANCE), RequestFinished(FAILED))
+        assert started().on_no_instance(0) == (ReplyError(503, FailureReason.NO_INSTANCE), RequestFinished())
 
 
 class TestStatuses:
@@ -220,11 +217,10 @@ class TestStatuses:
         assert protocol.on_leg_head(leg, 0, status) == (
             AbortLeg(other),
             ReleaseTrial(other),
-            RelayHead(leg),
-            RelayBody(leg),
+            RelayReply(leg),
         )
         assert protocol.on_first_body(leg, 0) == NOTHING
-        assert protocol.on_leg_complete(leg, 0) == (ReleaseTrial(leg), RequestFinished(FAILED))
+        assert protocol.on_leg_complete(leg, 0) == (ReleaseTrial(leg), RequestFinished())
 
     @pytest.mark.parametrize("status", [408, 429])
     def test_a_busy_instance_is_avoided_without_a_recorded_failure(self, status: int) -> None:
@@ -239,13 +235,13 @@ class TestStatuses:
 
     def test_the_last_failure_is_relayed(self) -> None:
         protocol = started(max_retries=0)
-        assert protocol.on_leg_head(P, 0, 503) == (AbortLeg(D), ReleaseTrial(D), RelayHead(P), RelayBody(P))
-        assert protocol.on_leg_complete(P, 0) == (RecordFailure(P), RequestFinished(FAILED))
+        assert protocol.on_leg_head(P, 0, 503) == (AbortLeg(D), ReleaseTrial(D), RelayReply(P))
+        assert protocol.on_leg_complete(P, 0) == (RecordFailure(P), RequestFinished())
 
     def test_an_error_reply_that_breaks_off_closes_the_client(self) -> None:
         protocol = started()
         protocol.on_leg_head(D, 0, 400)
-        assert protocol.on_leg_lost(D, 0) == (RecordFailure(D), CloseClient(LOST), RequestFinished(FAILED))
+        assert protocol.on_leg_lost(D, 0) == (RecordFailure(D), CloseClient(LOST), RequestFinished())
 
     def test_an_error_inside_a_streams_first_event_is_retried(self) -> None:
         protocol = started()
@@ -257,7 +253,7 @@ class TestStatuses:
     def test_an_error_inside_a_relayed_stream_only_changes_the_verdict(self) -> None:
         protocol = relaying(prefill_done=True)
         assert protocol.on_error_event(D, 0, 503) == NOTHING
-        assert protocol.on_leg_complete(D, 0) == (RecordFailure(D), RequestFinished(FAILED))
+        assert protocol.on_leg_complete(D, 0) == (RecordFailure(D), RequestFinished())
 
     def test_such_an_error_ends_a_prefill_leg_that_still_runs(self) -> None:
         protocol = relaying()
@@ -266,7 +262,7 @@ class TestStatuses:
             AbortLeg(P),
             ReleaseTrial(P),
             ReleaseTrial(D),
-            RequestFinished(FAILED),
+            RequestFinished(),
         )
 
 
@@ -326,9 +322,9 @@ class TestWhoIsToBlame:
         protocol = started()
         protocol.on_leg_head(D, 0, 500)
         protocol.on_leg_complete(D, 0)
-        assert protocol.on_leg_head(P, 0, 400) == (ReleaseTrial(D), RelayHead(P), RelayBody(P))
+        assert protocol.on_leg_head(P, 0, 400) == (ReleaseTrial(D), RelayReply(P))
         assert protocol.on_retry_timer(0) == NOTHING
-        assert protocol.on_leg_complete(P, 0) == (ReleaseTrial(P), RequestFinished(FAILED))
+        assert protocol.on_leg_complete(P, 0) == (ReleaseTrial(P), RequestFinished())
 
     def test_a_refusal_outweighs_the_5xx_it_caused(self) -> None:
         protocol = started()
@@ -350,12 +346,12 @@ class TestAfterTheFirstByte:
             AbortLeg(P),
             ReleaseTrial(P),
             EmitErrorEvent(LOST),
-            RequestFinished(FAILED),
+            RequestFinished(),
         )
 
     def test_decode_lost_in_a_plain_reply(self) -> None:
         protocol = relaying(is_stream=False, prefill_done=True)
-        assert protocol.on_leg_lost(D, 0) == (RecordFailure(D), CloseClient(LOST), RequestFinished(FAILED))
+        assert protocol.on_leg_lost(D, 0) == (RecordFailure(D), CloseClient(LOST), RequestFinished())
 
     def test_prefill_lost_harms_a_single_sequence_no_more(self) -> None:
         protocol = relaying()
@@ -379,13 +375,13 @@ class TestAfterTheFirstByte:
             AbortLeg(D),
             ReleaseTrial(D),
             EmitErrorEvent(FailureReason.LEG_FAILED),
-            RequestFinished(FAILED),
+            RequestFinished(),
         )
 
     def test_prefill_lost_after_the_whole_reply(self) -> None:
         protocol = relaying()
         protocol.on_leg_complete(D, 0)
-        assert protocol.on_leg_lost(P, 0) == (RecordFailure(P), RequestFinished(FINISHED))
+        assert protocol.on_leg_lost(P, 0) == (RecordFailure(P), RequestFinished())
 
     def test_nothing_is_retried(self) -> None:
         protocol = relaying()
@@ -401,31 +397,31 @@ class TestClientAndTime:
                 ReleaseTrial(P),
                 AbortLeg(D),
                 ReleaseTrial(D),
-                RequestFinished(ABORTED),
+                RequestFinished(),
             )
 
     def test_client_leaves_while_queued_or_backing_off(self) -> None:
-        assert PDProtocol().on_client_gone() == (RequestFinished(ABORTED),)
+        assert PDProtocol().on_client_gone() == (RequestFinished(),)
         protocol = started()
         protocol.on_leg_lost(P, 0)
-        assert protocol.on_client_gone() == (RequestFinished(ABORTED),)
+        assert protocol.on_client_gone() == (RequestFinished(),)
         assert protocol.on_retry_timer(0) == NOTHING
 
     def test_timeout_in_the_queue(self) -> None:
         protocol = PDProtocol()
-        assert protocol.on_timeout() == (ReplyError(408, FailureReason.QUEUE_TIMEOUT), RequestFinished(FAILED))
+        assert protocol.on_timeout() == (ReplyError(408, FailureReason.QUEUE_TIMEOUT), RequestFinished())
         assert protocol.start() == NOTHING
 
     def test_timeout_before_the_first_byte(self) -> None:
-        assert started().on_timeout()[-2:] == (ReplyError(504, FailureReason.TIMEOUT), RequestFinished(FAILED))
+        assert started().on_timeout()[-2:] == (ReplyError(504, FailureReason.TIMEOUT), RequestFinished())
 
     def test_timeout_ends_a_stream(self) -> None:
-        assert relaying().on_timeout()[-2:] == (EmitErrorEvent(FailureReason.TIMEOUT), RequestFinished(FAILED))
+        assert relaying().on_timeout()[-2:] == (EmitErrorEvent(FailureReason.TIMEOUT), RequestFinished())
 
     def test_timeout_while_only_prefill_hangs(self) -> None:
         protocol = relaying()
         protocol.on_leg_complete(D, 0)
-        assert protocol.on_timeout() == (AbortLeg(P), ReleaseTrial(P), RequestFinished(FINISHED))
+        assert protocol.on_timeout() == (AbortLeg(P), ReleaseTrial(P), RequestFinished())
 
 
 LEGS = st.sampled_from(list(Leg))
@@ -471,7 +467,7 @@ class RandomHistories(RuleBasedStateMachine):
 
     @invariant()
     def agrees_on_the_end(self) -> None:
-        assert self.protocol.is_over == (self.monitor.over is not None)
+        assert self.protocol.is_over == self.monitor.is_over
         assert self.protocol.attempt == self.monitor.attempt
 
     def teardown(self) -> None:

@@ -59,7 +59,7 @@ def explore(
                 next_monitor.step(event, feed(next_protocol, event))
             except AssertionError as error:
                 raise AssertionError(f"{error}: {story((path, event))}") from error
-            assert next_protocol.is_over == (next_monitor.over is not None)
+            assert next_protocol.is_over == next_monitor.is_over
             key = (
                 next_protocol._phase,
                 next_protocol._attempt,

@@ -10,7 +10,8 @@ import pytest
 from sglang_ext.types import LengthClass, Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress
 from sglang_ext_router.decide.prefix_index import BLOCK_BYTES
-from sglang_ext_router.instances.workers import Worker, WorkerRegistry
+from sglang_ext_router.instances.registry import WorkerRegistry
+from sglang_ext_router.instances.workers import Worker
 from sglang_ext_router.request.prompt import Prompt, measure
 from sglang_ext_router.request.routing import NoInstanceError, Route, RoutePlanner
 from support.router_process import cluster

@@ -1,0 +1,213 @@
+"""All instances that the router knows, and the ready ones of each model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from sglang_ext.laps.decide.boundary import DEFAULT_BOUNDARY_TOKENS
+from sglang_ext.types import Role
+from sglang_ext_router.config import RouterConfig, WorkerAddress
+from sglang_ext_router.decide.pool_choice import FixedBoundary
+from sglang_ext_router.decide.served_models import ADAPTER_SEPARATOR, find_model
+from sglang_ext_router.decide.token_estimate import TokenEstimator
+from sglang_ext_router.instances.workers import PRIOR_TOKENS_PER_S, Worker, blended_rate
+from sglang_ext_router.request.tokenising import PromptTokeniser
+
+SHOWN_FOR_S = 1.0  # how long the sums over a pool are used
+
+
+class ModelPools:
+    """One served model: its ready instances by kind, and what is learned of its prompts.
+
+    Requests hold on to it from the moment their model is known, while instances come and go. The attributes are plain
+    because the data path reads them for every request.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name  # empty: of instances that tell none
+        self.ready_prefill: tuple[Worker, ...] = ()
+        self.ready_decode: tuple[Worker, ...] = ()
+        self.prefill_roles: tuple[Role, ...] = ()
+        self.has_revisions = False  # ready instances are of several
+        # Prompts up to the first fit every ready decode instance, beyond the second none.
+        self.shortest_limit_tokens = 0
+        self.longest_prompt_tokens: int | None = None
+        self.longest_prefill_tokens: int | None = None  # for prompts that prefill serves alone
+        self.boundary = FixedBoundary(DEFAULT_BOUNDARY_TOKENS)  # where short ends, as its prefill instances say
+        self.estimator = TokenEstimator()
+        self.tokeniser: PromptTokeniser | None = None  # comes once a tokenizer is known
+
+    def set_ready(self, ready: Sequence[Worker]) -> None:
+        """Take over the model's ready instances, without those whose revision has none of the other kind.
+
+        Where there is no pair at all none is left out: prefill alone may be all that is wanted.
+        """
+        decode_revisions = {worker.revision for worker in ready if not worker.role.is_prefill}
+        pairs = {worker.revision for worker in ready if worker.role.is_prefill and worker.revision in decode_revisions}
+        if pairs:
+            ready = [worker for worker in ready if worker.revision in pairs]
+        self.ready_prefill = tuple(worker for worker in ready if worker.role.is_prefill)
+        self.ready_decode = tuple(worker for worker in ready if not worker.role.is_prefill)
+        self.prefill_roles = tuple(worker.role for worker in self.ready_prefill)
+        self.has_revisions = len({worker.revision for worker in ready}) > 1
+        self.longest_prefill_tokens = max((worker.max_prompt_tokens for worker in self.ready_prefill), default=None)
+        limits = [worker.max_prompt_tokens for worker in self.ready_decode]
+        self.longest_prompt_tokens = max(limits, default=None)
+        self.shortest_limit_tokens = min(limits, default=0)
+
+    def missing_roles(self) -> list[str]:
+        """What keeps the model from being served: `prefill`, `decode`, both, a pair of one revision, or nothing."""
+        missing = [] if self.ready_prefill else ["prefill"]
+        if not self.ready_decode:
+            return [*missing, "decode"]
+        decode_revisions = {worker.revision for worker in self.ready_decode}
+        if missing or any(worker.revision in decode_revisions for worker in self.ready_prefill):
+            return missing
+        return ["prefill and decode of one revision"]
+
+    def lacks_pair(self) -> str:
+        """That no revision has both kinds, in words."""
+        return f"no prefill and decode instance{f' of {self.name}' if self.name else ''} of one revision are ready"
+
+    def lacks(self, kind: str) -> str:
+        """That there is no instance of this kind, in words."""
+        return f"no {kind} instance{f' of {self.name}' if self.name else ''} is ready"
+
+
+class WorkerRegistry:
+    """All known instances, and the ready ones by model and kind; rebuilt only when something changes."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        self._config = config
+        self._by_id: dict[int, Worker] = {}
+        self._by_url: dict[str, Worker] = {}
+        self._next_id = 0
+        self.ready_prefill: tuple[Worker, ...] = ()  # of all models
+        self.ready_decode: tuple[Worker, ...] = ()
+        self.models: dict[str, ModelPools] = {}  # by the names under which instances serve them
+        self._by_name: dict[str, ModelPools] = {}  # these, and their aliases
+        self._for_any_name: ModelPools | None = None  # where there is no choice
+        self._for_no_name: ModelPools | None = None
+        # Tokens and busy seconds that each pool of each model has shown lately, and when they were added up
+        self._shown: dict[tuple[str, Role], tuple[float, float]] = {}
+        self._shown_s = float("-inf")
+        self.suspects: set[int] = set()  # ids of instances whose circuit breaker may not be closed
+        for address in config.workers:
+            self.add(address)
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(tuple(self._by_id.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def find(self, url: str) -> Worker | None:
+        return self._by_url.get(url)
+
+    def contains(self, worker: Worker) -> bool:
+        return self._by_id.get(worker.id) is worker
+
+    def add(self, address: WorkerAddress) -> Worker:
+        """Add an instance; it takes requests once a health check has passed."""
+        worker = Worker(self._next_id, address, self._config)
+        self._next_id += 1
+        self._by_id[worker.id] = worker
+        self._by_url[worker.url] = worker
+        return worker
+
+    def remove(self, worker: Worker) -> None:
+        self._by_id.pop(worker.id, None)
+        if self._by_url.get(worker.url) is worker:
+            del self._by_url[worker.url]
+        self.suspects.discard(worker.id)
+        self.refresh()
+
+    def relabel(self, worker: Worker, role: Role) -> None:
+        """Count a prefill instance to another pool; what it has under way and cached stays its own."""
+        assert worker.role.is_prefill
+        assert role.is_prefill
+        worker.role = role
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Recompute the ready lists; call after any change of health, draining, moving, role or membership."""
+        ready = [worker for worker in self._by_id.values() if worker.is_ready]
+        self.ready_prefill = tuple(worker for worker in ready if worker.role.is_prefill)
+        self.ready_decode = tuple(worker for worker in ready if not worker.role.is_prefill)
+        by_model: dict[str, list[Worker]] = {worker.model: [] for worker in self._by_id.values() if worker.model}
+        for worker in ready:
+            by_model.setdefault(worker.model, []).append(worker)
+        for name, pools in self.models.items():
+            if name not in by_model:
+                pools.set_ready(())  # requests may still hold it
+        self.models = {name: self.models.get(name) or ModelPools(name) for name in sorted(by_model)}
+        for name, pools in self.models.items():
+            pools.set_ready(by_model[name])
+        aliases = {alias: self.models[model] for alias, model in self._config.aliases if model in self.models}
+        self._by_name = {**aliases, **self.models}
+        sole = next(iter(self.models.values())) if len(self.models) == 1 else None
+        self._for_no_name = sole
+        # An instance that tells no name may be meant by any.
+        takes_any = self._config.accept_any_model or (sole is not None and not sole.name)
+        self._for_any_name = sole if takes_any else None
+
+    def find_model(self, name: str | None) -> ModelPools | None:
+        """The model that a request names, by its name, an alias, or as `NAME:ADAPTER`; without a name the only one."""
+        if not name:
+            return self._for_no_name
+        found = self._by_name.get(name)
+        if found is None:
+            return find_model(name, self._by_name) or self._for_any_name
+        return found
+
+    def names_adapter(self, name: str) -> bool:
+        """Whether this is `NAME:ADAPTER` and not the name of a model."""
+        return ADAPTER_SEPARATOR in name and name not in self._by_name
+
+    def served_names(self) -> list[str]:
+        """Models and aliases that a client may name."""
+        return [name for name in self._by_name if name]
+
+    @property
+    def aliases(self) -> dict[str, ModelPools]:
+        """Those of models that are served."""
+        return {name: pools for name, pools in self._by_name.items() if name not in self.models}
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every instance has been asked once: until then any model may turn out to be served."""
+        return all(worker.is_checked for worker in self._by_id.values())
+
+    def expected_tokens_per_s(self, worker: Worker, now_s: float) -> float:
+        """Prefill rate of the other instances of its pool together; the prior where they have shown nothing."""
+        if now_s - self._shown_s >= SHOWN_FOR_S:  # not for every report: a pool has hundreds of instances
+            self._shown_s = now_s
+            self._shown = {}
+            for other in self._by_id.values():
+                key = (other.model, other.role)
+                tokens, busy_s = self._shown.get(key, (0.0, 0.0))
+                self._shown[key] = (tokens + other.rate.tokens, busy_s + other.rate.busy_s)
+        tokens, busy_s = self._shown.get((worker.model, worker.role), (0.0, 0.0))
+        return blended_rate(
+            max(0.0, tokens - worker.rate.tokens), max(0.0, busy_s - worker.rate.busy_s), PRIOR_TOKENS_PER_S
+        )
+
+    def missing_roles(self) -> str | None:
+        """What keeps the router from serving any model, in words; None while it can serve one."""
+        missing = {name: pools.missing_roles() for name, pools in self.models.items()}
+        if not all(missing.values()):
+            return None
+        if len(missing) == 1:
+            return ", ".join(*missing.values())
+        if missing:
+            return "; ".join(f"{', '.join(roles)} of {name}" for name, roles in missing.items())
+        return "prefill, decode"
+
+
+def describe_roles(workers: Iterable[Worker]) -> dict[str, int]:
+    """Number of ready instances by role."""
+    counts = {role.value: 0 for role in Role}
+    for worker in workers:
+        if worker.is_ready:
+            counts[worker.role.value] += 1
+    return counts
