@@ -139,10 +139,10 @@ lint: env
 check: lint
 	@$(BIN)/python -m pytest -q -n $$(nproc) -m 'not slow' tests/unit $(PYTEST_ARGS)
 
-test: lint
+test: lint $(NATIVE)
 	@$(PYTEST) $(PYTEST_ARGS)
 
-test-all: lint $(KERNELS) $(RAY) $(JUDGES) $(NIXL) $(MOONCAKE) $(CHARTS) $(TRACES)
+test-all: lint $(COMPILED) $(NATIVE) $(KERNELS) $(RAY) $(JUDGES) $(NIXL) $(MOONCAKE) $(CHARTS) $(TRACES)
 	@$(PYTEST) --full $(PYTEST_ARGS)
 
 test-k8s: env $(CHARTS)

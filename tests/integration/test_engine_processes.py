@@ -100,7 +100,7 @@ def test_engine_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
     engine_pid = int(parent.stdout.readline())
     command_line = Path(f"/proc/{engine_pid}/cmdline")
     deadline_s = time.monotonic() + 60
-    while b"sglang_plugin.launch" not in command_line.read_bytes():  # it has become the engine, which imports SGLang
+    while b"sglang_ext.engine.launch" not in command_line.read_bytes():  # until it has become the engine
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
     os.kill(parent.pid, signal.SIGKILL)

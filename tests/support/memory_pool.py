@@ -80,7 +80,7 @@ class Wires:
 
 
 class MemoryMeshes:
-    """See `sequence_parallel.mesh.Meshes`."""
+    """See `long_pool.mesh.mesh.Meshes`."""
 
     def __init__(self, wires: Wires) -> None:
         self._wires = wires
@@ -109,7 +109,7 @@ class MemoryMeshes:
 
 
 class MemoryMesh:
-    """See `sequence_parallel.mesh.Mesh`."""
+    """See `long_pool.mesh.mesh.Mesh`."""
 
     def __init__(self, wires: Wires, sequence: int, members: Sequence[int], instance: int) -> None:
         self.members = tuple(members)

@@ -29,7 +29,7 @@ class Meeting:
 
 
 class MemoryRanks:
-    """See `sequence_parallel.ranks.Ranks`."""
+    """See `long_pool.member.ranks.Ranks`."""
 
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting = meeting

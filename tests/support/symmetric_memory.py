@@ -24,7 +24,7 @@ class SymmetricGroup:
 
 
 class FakeSymmetricMemory:
-    """See `sequence_parallel.mailbox_mesh.SymmetricMemory`."""
+    """See `long_pool.mesh.mailbox_mesh.SymmetricMemory`."""
 
     def __init__(self, group: SymmetricGroup, member: int) -> None:
         self._group = group
@@ -102,7 +102,7 @@ class FakeSymmetricMemory:
 
 
 class FakeMark:
-    """See `sequence_parallel.mailbox_mesh.MemoryMark`."""
+    """See `long_pool.mesh.mailbox_mesh.MemoryMark`."""
 
     def __init__(self) -> None:
         self.reached = threading.Event()

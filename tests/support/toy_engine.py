@@ -18,7 +18,7 @@ WIDTH = HEADS * HEAD_SIZE
 
 
 class ToyPool:
-    """See `sequence_parallel.shard.KvPool`."""
+    """See `long_pool.member.shard.KvPool`."""
 
     def __init__(self, tokens: int = 4096, page_tokens: int = 1) -> None:
         self.layers = LAYERS
@@ -62,7 +62,7 @@ class ToyPool:
 
 
 class ToyEngine:
-    """See `sequence_parallel.chunk_step.Engine`. The same weights everywhere."""
+    """See `long_pool.member.chunk_step.Engine`. The same weights everywhere."""
 
     def __init__(
         self, pool: ToyPool, layer_s: float = 0.0, on_layer: Callable[[int], None] = lambda layer: None

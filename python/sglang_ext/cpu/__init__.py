@@ -5,7 +5,7 @@ SGLang imports `triton`, `torchvision`, `torchaudio` and `sgl_kernel` whatever t
 stand-in in place of each that is really absent: code that a served path reaches is implemented, everything
 else raises an error that names what is missing.
 
-Call `install()` before the first import of `sglang`, in every process (see `sglang_plugin.launch`).
+Call `install()` before the first import of `sglang`, in every process (see `engine.launch`).
 """
 
 from sglang_ext.cpu.import_hook import (

@@ -1,7 +1,7 @@
 """Messages between a coordinator and the members of its long pool.
 
 A member sends a hello, reports, offers requests and answers orders. The coordinator sends the orders of
-`policy.cdsp.orders`; what a member has to compute comes with its token ids.
+`long_pool.decide.orders`; what a member has to compute comes with its token ids.
 
     ["ReportMessage",[[0.0,4096,null],7]]⏎
     ["ChunkOrder",[[…],null,[],true],2048]⏎ and 2048 bytes: 512 token ids

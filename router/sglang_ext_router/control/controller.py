@@ -1,6 +1,6 @@
 """Drives the pool controller: asks the instances, lets the policies decide, carries moves out, says so.
 
-Decisions are `policy.pools.instance_pressure`, a move is the state machine `policy.pools.pool_move`; here are only the
+Decisions are `decide.instance_pressure`, a move is the state machine `decide.pool_move`; here are only the
 clock, the requests to the instances and the log.
 """
 

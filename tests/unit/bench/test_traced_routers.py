@@ -25,9 +25,9 @@ def test_the_copy_lacks_the_branches_of_the_request_path_and_nothing_else(
         sys.path.remove(str(ROOT / "tools"))
 
     def copy_in(folder: Path, change: object) -> None:
-        (folder / "sglang_ext_router").mkdir()
         for module in tool.HOT_MODULES:
             if module.startswith("sglang_ext_router/"):
+                (folder / module).parent.mkdir(parents=True, exist_ok=True)
                 (folder / module).write_text(tool.source_path(module).read_text())
         change(folder)  # type: ignore[operator]
 
@@ -36,11 +36,13 @@ def test_the_copy_lacks_the_branches_of_the_request_path_and_nothing_else(
     built = build_variants(tmp_path)
     assert set(built) == {"product", "without"} < {"product", *VARIANTS}
     fewer = {}
-    for path in sorted((built["product"] / "sglang_ext_router").glob("*.py")):
+    package = built["product"] / "sglang_ext_router"
+    for path in sorted(package.rglob("*.py")):
+        name = path.relative_to(package)
         lines = path.read_text().splitlines()
-        left = (built["without"] / "sglang_ext_router" / path.name).read_text().splitlines()
+        left = (built["without"] / "sglang_ext_router" / name).read_text().splitlines()
         if lines != left:
-            fewer[path.name] = [line for line in lines if line not in left]
+            fewer[str(name)] = [line for line in lines if line not in left]
             kept = iter(lines)
             assert all(any(line == other for other in kept) for line in left), "in their order, and none is changed"
     assert set(fewer) == {"request/admitted_request.py", "request/waiting_request.py"}

@@ -127,7 +127,7 @@ class SchedulerEngine:
     def forward(
         self, token_ids: Sequence[int], positions: torch.Tensor, slots: torch.Tensor, attention: Attention
     ) -> torch.Tensor:
-        """See `sequence_parallel.chunk_step.Engine`."""
+        """See `long_pool.member.chunk_step.Engine`."""
         if not token_ids:
             # A model cannot compute no rows, and the ring needs every member in every layer.
             token_ids = [0]
@@ -146,7 +146,7 @@ class SchedulerEngine:
         return logits.float()
 
     def try_workspace(self, rows: int, held_tokens: int) -> None:
-        """See `sequence_parallel.chunk_step.Engine`. On a CPU nothing is tried: memory is there once it is written."""
+        """See `long_pool.member.chunk_step.Engine`. On a CPU nothing is tried: memory is there once it is written."""
         size_bytes, device = self.workspace_bytes(rows, held_tokens), self.pool.device
         if device.type != "cpu":
             torch.empty(size_bytes, dtype=torch.uint8, device=device)
