@@ -1,9 +1,8 @@
-"""Rules of structure and words that no other linter knows: `python tools/check_structure.py [PATH PREFIX ...]`.
+"""Check rules of structure that no other linter knows: `python tools/check_structure.py [PATH PREFIX ...]`.
 
 - a module under 80 lines has two importers in the product, or belongs into the one that uses it;
 - no class name stands twice in the product;
-- no module is called after what it is made of (`records.py`, `arguments.py`, `command.py`);
-- code, tests and documents use the field's words (`WORDS`: what to write instead).
+- no module is called after what it is made of (`records.py`, `arguments.py`, `command.py`).
 
 Exit status 1 with a line per finding, 0 without any.
 """
@@ -11,7 +10,6 @@ Exit status 1 with a line per finding, 0 without any.
 from __future__ import annotations
 
 import ast
-import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -23,50 +21,15 @@ VAGUE_NAMES = frozenset({"records.py", "arguments.py", "command.py"})
 # Modules that something other than an import or a string in the product reaches: an entry point in `pyproject.toml`.
 # `compiled` must be importable where what it checks is not.
 REACHED_OTHERWISE = frozenset({"sglang_ext.engine.entry_point", "sglang_ext_router.compiled"})
-# Fiction for the demonstration model to read.
-NOT_OURS = frozenset({"examples/handbook.md", "examples/logbook.md", "tools/check_structure.py"})
-
-WORDS = {
-    r"bells?|ears?|clappers?": "waker",
-    r"silence": "say what stops: no reply, timeout, quiet",
-    r"said": "sent",
-    r"heard|unheard": "acknowledged, unacknowledged, received",
-    r"told of": "notified",
-    r"steadfast": "deferred error",
-    r"sisters?": "peer ranks",
-    r"(?:bring|brings|brought) home": "collect to the owner",
-    r"(?:give|gives|gave|given) back": "decline",
-    r"hopeless": "timed out",
-    r"patience": "timeout",
-    r"lots?": "KV segment",
-    r"surrender(?:s|ed|ing)?": "take slots",
-    r"condemn(?:s|ed|ing)?": "deferred free",
-    r"blam(?:e|es|ed|ing)": "record failure",
-    r"absolv(?:e|es|ed|ing)": "release trial",
-    r"credit(?:s|ed|ing)?": "record success",
-    r"late share": "SLO violation rate",
-    r"lateness": "tardiness",
-    r"company|who joins": "batch members",
-    r"last words": "drain flush",
-    r"spoil(?:s|ed|ing)?": "head-of-line blocking",
-    r"somebody|nobody|whoever|everyone": "the component: the owner, the coordinator, the decode instance, the router",
-    r"exchang(?:e|es|ed|ing)": "the request (router), the PD protocol, the pool protocol",
-    r"world(?!_size|_rank| size)": "simulated network, simulated cluster",
-}
-# Letters before or after make another word; an underscore or a capital does not.
-_PATTERNS = [
-    (re.compile(rf"(?<![A-Za-z])(?:{words})(?![a-z])", re.IGNORECASE), better) for words, better in WORDS.items()
-]
-READ = (".py", ".md", ".cpp", ".h", ".yaml", ".toml", ".service")
 
 
 def main(prefixes: list[str]) -> int:
     """Print what is found in tracked files that start with one of `prefixes` (none: all). Returns the exit status."""
     tracked = subprocess.run(["git", "ls-files"], capture_output=True, text=True, check=True).stdout.splitlines()
     files = [name for name in tracked if Path(name).is_file()]
-    findings = [*_structure(files), *_words(files)]
+    findings = _structure(files)
     kept = [line for line in findings if not prefixes or line.startswith(tuple(prefixes))]
-    print("\n".join(kept) if kept else "structure and words: nothing found")
+    print("\n".join(kept) if kept else "structure: nothing found")
     return 1 if kept else 0
 
 
@@ -117,19 +80,6 @@ def _imported(node: ast.AST) -> list[str]:
 def _module(name: str) -> str:
     parts = PurePosixPath(name).with_suffix("").parts[1:]
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def _words(files: list[str]) -> list[str]:
-    findings = []
-    for name in files:
-        if not name.endswith(READ) or name in NOT_OURS:
-            continue
-        for number, line in enumerate(Path(name).read_text(encoding="utf-8").splitlines(), 1):
-            for pattern, better in _PATTERNS:
-                match = pattern.search(line)
-                if match is not None:
-                    findings.append(f"{name}:{number}: {match[0]!r}; write: {better}")
-    return findings
 
 
 if __name__ == "__main__":
