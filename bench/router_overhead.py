@@ -219,7 +219,7 @@ class Bench:
     def _page(self, port: int) -> Iterator[None]:
         """A reader of the live stream, as a page is; RouterError where it got no frames."""
         out = self.folder / "recording.jsonl"
-        command = [sys.executable, "-m", "sglang_ext.cli", "record", f"127.0.0.1:{port}", "--out", str(out)]
+        command = [sys.executable, "-m", "sglang_ext.cli", "live", "record", f"127.0.0.1:{port}", "--out", str(out)]
         with (self.folder / "record.log").open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=log)
         try:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 TIMEOUT_S = 900.0
 # It imports PyTorch and transformers, which serving programs that share the cores need less than it does.
-_COMMAND = [sys.executable, "-m", "sglang_ext.cli", "run-module", "sglang.bench_serving"]
+_COMMAND = [sys.executable, str(Path(__file__).with_name("run_sglang_tool.py")), "sglang.bench_serving"]
 
 
 class BenchServingError(RuntimeError):

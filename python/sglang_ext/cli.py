@@ -1,6 +1,7 @@
 """`sglang-ext COMMAND`: each command is a module with `add_arguments(parser)` and `run(args) -> int`.
 
-One that takes words for other programs has `arrange_arguments(parser, words)`, too: what the parser is given to read.
+A command that passes words to other programs also has `arrange_arguments(parser, words)`, which returns the words
+that the parser reads.
 
 Only the chosen command's module is imported, so that the router starts without an engine installed.
 """
@@ -18,7 +19,7 @@ from sglang_ext import __version__
 
 
 class Command(NamedTuple):
-    """One command: its module, or commands of its own."""
+    """A command: its module, or its kinds."""
 
     module: str
     summary: str
@@ -34,6 +35,14 @@ _BATCHES = {
     "run": Command("sglang_ext.batch.run_command", "send a file of requests through an endpoint, nothing lost"),
     "serve": Command("sglang_ext.batch.serve_command", "serve OpenAI's files and batches in front of an endpoint"),
 }
+_LIVE = {
+    "top": Command("sglang_ext.live.top_command", "show pools and requests of a running router in the terminal"),
+    "record": Command("sglang_ext.live.record_command", "write what the live page of a router shows to a file"),
+    "timeline": Command(
+        "sglang_ext.live.timeline",
+        "draw who computed what when in a long pool, in a pipeline, or in a recording",
+    ),
+}
 COMMANDS = {
     "up": Command("sglang_ext.cluster.up", "start a whole cluster (pools and router) and keep it healthy"),
     "router": Command("sglang_ext_router.main", "serve the OpenAI-compatible endpoint over prefill and decode pools"),
@@ -42,15 +51,8 @@ COMMANDS = {
         "sglang_ext.long_pool.coordinator.coordinator_command",
         "let several instances of a long pool share long prefills",
     ),
-    "timeline": Command(
-        "sglang_ext.live.timeline",
-        "draw who computed what when in a long pool, in a pipeline, or in a recording",
-    ),
-    "top": Command("sglang_ext.live.top_command", "show pools and requests of a running router in the terminal"),
-    "record": Command("sglang_ext.live.record_command", "write what the live page of a router shows to a file"),
-    "doctor": Command("sglang_ext.engine.doctor", "tell what this machine can run and what is missing"),
-    "run-module": Command("sglang_ext.engine.run_module", "run one of SGLang's tools, such as sglang.bench_serving"),
-    "model": Command("sglang_ext.cpu.models.smollm2", "fetch and convert the small demonstration model"),
+    "live": Command("", "watch, record or draw what a running cluster does", _LIVE),
+    "doctor": Command("sglang_ext.engine.doctor", "report what this machine can run and what is missing"),
     "profile": Command("", "measure what the simulator and the planner reckon with", _PROFILES),
     "batch": Command("", "offline runs: files of requests, and scores of a teacher", _BATCHES),
     "simulate": Command("sglang_ext.planner.simulation.simulate", "simulate a workload on any number of instances"),
@@ -62,7 +64,7 @@ COMMANDS = {
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, where there is one worth showing."""
+    """Show each default that is not empty."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default in (None, "", False, []):
@@ -103,12 +105,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     if command.kinds:
         kinds = parser.add_subparsers(metavar="WHAT", required=True)
-        for kind, its in command.kinds.items():
-            one = kinds.add_parser(
-                kind, help=its.summary, description=_description(its), formatter_class=_HelpFormatter
+        for kind, kind_command in command.kinds.items():
+            kind_parser = kinds.add_parser(
+                kind,
+                help=kind_command.summary,
+                description=_description(kind_command),
+                formatter_class=_HelpFormatter,
             )
             if kind in rest[:1]:
-                _fill(one, its)
+                _fill(kind_parser, kind_command)
     else:
         arrange = getattr(_fill(parser, command), "arrange_arguments", None)
     parsed = parser.parse_args(rest if arrange is None else arrange(parser, rest))

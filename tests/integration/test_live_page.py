@@ -64,8 +64,19 @@ def reported(recorded: Path) -> set[int]:
 
 @contextmanager
 def recording(router: RunningRouter, out: Path) -> Iterator[None]:
-    """`sglang-ext record` in a process of its own, which has begun; ended by SIGTERM."""
-    command = [sys.executable, "-m", "sglang_ext.cli", "record", router.url, "--out", str(out), "--api-key", ADMIN_KEY]
+    """`sglang-ext live record` in a process of its own, which has begun; ended by SIGTERM."""
+    command = [
+        sys.executable,
+        "-m",
+        "sglang_ext.cli",
+        "live",
+        "record",
+        router.url,
+        "--out",
+        str(out),
+        "--api-key",
+        ADMIN_KEY,
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         end_s = running_s() + 60

@@ -126,8 +126,9 @@ def test_an_instance_that_cannot_start_ends_it_with_its_log(tmp_path: Path) -> N
     (model / "config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["NoSuchModel"]}))
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "sglang_ext.cli", "up", "--model", str(model), "--device", "cpu"),
-            *("--both", "1", "--decode", "1", "--port", "0", "--run-dir", str(tmp_path / "run"), "--name", "x"),
+            *(sys.executable, "-m", "sglang_ext.cli", "up", str(model), "--set", "device=cpu"),
+            *("--both", "1", "--decode", "1", "--port", "0"),
+            *("--set", f"run_dir={tmp_path / 'run'}", "--set", "name=x"),
         ],
         capture_output=True,
         text=True,

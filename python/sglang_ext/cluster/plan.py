@@ -276,7 +276,7 @@ def _decides_boundary(arguments: Sequence[str]) -> bool:
     """Whether these arguments of an instance say where short ends, or that its scheduler does not ask."""
     if last_value(arguments, "--laps-mode") == "off":
         return True
-    return any(argument.startswith(("--laps-boundary-tokens", "--laps-kv-")) for argument in arguments)
+    return any(argument.startswith("--laps-boundary-tokens") for argument in arguments)
 
 
 _PREFILL_OPTIONS = {Role.SHORT: "--prefill-short", Role.LONG: "--prefill-long", Role.BOTH: "--prefill"}

@@ -1,4 +1,4 @@
-"""`sglang-ext record`: the live page's stream of a running router into a file, to be looked at again later."""
+"""`sglang-ext live record`: the live page's stream of a running router into a file, to be looked at again later."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FRAME = b'{"kind":"frame"'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `sglang-ext record`."""
+    """Add the arguments of `sglang-ext live record`."""
     add = parser.add_argument
     add("url", metavar="URL", help="address of the router, such as http://127.0.0.1:30000")
     add("--out", type=Path, metavar="FILE", default=Path("recording.jsonl"), help="file to write, one message a line")
@@ -80,5 +80,5 @@ def _record(first: bytes, messages: Iterator[bytes], file: IO[bytes], seconds: f
 
 
 def _fail(message: str, status: int) -> int:
-    print(f"sglang-ext record: {message}", file=sys.stderr)
+    print(f"sglang-ext live record: {message}", file=sys.stderr)
     return status

@@ -59,7 +59,7 @@ def check_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 def _check_hello(message: Any, kind: object) -> None:
     if kind != "hello":
-        raise RecordingError("line 1 is no hello: this is no recording of `sglang-ext record` or `simulate --record`")
+        raise RecordingError("line 1 is no hello: not a recording of `sglang-ext live record` or `simulate --record`")
     if message.get("version") != VERSION:
         raise RecordingError(f"line 1: version {message.get('version')!r} is not {VERSION}")
     fields = message.get("fields")

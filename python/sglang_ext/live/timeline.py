@@ -1,4 +1,4 @@
-"""`sglang-ext timeline`: what each instance of a long pool did when, as a Gantt chart of its coordinator's /status.
+"""`sglang-ext live timeline`: a Gantt chart of what each instance of a long pool did, from its coordinator's /status.
 
 Of instances with pipeline stages it draws the latest batches on each stage, with the bubbles between them. Of a
 recording of the live page it draws the latest requests on their prefill instances, or makes a page that plays it.
@@ -418,7 +418,7 @@ def _read(url: str, path: str) -> Any:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `sglang-ext timeline`."""
+    """Add the options of `sglang-ext live timeline`."""
     add = parser.add_argument
     add("--coordinator", metavar="URL", default="http://127.0.0.1:8991", help="HTTP address of the coordinator")
     add(
@@ -431,7 +431,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--recording",
         type=Path,
         metavar="FILE",
-        help="of `sglang-ext record` or `simulate --record`, instead of a coordinator",
+        help="of `sglang-ext live record` or `simulate --record`, instead of a coordinator",
     )
     add(
         "--out",
@@ -511,5 +511,5 @@ def _show_recording(arguments: argparse.Namespace) -> int:
 
 
 def _fail(message: str, status: int) -> int:
-    print(f"sglang-ext timeline: {message}", file=sys.stderr)
+    print(f"sglang-ext live timeline: {message}", file=sys.stderr)
     return status

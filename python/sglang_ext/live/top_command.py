@@ -1,4 +1,4 @@
-"""`sglang-ext top`: pools and requests of a running router in a terminal; plain lines where the output is none."""
+"""`sglang-ext live top`: pools and requests of a running router in a terminal; plain lines where the output is none."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _STAGES = ("waiting", "prefilling", "starting", "decoding", "ended", "failed")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `sglang-ext top`."""
+    """Add the arguments of `sglang-ext live top`."""
     add = parser.add_argument
     add("url", metavar="URL", nargs="?", default="http://127.0.0.1:30000", help="address of the router")
     add("--interval", type=float, metavar="S", default=5.0, help="between two lines where the output is no terminal")
@@ -100,7 +100,7 @@ def _follow(address: str, key: str, arguments: argparse.Namespace, is_terminal: 
             if is_terminal:
                 _show([*view.screen(*shutil.get_terminal_size(), has_colours=False)[:-1], f"{error}; trying again"])
             else:
-                print(f"sglang-ext top: {error}; trying again", file=sys.stderr, flush=True)
+                print(f"sglang-ext live top: {error}; trying again", file=sys.stderr, flush=True)
             time.sleep(RETRY_S)
 
 
@@ -178,7 +178,7 @@ class TerminalView:
         if not self.has_begun:
             return [paint.line(("waiting for the router", ""))]
         lines = [
-            paint.line(("sglang-ext top", "bold"), (f"  {self._hello['name']}", ""), ("   Ctrl-C ends", "muted")),
+            paint.line(("sglang-ext live top", "bold"), (f"  {self._hello['name']}", ""), ("   Ctrl-C ends", "muted")),
             paint.line(
                 (f"in flight {self._head.get('in_flight', 0):,}{self._elsewhere()}   ", ""),
                 (f"{self._rate():.1f} requests/s   ", ""),
@@ -283,5 +283,5 @@ def _brief(tokens: int) -> str:
 
 
 def _fail(message: str, status: int) -> int:
-    print(f"sglang-ext top: {message}", file=sys.stderr)
+    print(f"sglang-ext live top: {message}", file=sys.stderr)
     return status

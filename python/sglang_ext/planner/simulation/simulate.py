@@ -154,7 +154,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--record",
         type=Path,
         metavar="FILE",
-        help="write what the live page shows of a cluster here, for `sglang-ext timeline --recording`",
+        help="write what the live page shows of a cluster here, for `sglang-ext live timeline --recording`",
     )
     output.add_argument(
         "--pictures",

@@ -229,7 +229,6 @@ def test_without_a_boundary_the_instances_find_it_and_the_router_asks_them(route
         {"worker_args": ("--laps-mode", "off")},
         {"worker_args": ("--laps-mode=off",)},
         {"args": ("--laps-boundary-tokens=99",)},
-        {"args": ("--laps-kv-bytes-per-token", "8", "--laps-kv-bandwidth-gb-per-s", "1")},
     ],
 )
 def test_instances_that_are_told_otherwise_are_not_given_it(given: dict[str, tuple[str, ...]]) -> None:

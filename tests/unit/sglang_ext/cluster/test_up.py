@@ -46,26 +46,23 @@ def test_without_options_the_demonstration_cluster() -> None:
 
 
 def test_options_alone() -> None:
-    config = config_of("--model", "m", "--both", "2", "--decode", "1", "--decode-tp", "3", "--", "--dtype", "float32")
+    config = config_of("m", "--both", "2", "--decode", "1", "--set", "pools.decode.tp=3", "--", "--dtype", "float32")
     assert counts(config) == {"short": 0, "long": 0, "both": 2, "decode": 1}
     assert config.pools.decode.tp == 3
-    staged = config_of(
-        "--model", "m", "--long", "1", "--long-tp", "2", "--long-pp", "3", "--short-pp", "2", "--decode", "1"
-    )
-    assert (staged.pools.long.tp, staged.pools.long.pp, staged.pools.short.pp) == (2, 3, 2)
-    divided = config_of("--model", "m", "--both", "1", "--decode", "1", "--decode-tp", "4", "--decode-dcp", "2")
-    assert (divided.pools.decode.tp, divided.pools.decode.dcp) == (4, 2)
     assert config.args == ("--dtype", "float32")
+    staged = config_of("m", "--long", "1", "--set", "pools.long={tp: 2, pp: 3}", "--set", "device=cpu")
+    assert (staged.pools.long.tp, staged.pools.long.pp, staged.device) == (2, 3, "cpu")
+    assert staged.pools.long.count == 1
+    divided = config_of("m", "--both", "1", "--set", "pools.decode.tp=4", "--set", "pools.decode.dcp=2")
+    assert (divided.pools.decode.tp, divided.pools.decode.dcp, divided.pools.decode.count) == (4, 2, 1)
 
 
-@pytest.mark.parametrize(
-    "words", [("m", "--short", "2"), ("--short", "2", "m"), ("--model", "m", "--short", "2"), ("--short=2", "m")]
-)
+@pytest.mark.parametrize("words", [("m", "--short", "2"), ("--short", "2", "m"), ("--short=2", "m")])
 def test_prefill_instances_alone_get_one_for_decode(words: tuple[str, ...]) -> None:
     config = config_of(*words)
     assert config.model == "m"
     assert counts(config) == {"short": 2, "long": 0, "both": 0, "decode": 1}
-    assert config_of(*words, "--decode-tp", "2").pools.decode.count == 1
+    assert config_of(*words, "--set", "pools.decode.tp=2").pools.decode.count == 1
     assert config_of("m", "--short", "2", "--decode", "3").pools.decode.count == 3
     assert config_of(*words, "--", "--dtype", "float32").args == ("--dtype", "float32")
 
@@ -77,41 +74,11 @@ def test_a_file_says_itself_what_it_decodes_with(tmp_path: Path) -> None:
         config_of("--config", str(path))
 
 
-@pytest.mark.parametrize(
-    ("words", "args"),
-    [
-        (["--router-args", "--queue-size 5"], ["--queue-size", "5"]),
-        (["--router-args=--queue-size 5"], ["--queue-size", "5"]),
-        (["--router-args", "--queue-size", "5"], ["--queue-size", "5"]),
-        (["--router-args", "--log-json"], ["--log-json"]),
-        (["--router-args=--log-json"], ["--log-json"]),
-        (["--router-args", "--port=5 --log-json"], ["--port=5", "--log-json"]),
-        (["--router-args", "--cors-allow-origins", "a b", "--log-json"], ["--cors-allow-origins", "a b", "--log-json"]),
-        (["--router-args", "--log-json", "--router-args", "--queue-size 5"], ["--log-json", "--queue-size", "5"]),
-        (["--router-args", ""], []),
-    ],
-)
-def test_arguments_for_the_router(words: list[str], args: list[str]) -> None:
-    for before, after in (([], []), (["--short", "2"], ["--name", "n", "--", "--dtype", "float32"])):
-        config = config_of("m", *before, *words, *after)
-        assert config.router.args == tuple(args)
-        assert config.router.port == 30000
-        if after:
-            assert (config.name, config.args) == ("n", ("--dtype", "float32"))
-
-
-@pytest.mark.parametrize(
-    "words", [["--router-args"], ["--router-args", "--name", "n"], ["a", "b"], ["m", "--router-args", "--", "--x"]]
-)
+@pytest.mark.parametrize("words", [["a", "b"], ["m", "--set"], ["m", "--shrt", "1"]])
 def test_words_that_mean_nothing(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         config_of(*words)
     assert "error" in capsys.readouterr().err
-
-
-def test_two_models() -> None:
-    with pytest.raises(ConfigError, match="--model: 'a' was given, and 'b' as MODEL"):
-        config_of("b", "--model", "a")
 
 
 def test_keys_of_the_file_are_hidden(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,7 +88,7 @@ def test_keys_of_the_file_are_hidden(tmp_path: Path, capsys: pytest.CaptureFixtu
         f"model: {model_folder(tmp_path)}\npools: {{short: {{}}, decode: {{}}}}\nrouter: {{port: 0, api_key: sesame, "
         f"admin_api_key: simsim, api_keys_file: {keys}, args: [--worker-api-key, abra]}}"
     )
-    assert run(parse("--config", str(path), "--dry-run", "--run-dir", str(tmp_path / "run"))) == 0
+    assert run(parse("--config", str(path), "--dry-run", "--set", f"run_dir={tmp_path / 'run'}")) == 0
     router = capsys.readouterr().out.splitlines()[-1]
     assert f"--api-keys-file {keys}" in router
     assert not [key for key in ("sesame", "simsim", "abra") if key in router]
@@ -137,14 +104,15 @@ def test_options_replace_the_file(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(FILE)
     config = config_of(
-        *("--config", str(path), "--short", "1", "--port", "31000", "--length-boundary-tokens", "64"),
-        *("--router-args", "--log-level 'warning'", "--start-timeout-s", "9", "--", "--c"),
+        *("--config", str(path), "--short", "1", "--port", "31000"),
+        *("--set", "router.length_boundary_tokens=64", "--set", "router.args=[--log-level, warning]"),
+        *("--set", "start.timeout_s=9", "--", "--c"),
     )
     assert counts(config) == {"short": 1, "long": 0, "both": 0, "decode": 1}
     assert config.pools.short.args == ("--a",)
     assert config.pools.decode.tp == 2
     assert (config.router.port, config.router.length_boundary_tokens) == (31000, 64)
-    assert config.router.args == ("--x", "--log-level", "warning")
+    assert config.router.args == ("--log-level", "warning")
     assert config.args == ("--b", "--c")
     assert config.start.timeout_s == 9
 
@@ -156,8 +124,10 @@ def test_options_replace_the_file(tmp_path: Path) -> None:
         (["--config", "KEYS"], "router.api_keys_file: /nowhere is not a file"),
         (["--port", "99999"], "router.port: 99999 is not a port (0 to 65535)"),
         (["--config", "/nowhere.yaml"], "/nowhere.yaml: cannot be read: No such file or directory"),
-        (["--router-args", "'"], '--router-args: "\'" cannot be split into words: No closing quotation'),
-        (["--model", "/nowhere", "--port", "0"], "model: /nowhere is not a folder with a config.json"),
+        (["--set", "router.port"], "--set: 'router.port' is not of the form KEY=VALUE"),
+        (["--set", "=1"], "--set: '=1' is not of the form KEY=VALUE"),
+        (["--set", "args=[a"], "--set: '[a' is not YAML"),
+        (["/nowhere", "--port", "0"], "model: /nowhere is not a folder with a config.json"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -166,7 +136,7 @@ def test_mistakes_are_one_line(
     path = tmp_path / "keys.yaml"
     path.write_text("router: {api_keys_file: /nowhere}")
     words = [str(path) if word == "KEYS" else word for word in words]
-    assert run(parse("--run-dir", str(tmp_path), *words)) == 2
+    assert run(parse("--set", f"run_dir={tmp_path}", *words)) == 2
     captured = capsys.readouterr()
     assert captured.err == f"sglang-ext up: error: {message}\n"
     assert captured.out == ""
@@ -181,7 +151,7 @@ def model_folder(tmp_path: Path) -> str:
 
 def test_dry_run_prints_commands_and_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = model_folder(tmp_path)
-    assert run(parse("--dry-run", "--run-dir", str(tmp_path / "run"), "--model", model, "--port", "0")) == 0
+    assert run(parse("--dry-run", "--set", f"run_dir={tmp_path / 'run'}", model, "--port", "0")) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4
     assert ["worker --role short" in lines[0], " router --host " in lines[3]] == [True, True]
@@ -195,7 +165,7 @@ def test_a_port_in_use_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert run(parse("--run-dir", str(tmp_path), "--model", model, "--port", str(port))) == 2
+        assert run(parse("--set", f"run_dir={tmp_path}", model, "--port", str(port))) == 2
     expected = f"router.port: port {port} of 127.0.0.1 cannot be listened on: in use, or not permitted"
     assert expected in capsys.readouterr().err
 
@@ -230,10 +200,10 @@ def start_up(tmp_path: Path, *words: str) -> subprocess.Popen[str]:
     )
     paths = [str(TESTS), str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-c", code, "--run-dir", str(tmp_path / "run"), "--name", "t", "--port", "0"]
-    command += ["--start-method", "spawn"]
+    command = [sys.executable, "-c", code, "--port", "0", "--set", "name=t", "--set", "start.method=spawn"]
+    command += ["--set", f"run_dir={tmp_path / 'run'}"]
     return subprocess.Popen(
-        [*command, "--model", model_folder(tmp_path), *words],
+        [*command, model_folder(tmp_path), *words],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Recordings: what the simulator and `sglang-ext record` write is read, played and drawn; anything else is named."""
+"""Recordings of the simulator and of `sglang-ext live record` are read, played and drawn; other files are refused."""
 
 from __future__ import annotations
 
@@ -272,16 +272,16 @@ def test_the_timeline_of_a_recording(recording: Path, tmp_path: Path, capsys: py
         assert computing[position].end_s == pytest.approx(one.first_token_s - timeline.began_s)
         assert computing[position].instance == recorded.instances[one.prefill or 0].name
     picture = tmp_path / "t.png"
-    assert main(["timeline", "--recording", str(recording), "--out", str(picture)]) == 0
+    assert main(["live", "timeline", "--recording", str(recording), "--out", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert main(["timeline", "--recording", str(recording), "--out", str(tmp_path / "t.html")]) == 0
+    assert main(["live", "timeline", "--recording", str(recording), "--out", str(tmp_path / "t.html")]) == 0
     assert "liveView" in (tmp_path / "t.html").read_text()
     capsys.readouterr()
-    assert main(["timeline", "--recording", str(picture), "--out", str(picture)]) == 1
-    assert main(["timeline", "--recording", str(tmp_path / "none"), "--out", str(picture)]) == 1
+    assert main(["live", "timeline", "--recording", str(picture), "--out", str(picture)]) == 1
+    assert main(["live", "timeline", "--recording", str(tmp_path / "none"), "--out", str(picture)]) == 1
     assert capsys.readouterr().err.splitlines() == [
-        f"sglang-ext timeline: --recording {picture}: line 1 is not JSON",
-        f"sglang-ext timeline: {tmp_path / 'none'}: No such file or directory",
+        f"sglang-ext live timeline: --recording {picture}: line 1 is not JSON",
+        f"sglang-ext live timeline: {tmp_path / 'none'}: No such file or directory",
     ]
 
 
@@ -301,7 +301,7 @@ def test_what_a_router_streams_is_recorded_until_it_ends(
 ) -> None:
     monkeypatch.setenv("SGLANG_EXT_ADMIN_API_KEY", "the key")
     out = tmp_path / "r.jsonl"
-    assert main(["record", f"{router.url}/ui", "--out", str(out)]) == 1
+    assert main(["live", "record", f"{router.url}/ui", "--out", str(out)]) == 1
     assert router.asked == [("/ui/stream", "Bearer the key")]
     assert out.read_bytes().splitlines() == recording.read_bytes().splitlines()[:20]
     shown = capsys.readouterr()
@@ -316,7 +316,7 @@ def test_a_signal_ends_a_recording_with_status_0(
 ) -> None:
     router.waits = True
     out = tmp_path / "r.jsonl"
-    command = [sys.executable, "-m", "sglang_ext.cli", "record", router.url, "--out", str(out)]
+    command = [sys.executable, "-m", "sglang_ext.cli", "live", "record", router.url, "--out", str(out)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ})
     end_s = time.monotonic() + 60
     while not out.exists() or out.read_bytes().count(b"\n") < 20:
@@ -334,22 +334,22 @@ def test_what_cannot_be_recorded_is_one_line(
     router: StreamingRouter, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = str(tmp_path / "r.jsonl")
-    assert main(["record", "ftp://x", "--out", out]) == 2
-    assert main(["record", router.url, "--out", out, "--seconds", "0"]) == 2
+    assert main(["live", "record", "ftp://x", "--out", out]) == 2
+    assert main(["live", "record", router.url, "--out", out, "--seconds", "0"]) == 2
     router.code = 401
-    assert main(["record", router.url, "--out", out]) == 1
+    assert main(["live", "record", router.url, "--out", out]) == 1
     router.code = 404
-    assert main(["record", router.url, "--out", out]) == 1
+    assert main(["live", "record", router.url, "--out", out]) == 1
     good = router.answer
     router.code, router.answer = 200, b"data: {}\n\n"
-    assert main(["record", router.url, "--out", out]) == 1
+    assert main(["live", "record", router.url, "--out", out]) == 1
     router.answer = good
-    assert main(["record", router.url, "--out", str(tmp_path / "none" / "r")]) == 1
+    assert main(["live", "record", router.url, "--out", str(tmp_path / "none" / "r")]) == 1
     lines = capsys.readouterr().err.splitlines()
     for line, words in zip(
         lines,
         ("is not of the form", "--seconds", "(--api-key)", "it has no live page", "line 1 is no hello", "No such file"),
         strict=True,
     ):
-        assert line.startswith("sglang-ext record: ")
+        assert line.startswith("sglang-ext live record: ")
         assert words in line

@@ -172,7 +172,7 @@ def test_one_line_where_there_is_nothing_to_draw(
     with serving(answer, code) as url:
         assert run(parse("--coordinator", url, "--out", str(tmp_path / "x.png"))) == 1
     errors = capsys.readouterr().err
-    assert errors.startswith(f"sglang-ext timeline: --coordinator {url}: {message}")
+    assert errors.startswith(f"sglang-ext live timeline: --coordinator {url}: {message}")
     assert errors.count("\n") == 1
     assert not (tmp_path / "x.png").exists()
 
@@ -182,7 +182,7 @@ def test_bad_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(parse("--coordinator", "https://x")) == 1
     assert run(parse("--coordinator", "http://127.0.0.1:1")) == 1
     first, second, third = capsys.readouterr().err.splitlines()
-    assert first == "sglang-ext timeline: --requests must be at least 1, got 0"
+    assert first == "sglang-ext live timeline: --requests must be at least 1, got 0"
     assert second.endswith("is not an http:// address")
     assert "does not answer" in third
 

@@ -1,4 +1,4 @@
-"""`sglang-ext top`: what the stream says as text of any size, in a real terminal and without one."""
+"""`sglang-ext live top`: what the stream says as text of any size, in a real terminal and without one."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_stream_that_begins_anew_forgets_what_was(messages: list[bytes], tmp_p
 
 @pytest.mark.slow
 def test_plain_lines_without_a_terminal(router: StreamingRouter, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["top", router.url, "--interval", "0.000001", "--lines", "3"]) == 0
+    assert main(["live", "top", router.url, "--interval", "0.000001", "--lines", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
     for line in lines:
@@ -142,12 +142,12 @@ def test_a_message_that_cannot_be_read_is_told_and_the_router_asked_again(
 ) -> None:
     monkeypatch.setattr("sglang_ext.live.top_command.RETRY_S", 0.0)
     with streaming_router([*messages[:3], wrong]) as server:
-        assert main(["top", server.url, "--interval", "0.000001", "--lines", "3"]) == 0
+        assert main(["live", "top", server.url, "--interval", "0.000001", "--lines", "3"]) == 0
         assert len(server.asked) == 2
     told = capsys.readouterr()
     assert len(told.out.splitlines()) == 3
     (line,) = told.err.splitlines()
-    assert line.startswith("sglang-ext top: a message cannot be read (")
+    assert line.startswith("sglang-ext live top: a message cannot be read (")
     assert line.endswith("); trying again")
 
 
@@ -164,7 +164,7 @@ def test_a_key_is_not_carried_to_where_a_router_sends_its_client(
 ) -> None:
     with streaming_router(messages) as elsewhere:
         router.code, router.location = 302, f"{elsewhere.url}/ui/stream"
-        assert main(["top", router.url, "--api-key", "secret", "--lines", "1"]) == 1
+        assert main(["live", "top", router.url, "--api-key", "secret", "--lines", "1"]) == 1
         assert elsewhere.asked == []
     assert router.asked == [("/ui/stream", "Bearer secret")]
     assert "answers 302" in capsys.readouterr().err
@@ -172,17 +172,17 @@ def test_a_key_is_not_carried_to_where_a_router_sends_its_client(
 
 @pytest.mark.slow
 def test_what_cannot_be_shown_is_one_line(router: StreamingRouter, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["top", "ftp://x"]) == 2
-    assert main(["top", router.url, "--interval", "0"]) == 2
+    assert main(["live", "top", "ftp://x"]) == 2
+    assert main(["live", "top", router.url, "--interval", "0"]) == 2
     router.code = 401
-    assert main(["top", router.url]) == 1
+    assert main(["live", "top", router.url]) == 1
     router.code, router.answer = 200, b"data: {}\n\n"
-    assert main(["top", router.url]) == 1
+    assert main(["live", "top", router.url]) == 1
     lines = capsys.readouterr().err.splitlines()
     for line, words in zip(
         lines, ("is not of the form", "--interval", "(--api-key)", "line 1 is no hello"), strict=True
     ):
-        assert line.startswith("sglang-ext top: ")
+        assert line.startswith("sglang-ext live top: ")
         assert words in line
 
 
@@ -190,7 +190,7 @@ def test_what_cannot_be_shown_is_one_line(router: StreamingRouter, capsys: pytes
 def test_in_a_terminal_it_draws_again_connects_again_and_leaves_the_screen_as_it_was(router: StreamingRouter) -> None:
     owner, child = pty.openpty()
     os.set_blocking(owner, False)
-    command = [sys.executable, "-m", "sglang_ext.cli", "top", router.url]
+    command = [sys.executable, "-m", "sglang_ext.cli", "live", "top", router.url]
     environment = {**os.environ, "COLUMNS": "120", "LINES": "35", "TERM": "xterm"}
     environment.pop("NO_COLOR", None)
     process = subprocess.Popen(
