@@ -47,6 +47,7 @@ COMMANDS = {
     "up": Command("sglang_ext.cluster.up", "start a whole cluster (pools and router) and keep it healthy"),
     "router": Command("sglang_ext_router.main", "serve the OpenAI-compatible endpoint over prefill and decode pools"),
     "worker": Command("sglang_ext.engine.worker", "start one SGLang instance with a role"),
+    "mock-engine": Command("sglang_ext.engine.mock_engine", "imitate an instance, to develop a router against"),
     "coordinator": Command(
         "sglang_ext.long_pool.coordinator.coordinator_command",
         "let several instances of a long pool share long prefills",

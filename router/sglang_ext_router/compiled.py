@@ -21,10 +21,10 @@ def describe_compiled() -> tuple[bool, str]:
     if MANIFEST.exists():
         for source, digest in json.loads(MANIFEST.read_text()).items():
             if _digest(source) != digest:
-                return True, f"the compiled request path is not of this {source}: run `make env`"
+                return True, f"the compiled request path is not of this {source}: run `make compiled`"
     spec = find_spec(WITNESS)
     if spec is None or spec.origin is None or spec.origin.endswith(".py"):
-        return False, "the request path is plain Python: `make env` compiles it"
+        return False, "the request path is plain Python: `make compiled` compiles it"
     return False, "the request path is compiled"
 
 

@@ -71,3 +71,20 @@ def test_options_that_are_not_there_are_noticed(tmp_path: Path) -> None:
     (tmp_path / "config.py").write_text("class C:\n    a: int = 0\n    def __init__(self, b=1): ...\n")
     (tmp_path / "example.py").write_text("C(a=1, c=2)\n")
     assert keywords(tmp_path / "example.py", "C") - class_fields(tmp_path / "config.py") == {"c"}
+
+
+SMALL_EXAMPLES = {
+    "route_request": "chosen: instance 1",
+    "write_policy": "MostCached: instance 1\nPredictedWait: instance 0",
+    "replay_trace": "0.3 s: 12000 tokens, instance 1, TTFT 1.20 s",
+    "decide_batch": "(mixed)",
+}
+
+
+@pytest.mark.parametrize("name", SMALL_EXAMPLES)
+def test_a_small_example_runs_and_stays_small(name: str) -> None:
+    example = ROOT / "examples" / f"{name}.py"
+    assert len(example.read_text().splitlines()) <= 40
+    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert SMALL_EXAMPLES[name] in done.stdout

@@ -9,11 +9,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 from urllib.parse import quote
 
 from sglang_ext.cluster import plan as planning
+from sglang_ext.cluster.cluster_file import load_cluster
 from sglang_ext.cluster.config import ClusterConfig, ConfigError
 from sglang_ext.cluster.model import PreparedModel, prepare_model
 from sglang_ext.cluster.plan import ClusterPlan
@@ -67,18 +69,44 @@ def _given_admin_key(config: ClusterConfig) -> str | None:
     return planning.admin_key_of(config) or os.environ.get(planning.ADMIN_KEY_VARIABLE)
 
 
+class NoDisplay:
+    """Show nothing."""
+
+    def changed(self, member: SupervisedProgram, line: str) -> None:
+        """Ignore the change."""
+
+    def refresh(self, members: list[SupervisedProgram]) -> None:
+        """Show nothing while the cluster starts."""
+
+    def started(self) -> None:
+        """Show nothing when the start is over."""
+
+
 class Cluster:
     """A running cluster; a context manager that starts it and leaves nothing running.
 
-    Entering raises ClusterInUseError, ConfigError, ModelError or StartError, and has stopped everything then.
+        with Cluster.from_yaml("examples/cluster.yaml") as cluster:
+            print(cluster.url)
+
+    Entering returns when the router serves. It raises ClusterInUseError, ConfigError, ModelError or StartError, and has
+    stopped everything then.
     """
 
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> Cluster:
+        """Return the cluster that a YAML file describes (docs/up.md). Raises ConfigError, which names the setting."""
+        return cls(load_cluster(Path(path)))
+
     def __init__(
-        self, config: ClusterConfig, display: Display, *, is_cancelled: Callable[[], bool] = lambda: False
+        self,
+        config: ClusterConfig,
+        display: Display | None = None,
+        *,
+        is_cancelled: Callable[[], bool] = lambda: False,
     ) -> None:
         self.config = config
         self.folder = config.folder.resolve()
-        self._display = display
+        self._display: Display = display or NoDisplay()
         self._is_cancelled = is_cancelled
         self._hurry: Callable[[], bool] = lambda: False
         self.is_ready = False

@@ -29,7 +29,7 @@ def make_display(stream: TextIO = sys.stderr) -> Display:
 
 
 class PlainDisplay:
-    """One line per change, and one every HEARTBEAT_S about those that have not come up yet."""
+    """Print a line per change, and every HEARTBEAT_S a line about the programs that are still starting."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -46,7 +46,8 @@ class PlainDisplay:
         pending = [
             f"{m.program.name} ({now_s - m.started_s:.0f} s)" for m in members if m.phase is ProgramPhase.STARTING
         ]
-        self._say(f"still starting: {', '.join(pending)}")
+        if pending:
+            self._say(f"still starting: {', '.join(pending)}")
 
     def started(self) -> None:
         pass

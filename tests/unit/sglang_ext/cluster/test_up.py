@@ -9,13 +9,16 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from urllib.parse import quote
 
 import pytest
 
+from sglang_ext.cluster.cluster import Cluster
 from sglang_ext.cluster.config import ClusterConfig, ConfigError
 from sglang_ext.cluster.up import add_arguments, arrange_arguments, config_from_arguments, run
+from support.stand_in_cluster import stand_in_plan, wait_until_gone
 
 FILE = """
 model: m
@@ -241,3 +244,28 @@ def test_up_fails_with_the_log_of_the_one_that_died(tmp_path: Path) -> None:
     assert "exited with status 3 during start; everything is stopped. End of " in errors
     assert errors.endswith("  | the reason\n")
     assert "Traceback" not in errors
+
+
+@pytest.mark.slow
+def test_a_cluster_from_a_file_serves_within_the_block_and_is_gone_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = stand_in_plan()
+    monkeypatch.setattr("sglang_ext.cluster.cluster.plan_cluster", lambda *_: plan)
+    file = tmp_path / "cluster.yaml"
+    file.write_text(
+        f"model: {model_folder(tmp_path)}\nrun_dir: {tmp_path / 'run'}\n"
+        "pools: {both: {count: 1}, decode: {count: 1}}"
+    )
+    with Cluster.from_yaml(file) as cluster:
+        assert cluster.url == plan.router.url
+        with urllib.request.urlopen(f"{cluster.url}/readyz", timeout=10) as reply:
+            assert reply.status == 200
+        pids = [member.pid for member in cluster.members if member.pid is not None]
+        assert len(pids) == 4
+    assert wait_until_gone(pids, 10.0) == []
+
+
+def test_a_cluster_from_a_file_names_what_is_wrong_in_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot be read"):
+        Cluster.from_yaml(tmp_path / "nowhere.yaml")
