@@ -40,7 +40,7 @@ HOT_MODULES = (
         *("pool_choice", "prefill_choice", "prefill_progress", "prefix_index", "retry_budget", "token_estimate"),
     )),
     *(f"sglang_ext_router/http/{name}.py" for name in (
-        "access", "client_requests", "http1", "replies", "request_parser", "unread_replies",
+        "access", "http1", "replies", "request_parser", "unread_replies",
     )),
     *(f"sglang_ext_router/instances/{name}.py" for name in ("registry", "workers")),
     *(f"sglang_ext_router/observe/{name}.py" for name in ("histograms", "metrics")),

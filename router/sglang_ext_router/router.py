@@ -26,8 +26,8 @@ from sglang_ext_router.group.siblings import NoSiblings, SiblingLink
 from sglang_ext_router.http.access import GENERATION_PATHS, PAGE_PATHS, REPORT_PATHS, STREAM_PATH, Access
 from sglang_ext_router.http.asgi_bridge import AsgiCall
 from sglang_ext_router.http.client_ports import ClientPorts
-from sglang_ext_router.http.client_requests import Request
 from sglang_ext_router.http.http1 import ClientConnection
+from sglang_ext_router.http.request_parser import Request
 from sglang_ext_router.http.tls import worker_context
 from sglang_ext_router.instances.discovery import Discovery
 from sglang_ext_router.instances.kubernetes_api import connect_kubernetes, own_namespace

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from sglang_ext_router.config import RouterConfig
 from sglang_ext_router.http.api_keys import ApiKeys
-from sglang_ext_router.http.client_requests import Request, RequestRefusal
+from sglang_ext_router.http.request_parser import Request, RequestRefusal
 from sglang_ext_router.observe.metrics import RouterMetrics
 
 GENERATION_PATHS = frozenset({b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/generate"})

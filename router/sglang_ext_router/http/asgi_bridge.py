@@ -9,8 +9,8 @@ from typing import Any
 from urllib.parse import unquote
 
 from sglang_ext_router.http import replies
-from sglang_ext_router.http.client_requests import Request
 from sglang_ext_router.http.http1 import ClientConnection
+from sglang_ext_router.http.request_parser import Request
 from sglang_ext_router.observe.access_log import AccessEntry, AccessLog, peer_of
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""What connects to one router process, at each of its ports, and what holds for all of it."""
+"""The ports of one router process, their connections, and the limits that all of them share."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 from sglang_ext_router.config import RouterConfig
 from sglang_ext_router.http.access import PageGate, ReportGate
-from sglang_ext_router.http.client_requests import Clients, ConnectionLimits, Gate, Request
-from sglang_ext_router.http.http1 import ClientConnection
+from sglang_ext_router.http.http1 import ClientConnection, Clients
+from sglang_ext_router.http.request_parser import ConnectionLimits, Gate, Request
 from sglang_ext_router.http.unread_replies import SHUTDOWN_TIMEOUT_S
 from sglang_ext_router.observe.access_log import AccessLog
 
@@ -18,9 +18,9 @@ Dispatch = Callable[[ClientConnection, Request], None]
 
 
 class ClientPorts:
-    """Connections at the port for clients, at the one for reports and at the one for the live page.
+    """Connections at the port for clients, the port for reports and the port for the live page.
 
-    The latter two are optional: what they serve is at the first else.
+    The latter two are optional: without them the port for clients serves reports and page.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ClientPorts:
         backlog: int,
         tls: ssl.SSLContext | None = None,
     ) -> asyncio.Server:
-        """Serve what connects to a bound socket, over TLS if there is a context."""
+        """Accept connections at a bound socket, over TLS if there is a context."""
         return await self._loop.create_server(
             connection,
             sock=sock,
@@ -60,31 +60,31 @@ class ClientPorts:
         )
 
     def connection(self, dispatch: Dispatch, at: Clients) -> ClientConnection:
-        """Protocol for a client that connects to one of the ports; `dispatch` serves its requests."""
+        """Return the protocol of a new connection at one of the ports; `dispatch` serves its requests."""
         return ClientConnection(dispatch, at, self._loop)
 
     @property
     def open_connections(self) -> int:
-        """At all ports."""
+        """Return the number of open connections at all ports."""
         return sum(1 for _ in self._all())
 
     @property
     def buffered_bytes(self) -> int:
-        """Of requests, at all ports."""
+        """Return the bytes that requests take in memory, at all ports."""
         return self.clients.buffered_bytes + self.reports.buffered_bytes + self.pages.buffered_bytes
 
     def sweep(self, now_s: float) -> None:
-        """Enforce time limits."""
+        """Enforce the time limits of all connections; called about once a second."""
         for connection in tuple(self._all()):
             connection.sweep(now_s)
 
     def drain(self) -> None:
-        """Close each connection behind the reply that is under way on it."""
+        """Close each connection after the requests that it has received are served."""
         for connection in tuple(self._all()):
             connection.drain()
 
     def close(self) -> None:
-        """Close them all."""
+        """Close all connections at once."""
         for connection in tuple(self._all()):
             connection.close()
 

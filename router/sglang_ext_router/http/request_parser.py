@@ -1,104 +1,229 @@
-"""Makes requests of the bytes that a client sends: HTTP/1.1 by httptools, within limits, long bodies past the parser.
+"""Turn the bytes of one client connection into requests: HTTP/1.1 without I/O, within limits.
 
-Nothing behind this module sees a request that is malformed or too large. Whether a request is allowed at all is asked
-once its head is here, before any of its body.
+The parser is driven like h11: `receive` takes bytes, `next_event` returns what they complete. A `Request` is whole and
+within every limit. A `RequestRefusal` ends the connection: the parser takes no bytes after it. The gate judges a
+request when its head is complete, before any of its body is kept.
+
+    parser.receive(data)
+    while (event := parser.next_event()) is not None:
+        ...
+
+A long body can bypass the HTTP parser: see `begin_long_body`.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections import deque
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol
 
 import httptools
 
-from sglang_ext_router.http.client_requests import HEADER_COST_BYTES, OVERLOADED, Clients, Request, RequestRefusal
-
-if TYPE_CHECKING:
-    from sglang_ext_router.http.http1 import ClientConnection
-
-PARSED_AT_ONCE_BYTES = 4096  # of what is not known to be body: then it is seen whether the pipeline is full
+PARSED_AT_ONCE_BYTES = 4096  # of bytes that may hold many requests; the connection checks its limits after each piece
 MAX_HEADERS = 1000
-LONG_BYTES = 16 << 10  # of a body still to come: then the way past the parser is worth while
-FIRST_BUFFER_BYTES = 64 << 10  # it grows with what has come, not with what is announced: a head alone costs little
-SMALL_PIECE_BYTES = 1024  # of a body: kept one by one, they would take many times the memory that is counted
+HEADER_COST_BYTES = 200  # memory of the objects that hold one header line, without its text
+LONG_BYTES = 16 << 10  # of a body that has yet to arrive: from here on bypassing the HTTP parser pays off
+# The buffer of a long body grows with the bytes received, not with the length announced: a head costs a client little.
+FIRST_BUFFER_BYTES = 64 << 10
+SMALL_PIECE_BYTES = 1024  # smaller pieces of a body are joined: as separate objects they take many times their size
 _ALLOW = b"allow: GET, HEAD, POST, DELETE\r\n"
 _UPGRADE_HEADERS = frozenset({b"upgrade", b"connection", b"http2-settings"})
 
 
+class Request:
+    """One request. Header names are lower case."""
+
+    __slots__ = (
+        "body",
+        "headers",
+        "is_http_11",
+        "keep_alive",
+        "max_body_bytes",
+        "method",
+        "path",
+        "reply_headers",
+        "size_bytes",
+        "target",
+    )
+
+    def __init__(self, method: bytes, target: bytes, headers: list[tuple[bytes, bytes]], is_http_11: bool) -> None:
+        self.method = method
+        self.target = target
+        end = target.find(b"?")
+        self.path = target if end < 0 else target[:end]
+        self.headers = headers
+        self.is_http_11 = is_http_11
+        self.body: bytes | bytearray = b""
+        self.keep_alive = False
+        self.max_body_bytes = 0  # set by the gate
+        self.reply_headers = b""  # header lines to add to the reply, each ended by CRLF; set by the gate
+        self.size_bytes = 0  # its share of `BufferedBytes`
+
+    def header(self, name: bytes) -> bytes | None:
+        """Return the value of the first header of this name, which is given in lower case."""
+        for key, value in self.headers:
+            if key == name:
+                return value
+        return None
+
+
+class RequestRefusal(NamedTuple):
+    """The reply to a request that is not served; it follows the replies to earlier requests and ends the connection.
+
+    `extra` holds header lines to add, each ended by CRLF.
+    """
+
+    status: int
+    message: str
+    extra: bytes = b""
+
+
+class ContinueExpected:
+    """The client waits for `100 Continue` before it sends the body of the arriving request."""
+
+
+Event = Request | RequestRefusal | ContinueExpected
+
+CONTINUE_EXPECTED: Final = ContinueExpected()
+OVERLOADED: Final = RequestRefusal(
+    503, "too much is buffered for other requests; try again later", b"retry-after: 1\r\n"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """Limits of the connections at one port: sizes in bytes, times in seconds."""
+
+    max_header_bytes: int
+    max_pipelined_bytes: int  # of one connection
+    max_buffered_bytes: int  # of all connections: requests that are received, wait, or are served
+    max_connections: int
+    header_timeout_s: float
+    body_timeout_s: float
+    keep_alive_timeout_s: float
+    write_timeout_s: float
+
+
+class BufferedBytes:
+    """Memory that the requests of all connections at one port take, and its limit."""
+
+    __slots__ = ("limit_bytes", "used_bytes")
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+
+
+class Gate(Protocol):
+    """Decides by its head whether a request is allowed."""
+
+    def check_head(self, request: Request) -> RequestRefusal | None:
+        """Return the refusal of a request, or set its `max_body_bytes` and return None."""
+
+    def refuse_body(self, request: Request) -> RequestRefusal:
+        """Return the refusal of a body on a request whose `max_body_bytes` is 0."""
+
+
+class LongBody:
+    """Buffer of a body that bypasses the HTTP parser: received into the place from which it is read and sent.
+
+    The HTTP parser makes four copies: the transport's, two while parsing, and one that joins the pieces.
+    """
+
+    __slots__ = ("buffer", "length_bytes", "received_bytes")
+
+    def __init__(self, length_bytes: int, pieces: list[bytes | bytearray | memoryview]) -> None:
+        """Start a body of `length_bytes` with the `pieces` that have arrived, which are less than all of it."""
+        self.length_bytes = length_bytes
+        self.received_bytes = sum(map(len, pieces))
+        self.buffer = bytearray(min(length_bytes, max(FIRST_BUFFER_BYTES, 2 * self.received_bytes)))
+        start = 0
+        for piece in pieces:
+            end = start + len(piece)
+            self.buffer[start:end] = piece
+            start = end
+
+    def free_space(self) -> memoryview:
+        """Return where the next bytes go; it ends with the body, as another request may follow."""
+        buffer = self.buffer
+        size = len(buffer)
+        if self.received_bytes == size:
+            buffer += bytes(min(size, self.length_bytes - size))
+        return memoryview(buffer)[self.received_bytes :]
+
+
 class _RefusedError(Exception):
-    """Raised inside a parser callback to stop parsing; the reply is already written."""
+    """Raised inside a callback of httptools to stop parsing; the refusal is already among the events."""
 
 
 class RequestParser:
-    """Tells its connection of every whole request (`on_request`), and refuses what is none."""
+    """Parser of one connection's requests. Its clock and its transport are the connection's business."""
 
     __slots__ = (
         "_body",
         "_body_length",
-        "_clients",
+        "_buffered",
+        "_events",
+        "_gate",
         "_head_bytes",
         "_head_counted_bytes",
         "_headers",
-        "_limits",
-        "_loop",
+        "_is_refused",
+        "_max_header_bytes",
         "_parser",
         "_quiet_bytes",
-        "_receiver",
         "_reserved_bytes",
         "arriving",
         "body_bytes",
-        "connection",
         "in_message",
-        "since_s",
+        "long_body",
         "target",
     )
 
-    def __init__(self, connection: ClientConnection, clients: Clients, loop: asyncio.AbstractEventLoop) -> None:
-        self.connection = connection
-        self._clients = clients
-        self._limits = clients.limits
-        self._loop = loop
+    def __init__(self, gate: Gate, max_header_bytes: int, buffered: BufferedBytes) -> None:
+        self._gate = gate
+        self._max_header_bytes = max_header_bytes
+        self._buffered = buffered
         self._parser = httptools.HttpRequestParser(self)
-        self.target = b""  # of the request that is arriving, or came last
+        self._events: deque[Event] = deque()
+        self._is_refused = False
+        self.target = b""  # of the request that is arriving, or arrived last
         self._headers: list[tuple[bytes, bytes]] = []
-        self.arriving: Request | None = None  # its head is here
+        self.arriving: Request | None = None  # the request whose head is complete and whose body is not
         self._body: list[bytes | bytearray] = []
-        self._receiver: BodyReceiver | None = None  # of a long body
-        self.body_bytes = 0  # of what is arriving
-        self._reserved_bytes = 0  # of its buffer, beyond what has come
-        self._body_length = 0  # as announced; 0 for a body in chunks
+        self.long_body: LongBody | None = None  # receives the rest of the arriving body
+        self.body_bytes = 0  # received of the arriving body
+        self._reserved_bytes = 0  # of the long body's buffer, beyond what it has received
+        self._body_length = 0  # as announced; 0 for a chunked body
         self._head_bytes = 0
-        self._head_counted_bytes = 0  # of a head that has not arrived whole, among what is buffered
-        self.in_message = False
-        self.since_s = 0.0  # start of a message that has not arrived whole; 0 when there is none
-        self._quiet_bytes = 0  # since the last piece of a body: chunk sizes and trailers
+        self._head_counted_bytes = 0  # share of an incomplete head in `BufferedBytes`
+        self.in_message = False  # a request has begun to arrive
+        self._quiet_bytes = 0  # received since the last piece of a body: chunk sizes and trailers
+
+    def next_event(self) -> Event | None:
+        """Return the next event of the bytes received so far, or None."""
+        return self._events.popleft() if self._events else None
 
     # -- bytes in -----------------------------------------------------------------------------------------
 
-    def feed_piece(self, data: memoryview, is_next: bool) -> int:
-        """Parse a small piece of what may hold many requests, all that is known to be body; how much was taken.
+    def receive_piece(self, data: memoryview, may_bypass: bool) -> int:
+        """Parse the first piece of `data` and return its length: a small one, or all that is known to be body.
 
-        `is_next`: what arrives will be served at once, as nothing is before it.
+        With `may_bypass` the rest of a long body goes to `long_body`.
         """
         size = PARSED_AT_ONCE_BYTES
         if self.arriving is not None:
             left = self._body_length - self.body_bytes
-            if is_next and left >= LONG_BYTES:
-                self._receive_body(self.arriving, data[:left])
+            if may_bypass and left >= LONG_BYTES:
+                self._begin_long_body(self.arriving, data[:left])
                 return left
             size = max(size, left)
-        self.feed(bytes(data[:size]))
+        self.receive(bytes(data[:size]))
         return size
 
-    def receive_if_long(self) -> None:
-        """What is to come of the arriving body goes past the parser if it is much; it will be served at once."""
-        if self.arriving is not None and self._body_length - self.body_bytes >= LONG_BYTES:
-            self._receive_body(self.arriving, None)
-
-    def feed(self, data: bytes) -> None:
-        """Parse all of it."""
-        while True:
+    def receive(self, data: bytes) -> None:
+        """Parse all of `data`."""
+        while not self._is_refused:
             if self.arriving is None:
                 self._head_bytes += len(data)
             body_bytes = self.body_bytes
@@ -106,14 +231,14 @@ class RequestParser:
                 self._parser.feed_data(data)
             except httptools.HttpParserUpgrade as upgrade:
                 if self._parser.get_method() == b"CONNECT":
-                    self.connection.refuse(RequestRefusal(405, "CONNECT is not served", _ALLOW))
+                    self._refuse(RequestRefusal(405, "CONNECT is not served", _ALLOW))
                     return
-                # The head again, without the wish for another protocol, and then what is behind it.
+                # Parse the head again without its request for another protocol, then the bytes after it.
                 head, rest = self._head_without_upgrade(), data[upgrade.args[0] :]
                 self._parser = httptools.HttpRequestParser(self)
                 self._head_bytes = 0
-                self.feed(head)
-                if self.connection.is_stopped or not rest:
+                self.receive(head)
+                if self._is_refused or not rest:
                     return
                 data = rest
                 continue
@@ -122,27 +247,25 @@ class RequestParser:
                     raise
                 return
             except httptools.HttpParserError:
-                self.connection.refuse(RequestRefusal(400, "malformed HTTP request"))
+                self._refuse(RequestRefusal(400, "malformed HTTP request"))
                 return
             break
         if not self.in_message:
             return
-        limit = self._limits.max_header_bytes
-        if not self.since_s:
-            self.since_s = self._loop.time()
+        limit = self._max_header_bytes
         if self.arriving is None:
             if self._head_bytes > limit:
-                self.connection.refuse(RequestRefusal(431, f"request head larger than {limit} bytes"))
+                self._refuse(RequestRefusal(431, f"request head larger than {limit} bytes"))
                 return
             counted = self._head_bytes + HEADER_COST_BYTES * len(self._headers)
-            self._count_buffered(counted - self._head_counted_bytes)
+            self._buffered.used_bytes += counted - self._head_counted_bytes
             self._head_counted_bytes = counted
-            if self._clients.buffered_bytes > self._limits.max_buffered_bytes:
-                self.connection.refuse(OVERLOADED)
+            if self._buffered.used_bytes > self._buffered.limit_bytes:
+                self._refuse(OVERLOADED)
             return
         self._quiet_bytes = 0 if self.body_bytes != body_bytes else self._quiet_bytes + len(data)
         if self._quiet_bytes > limit:
-            self.connection.refuse(RequestRefusal(431, f"trailers larger than {limit} bytes"))
+            self._refuse(RequestRefusal(431, f"trailers larger than {limit} bytes"))
 
     def _head_without_upgrade(self) -> bytes:
         lines = [b"%b %b HTTP/1.1\r\n" % (self._parser.get_method(), self.target)]
@@ -150,63 +273,69 @@ class RequestParser:
         return b"".join(lines) + b"\r\n"
 
     def forget(self) -> None:
-        """Drop what has arrived and is no whole request."""
-        self._count_buffered(-(self.body_bytes + self._reserved_bytes + self._head_counted_bytes))
-        if self._receiver is not None:
-            self._receiver = None
-            self.connection.receive_by(None)
+        """Drop the request that is arriving and the events that have not been fetched."""
+        counted_bytes = self.body_bytes + self._reserved_bytes + self._head_counted_bytes
+        for event in self._events:
+            if isinstance(event, Request):
+                counted_bytes += event.size_bytes
+        self._buffered.used_bytes -= counted_bytes
+        self._events.clear()
+        self.long_body = None
         self.arriving = None
         self._body = []
         self.body_bytes = self._reserved_bytes = self._head_counted_bytes = 0
         self.in_message = False
-        self.since_s = 0.0
 
     # -- a long body --------------------------------------------------------------------------------------
 
-    def _receive_body(self, arriving: Request, piece: memoryview | None) -> None:
-        """Take the rest of the arriving body, which starts with `piece`, past the parser."""
-        length = self._body_length
+    def begin_long_body(self) -> None:
+        """Let the rest of the arriving body bypass the HTTP parser if it is long.
+
+        `long_body` then has the buffer for it; `receive_long_body` counts what is put there. Only for a request that
+        will be served at once: until its body is complete no other bytes of the connection can be parsed.
+        """
+        if self.arriving is not None and self._body_length - self.body_bytes >= LONG_BYTES:
+            self._begin_long_body(self.arriving, None)
+
+    def _begin_long_body(self, arriving: Request, piece: memoryview | None) -> None:
         arriving.keep_alive = arriving.is_http_11 and self._parser.should_keep_alive()
-        self._parser = httptools.HttpRequestParser(self)  # which begins behind the body
+        self._parser = httptools.HttpRequestParser(self)  # for what follows the body
         pieces: list[bytes | bytearray | memoryview] = list(self._body)
         self._body = []
         if piece is not None:
             pieces.append(piece)
-            self._count_buffered(len(piece))
+            self._buffered.used_bytes += len(piece)
             self.body_bytes += len(piece)
-        if self.body_bytes == length:
+        if self.body_bytes == self._body_length:
             self._complete(arriving, b"".join(pieces))
             return
-        receiver = self._receiver = BodyReceiver(self, length, pieces)
-        self.connection.receive_by(receiver)
-        self._reserve(len(receiver.buffer))
+        self.long_body = LongBody(self._body_length, pieces)
+        self._reserve(self.long_body)
 
-    def on_body_received(self, size_bytes: int) -> None:
-        """The next piece of the arriving body is in its buffer."""
-        receiver, arriving = self._receiver, self.arriving
-        if receiver is None or arriving is None:
-            return  # refused: what still comes is not wanted
-        self._count_buffered(size_bytes)
+    def receive_long_body(self, size_bytes: int) -> None:
+        """Count `size_bytes` more of the arriving body, which are in the buffer of `long_body`."""
+        long_body, arriving = self.long_body, self.arriving
+        if long_body is None or arriving is None:
+            return
+        long_body.received_bytes += size_bytes
+        self._buffered.used_bytes += size_bytes
         self.body_bytes += size_bytes
-        self._reserve(len(receiver.buffer))
-        if receiver.is_complete:
-            self._receiver = None
-            self.connection.receive_by(None)
-            self._complete(arriving, receiver.buffer)
+        self._reserve(long_body)
+        if self.body_bytes == long_body.length_bytes:
+            self.long_body = None
+            self._complete(arriving, long_body.buffer)
 
-    def _reserve(self, buffer_bytes: int) -> None:
-        """Count a body's buffer whole, as it is taken from memory whole."""
-        reserved_bytes = buffer_bytes - self.body_bytes
-        self._count_buffered(reserved_bytes - self._reserved_bytes)
+    def _reserve(self, long_body: LongBody) -> None:
+        """Count all of a long body's buffer, as all of it takes memory."""
+        reserved_bytes = len(long_body.buffer) - self.body_bytes
+        self._buffered.used_bytes += reserved_bytes - self._reserved_bytes
         self._reserved_bytes = reserved_bytes
-        if reserved_bytes and self._clients.buffered_bytes > self._limits.max_buffered_bytes:
-            self.connection.refuse(OVERLOADED)
+        if reserved_bytes and self._buffered.used_bytes > self._buffered.limit_bytes:
+            self._refuse(OVERLOADED)
 
-    # -- parser callbacks -------------------------------------------------------------------------------
+    # -- callbacks of httptools ---------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        if self.connection.is_stopped:
-            raise _RefusedError
         self.target = b""
         self._headers = []
         self._body = []
@@ -219,7 +348,7 @@ class RequestParser:
         self.target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self.arriving is not None:  # a trailer: it must not pass for a header
+        if self.arriving is not None:  # a trailer, which must not count as a header
             return
         if len(self._headers) >= MAX_HEADERS:
             self._stop(RequestRefusal(431, f"more than {MAX_HEADERS} headers"))
@@ -227,20 +356,20 @@ class RequestParser:
 
     def on_headers_complete(self) -> None:
         parser = self._parser
-        limits = self._limits
-        if self._head_bytes > limits.max_header_bytes:
-            # What was read may hold body too; only a head that is really that large is refused.
+        limit = self._max_header_bytes
+        if self._head_bytes > limit:
+            # The bytes read may include some of the body: measure the head itself.
             size = len(self.target) + sum(len(name) + len(value) + 4 for name, value in self._headers)
-            if size > limits.max_header_bytes:
-                self._stop(RequestRefusal(431, f"request head larger than {limits.max_header_bytes} bytes"))
+            if size > limit:
+                self._stop(RequestRefusal(431, f"request head larger than {limit} bytes"))
         if parser.should_upgrade():
-            return  # the parser stops behind the head: see _parse
+            return  # httptools stops after the head: see `receive`
         is_http_11 = parser.get_http_version() == "1.1"
         request = Request(parser.get_method(), self.target, self._headers, is_http_11)
         self.arriving = request
         self._head_bytes = 0
         if self._head_counted_bytes:
-            self._count_buffered(-self._head_counted_bytes)
+            self._buffered.used_bytes -= self._head_counted_bytes
             self._head_counted_bytes = 0
         length = 0
         expects = False
@@ -256,13 +385,13 @@ class RequestParser:
                 hosts += 1
         if hosts > 1:
             self._stop(RequestRefusal(400, "more than one Host header"))
-        refusal = self._clients.gate.check_head(request)
+        refusal = self._gate.check_head(request)
         if refusal is not None:
             self._stop(refusal)
         self._body_length = length
         self._check_size(request, length, length)
         if expects:
-            self.connection.on_continue_expected()
+            self._events.append(CONTINUE_EXPECTED)
 
     def on_body(self, body: bytes) -> None:
         size = len(body)
@@ -270,7 +399,7 @@ class RequestParser:
         assert arriving is not None
         self._check_size(arriving, self.body_bytes + size, size)
         self.body_bytes += size
-        self._count_buffered(size)
+        self._buffered.used_bytes += size
         pieces = self._body
         if not pieces or size >= SMALL_PIECE_BYTES:
             pieces.append(body)
@@ -284,7 +413,7 @@ class RequestParser:
     def on_message_complete(self) -> None:
         request = self.arriving
         if request is None:
-            return  # to be upgraded
+            return  # its head is parsed again without the upgrade
         body, self._body = self._body, []
         request.keep_alive = request.is_http_11 and self._parser.should_keep_alive()
         self._complete(request, body[0] if len(body) == 1 else b"".join(body))
@@ -293,77 +422,28 @@ class RequestParser:
         self.arriving = None
         self.in_message = False
         self._head_bytes = 0
-        self.since_s = 0.0
         request.body = body
         request.size_bytes = self.body_bytes
         self.body_bytes = 0
-        self.connection.on_request(request)
+        self._events.append(request)
+
+    # -- refusals -----------------------------------------------------------------------------------------
+
+    def _refuse(self, refusal: RequestRefusal) -> None:
+        self._is_refused = True
+        self._events.append(refusal)
 
     def _stop(self, refusal: RequestRefusal) -> None:
-        self.connection.refuse(refusal)
+        """Refuse from inside a callback of httptools."""
+        self._refuse(refusal)
         raise _RefusedError
 
-    # -- what is buffered ---------------------------------------------------------------------------------
-
     def _check_size(self, request: Request, body_bytes: int, more_bytes: int) -> None:
-        """Refuse a body of that size, or so much more to buffer."""
-        if body_bytes > request.max_body_bytes:
-            limit = request.max_body_bytes
+        """Refuse a body of `body_bytes` that is too large, or `more_bytes` for which no memory is left."""
+        limit = request.max_body_bytes
+        if body_bytes > limit:
             if not limit:
-                self._stop(self._clients.gate.refuse_body(request))
+                self._stop(self._gate.refuse_body(request))
             self._stop(RequestRefusal(413, f"request body larger than {limit} bytes"))
-        if self._clients.buffered_bytes + more_bytes > self._limits.max_buffered_bytes:
+        if self._buffered.used_bytes + more_bytes > self._buffered.limit_bytes:
             self._stop(OVERLOADED)
-
-    def _count_buffered(self, size_bytes: int) -> None:
-        self.connection.count_buffered(size_bytes)
-
-
-class BodyReceiver(asyncio.BufferedProtocol):
-    """Receives a long body straight into the buffer that it is read from and sent from.
-
-    It takes the place of the connection as the transport's protocol until the body is there. The ordinary way makes
-    four copies: the transport's, two on the way through the parser, and one that joins the pieces.
-    """
-
-    def __init__(self, owner: RequestParser, length: int, pieces: Sequence[bytes | bytearray | memoryview]) -> None:
-        """`length` of the whole body in bytes, of which `pieces` have come; more has to come."""
-        self._owner = owner
-        self._connection = owner.connection
-        self._length = length
-        self.received = sum(map(len, pieces))
-        self.buffer = bytearray(min(length, max(FIRST_BUFFER_BYTES, 2 * self.received)))
-        start = 0
-        for piece in pieces:
-            end = start + len(piece)
-            self.buffer[start:end] = piece
-            start = end
-
-    @property
-    def is_complete(self) -> bool:
-        return self.received == self._length
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next piece goes: never beyond the body, as another request may follow."""
-        buffer = self.buffer
-        size = len(buffer)
-        if self.received == size:
-            buffer += bytes(min(size, self._length - size))
-        return memoryview(buffer)[self.received :]
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self.received += nbytes
-        self._owner.on_body_received(nbytes)
-
-    def eof_received(self) -> bool | None:
-        """Let the transport close: the connection hears of it."""
-        return None
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._connection.connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        self._connection.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._connection.resume_writing()

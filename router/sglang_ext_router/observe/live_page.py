@@ -28,8 +28,8 @@ from sglang_ext_router.decide.pool_move import MoveOutcome
 from sglang_ext_router.group.siblings import SiblingLink
 from sglang_ext_router.http import replies
 from sglang_ext_router.http.access import Access
-from sglang_ext_router.http.client_requests import Request
 from sglang_ext_router.http.http1 import ClientConnection
+from sglang_ext_router.http.request_parser import Request
 from sglang_ext_router.instances.long_pool import LongPoolMonitor, pool_prompts, pool_spans
 from sglang_ext_router.instances.registry import ModelPools, WorkerRegistry
 from sglang_ext_router.instances.work_reader import WorkReader

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from sglang_ext_router.http.client_requests import Request
+from sglang_ext_router.http.request_parser import Request
 from sglang_ext_router.instances.online_load import OFFLINE_PRIORITY
 from sglang_ext_router.observe.trace_spans import TraceContext
 from sglang_ext_router.request.prompt import BadRequestError, Prompt, dump, measure, parse_body

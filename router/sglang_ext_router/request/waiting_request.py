@@ -24,8 +24,8 @@ from sglang_ext_router.request.relay import REASON_TEXT, Relay
 from sglang_ext_router.request.services import Services
 
 if TYPE_CHECKING:
-    from sglang_ext_router.http.client_requests import Request
     from sglang_ext_router.http.http1 import ClientConnection
+    from sglang_ext_router.http.request_parser import Request
 
 
 class WaitingRequest:

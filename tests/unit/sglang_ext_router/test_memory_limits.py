@@ -141,7 +141,7 @@ async def test_heads_that_announce_long_bodies_take_little() -> None:
         for client in clients:
             await client.send(head("/generate", 60_000_000))
         await served.until(lambda: served.router.clients.buffered_bytes >= 50 * 1024)
-        await served.until(lambda: all(one._parser._receiver is not None for one in served.router.clients.open))
+        await served.until(lambda: all(one._parser.long_body is not None for one in served.router.clients.open))
         assert served.router.clients.buffered_bytes <= 50 * (64 << 10)
         for client in clients:
             client.reset()
