@@ -23,11 +23,11 @@ DEFAULT_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
 def plan_captures(
-    lengths_tokens: Sequence[int], batch_sizes: Sequence[int], most_batch_tokens: int, max_requests: int
+    lengths_tokens: Sequence[int], batch_sizes: Sequence[int], max_batch_tokens: int, max_requests: int
 ) -> list[GraphShape]:
     """The shapes of the product that batches run on, in the order of capture.
 
-    A batch has `most_batch_tokens` at most: of each length, no shape is larger than the smallest that holds so many.
+    A batch has `max_batch_tokens` at most: of each length, no shape is larger than the smallest that holds so many.
     """
     shapes = set()
     for length in lengths_tokens:
@@ -35,7 +35,7 @@ def plan_captures(
             if requests > max_requests:
                 break
             shapes.add(GraphShape(length, requests))
-            if length * requests >= most_batch_tokens:
+            if length * requests >= max_batch_tokens:
                 break
     return sorted(shapes, key=lambda shape: (shape.tokens, shape.requests), reverse=True)
 
@@ -86,7 +86,7 @@ class MemoryLedger:
         """Whether the budget is expected to hold."""
         return self._budget_bytes is None or self.used_bytes + self.expected_bytes(shape) <= self._budget_bytes
 
-    def note(self, cost: CaptureCost) -> None:
+    def record(self, cost: CaptureCost) -> None:
         """Take a capture into account."""
         self.costs.append(cost)
         count, growth = cost.shape.tokens, cost.pool_growth_bytes

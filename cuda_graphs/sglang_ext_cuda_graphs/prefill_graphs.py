@@ -20,7 +20,7 @@ from sglang_ext_kernels.padded_batch import PaddedBatch, RaggedBatch, allocate, 
 Forward = Callable[[GraphShape, PaddedBatch], torch.Tensor]
 
 # What fails for so many shapes one after the other, memory apart, would fail for the others as well.
-MOST_FAILURES_IN_A_ROW = 3
+MAX_FAILURES_IN_A_ROW = 3
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +50,9 @@ class PrefillGraphs:
         """
         if not shapes:
             raise ValueError("a grid of graphs needs at least one shape")
-        most_tokens = max(shape.tokens for shape in shapes)
-        if output.shape[0] < most_tokens:
-            raise ValueError(f"an output of {output.shape[0]} rows does not hold {most_tokens} tokens")
+        max_tokens = max(shape.tokens for shape in shapes)
+        if output.shape[0] < max_tokens:
+            raise ValueError(f"an output of {output.shape[0]} rows does not hold {max_tokens} tokens")
         self._order = tuple(shapes)
         self._forward = forward
         self._recorder = recorder
@@ -61,7 +61,7 @@ class PrefillGraphs:
         self._agree = agree
         self._failures_in_a_row = 0
         self._output = output
-        self._static = allocate(most_tokens, max(shape.slots for shape in shapes), max_prefix_tokens, output.device)
+        self._static = allocate(max_tokens, max(shape.slots for shape in shapes), max_prefix_tokens, output.device)
         self._recordings: dict[GraphShape, Recording] = {}
         self.grid = GraphGrid(shapes, max_prefix_tokens)
         self.replays: Counter[GraphShape] = Counter()
@@ -120,7 +120,7 @@ class PrefillGraphs:
         return self._output[: shape.tokens]
 
     def _capture(self, shape: GraphShape) -> bool:
-        if self._failures_in_a_row >= MOST_FAILURES_IN_A_ROW:
+        if self._failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
             return self._leave_out(shape, Fallback.CAPTURE)
         if not self._agree(self._ledger.can_capture(shape)):
             return self._leave_out(shape, Fallback.MEMORY)
@@ -150,22 +150,24 @@ class PrefillGraphs:
             if not self._agree(has_memory):
                 return self._leave_out(shape, Fallback.MEMORY)
             self._failures_in_a_row += 1
-            if self._failures_in_a_row == MOST_FAILURES_IN_A_ROW:
-                logger.warning("%d captures failed one after the other, no more are tried", MOST_FAILURES_IN_A_ROW)
+            if self._failures_in_a_row == MAX_FAILURES_IN_A_ROW:
+                logger.warning("%d captures failed one after the other, no more are tried", MAX_FAILURES_IN_A_ROW)
             return self._leave_out(shape, Fallback.CAPTURE)
         self._failures_in_a_row = 0
         self._recordings[shape] = recording
         growth = after.allocator_bytes - before.allocator_bytes
         own = after.used_bytes - before.used_bytes - growth
-        self._ledger.note(CaptureCost(shape, max(0, growth), max(0, own), self._clock() - started_s))
+        self._ledger.record(CaptureCost(shape, max(0, growth), max(0, own), self._clock() - started_s))
         return True
 
     def _pad_once(self, shape: GraphShape) -> None:
         """As before a replay, on tensors of the types that an engine has, so that its kernels are compiled by then."""
         device = self._output.device
-        one = torch.zeros(1, dtype=torch.int64, device=device)
+        single = torch.zeros(1, dtype=torch.int64, device=device)
         lens = torch.ones(1, dtype=torch.int32, device=device)
-        self.load(shape, RaggedBatch(one, one, one, one, lens, lens, lens.view(1, 1), longest_prefix_tokens=1))
+        self.load(
+            shape, RaggedBatch(single, single, single, single, lens, lens, lens.view(1, 1), longest_prefix_tokens=1)
+        )
 
     def _leave_out(self, shape: GraphShape, reason: Fallback) -> bool:
         self.grid.leave_out(shape, reason)
@@ -193,7 +195,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _has_run_out_of_memory(error: BaseException) -> bool:
-    return any(isinstance(one, torch.OutOfMemoryError) for one in _chain(error))
+    return any(isinstance(cause, torch.OutOfMemoryError) for cause in _chain(error))
 
 
 def _first_line(error: BaseException) -> str:

@@ -16,9 +16,9 @@ from sglang_ext_kernels.padded_batch import PaddedBatch
 
 # The multiprocessors of a Hopper GPU: the registers of one hold one program of 128 rows.
 PROGRAMS = 132
-MOST_SPLITS = 32
+MAX_SPLITS = 32
 # Of a prefix, what a program takes at least: fewer keys are read sooner than parts are joined.
-LEAST_KEYS = 128
+MIN_KEYS = 128
 
 
 class SplitSizes(NamedTuple):
@@ -28,7 +28,7 @@ class SplitSizes(NamedTuple):
     splits: int
     rows: int
     keys: int
-    least_keys: int = LEAST_KEYS
+    min_keys: int = MIN_KEYS
 
 
 def splits_of(
@@ -46,7 +46,7 @@ def splits_of(
     else:
         block = SplitSizes(1, 64 if rows <= 64 else 128, 64)
     programs = requests * kv_heads * -(-rows // block.rows)
-    return block._replace(splits=max(1, min(MOST_SPLITS, PROGRAMS // programs)))
+    return block._replace(splits=max(1, min(MAX_SPLITS, PROGRAMS // programs)))
 
 
 def split_prefix_attention_(

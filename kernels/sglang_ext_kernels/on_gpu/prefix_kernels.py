@@ -224,7 +224,7 @@ def split_prefix_attention(
     splits: int,
     rows: int,
     keys: int,
-    least_keys: int,
+    min_keys: int,
 ) -> None:
     """See `sglang_ext_kernels.prefix_attention`; the last dimension of each must be contiguous."""
     tokens, heads, size = q.shape
@@ -256,7 +256,7 @@ def split_prefix_attention(
         SIZE_BLOCK=size_block,
         ROWS=rows,
         KEYS=keys,
-        LEAST=least_keys,
+        LEAST=min_keys,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=8 if rows >= 128 or size > 128 else 4,
         num_stages=2,
@@ -276,5 +276,5 @@ def split_prefix_attention(
         SIZE_BLOCK=size_block,
         ROWS=JOINED_ROWS,
         KEYS=keys,
-        LEAST=least_keys,
+        LEAST=min_keys,
     )

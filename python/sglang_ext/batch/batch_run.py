@@ -64,7 +64,7 @@ class BatchRun:
         )
         self.files = find_inputs(args.input)
         self.store_path: Path = args.store or args.output.with_name(args.output.name + ".store")
-        for given in (Path(one) for one in args.input):
+        for given in (Path(name) for name in args.input):
             if given.is_dir() and args.output.resolve().is_relative_to(given.resolve()):
                 raise RunError(f"--output: {args.output} is in the input folder {given}; it would become an input")
         if any(file.path.resolve() == args.output.resolve() for file in self.files):
@@ -121,7 +121,9 @@ class BatchRun:
         findings = Findings()
         with ProgressReport.of_reading(lambda: store.job(number).lines):
             add_input(store, number, self.files, self.options, findings)
-        changed = [file for file, one in zip(self.files, identities, strict=True) if identify(file, one) != one]
+        changed = [
+            file for file, identity in zip(self.files, identities, strict=True) if identify(file, identity) != identity
+        ]
         if findings.count or changed:
             store.start_over()
             if changed:
@@ -131,7 +133,7 @@ class BatchRun:
 
     def _description(self, identities: list[FileIdentity]) -> dict[str, object]:
         return {
-            "inputs": [one._asdict() for one in identities],
+            "inputs": [identity._asdict() for identity in identities],
             "options": {
                 "--mode": self.options.mode.value,
                 "--model": self.options.model,
@@ -142,7 +144,7 @@ class BatchRun:
         }
 
     def _check_unchanged(self, store: BatchStore, job: Job) -> None:
-        known = {one["name"]: FileIdentity(**one) for one in job.description["inputs"]}  # type: ignore[attr-defined]
+        known = {described["name"]: FileIdentity(**described) for described in job.description["inputs"]}  # type: ignore[attr-defined]
         identities = [identify(file, known.get(file.name)) for file in self.files]
         described = self._description(identities)
         hint = f"this run began otherwise; put it back, or start a new run with another --store than {self.store_path}"
@@ -152,12 +154,12 @@ class BatchRun:
         for name, value in described["options"].items():
             if options.get(name) != value:
                 raise RunError(f"{name}: was {_shown(options.get(name))}, is {_shown(value)}; {hint}")
-        for one in identities:
-            before = known.pop(one.name, None)
+        for identity in identities:
+            before = known.pop(identity.name, None)
             if before is None:
-                raise RunError(f"--input: {one.name} is new; {hint}")
-            if (before.size_bytes, before.sha256) != (one.size_bytes, one.sha256):
-                raise RunError(f"--input: {one.name} has changed; {hint}")
+                raise RunError(f"--input: {identity.name} is new; {hint}")
+            if (before.size_bytes, before.sha256) != (identity.size_bytes, identity.sha256):
+                raise RunError(f"--input: {identity.name} has changed; {hint}")
         for name in known:
             raise RunError(f"--input: {name} is missing; {hint}")
         store.describe_job(job.id, described)

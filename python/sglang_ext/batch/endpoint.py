@@ -21,8 +21,8 @@ from sglang_ext.types import LengthClass
 PRIORITY_HEADER = "x-sgl-priority"
 REQUEST_TIMEOUT_S = 1800.0
 CONNECT_TIMEOUT_S = 10.0
-_MOST_ERROR_BYTES = 2000  # of a reply that is kept as the reason
-_MOST_RETRY_AFTER_S = 300.0
+_MAX_ERROR_BYTES = 2000  # of a reply that is kept as the reason
+_MAX_RETRY_AFTER_S = 300.0
 
 
 class AnswerKind(Enum):
@@ -72,8 +72,8 @@ class EndpointLoad(NamedTuple):
     def of(self, name: LengthClass | None) -> ReportedLoad:
         """What holds for one class; for None, which takes all prompts, the longest wait and the least backlog."""
         told = list(self.classes.values()) if name is None else [self.classes[name]] if name in self.classes else []
-        waits = [one.online_wait_s for one in told if one.online_wait_s is not None]
-        return ReportedLoad(max(waits, default=None), min((one.backlog_s for one in told), default=0.0))
+        waits = [load.online_wait_s for load in told if load.online_wait_s is not None]
+        return ReportedLoad(max(waits, default=None), min((load.backlog_s for load in told), default=0.0))
 
 
 class LoadUnknownError(Exception):
@@ -184,7 +184,7 @@ class EndpointClient:
 def count_tokens(parsed: Any) -> tuple[int, int]:
     """Prompt and completion tokens that a reply's JSON tells, 0 where it does not."""
     if isinstance(parsed, list):
-        counts = [count_tokens(one) for one in parsed]
+        counts = [count_tokens(entry) for entry in parsed]
         return sum(prompt for prompt, _ in counts), sum(completion for _, completion in counts)
     if not isinstance(parsed, dict):
         return 0, 0
@@ -219,8 +219,8 @@ def _error_text(status: int, body: bytes) -> str:
     except orjson.JSONDecodeError:
         pass
     if not text:
-        text = body[:_MOST_ERROR_BYTES].decode("utf-8", "replace").strip()
-    text = " ".join(text[:_MOST_ERROR_BYTES].split())
+        text = body[:_MAX_ERROR_BYTES].decode("utf-8", "replace").strip()
+    text = " ".join(text[:_MAX_ERROR_BYTES].split())
     return f"HTTP {status}: {text}" if text else f"HTTP {status}"
 
 
@@ -236,7 +236,7 @@ def _retry_after_s(headers: Mapping[str, str]) -> float | None:
             wait_s = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
         except (TypeError, ValueError):
             return None
-    return min(max(wait_s, 0.0), _MOST_RETRY_AFTER_S) if wait_s == wait_s else None
+    return min(max(wait_s, 0.0), _MAX_RETRY_AFTER_S) if wait_s == wait_s else None
 
 
 def _own_id(parsed: Any) -> str:
@@ -250,11 +250,13 @@ def _own_id(parsed: Any) -> str:
 def _endpoint_load(parsed: Any) -> EndpointLoad:
     boundary = parsed["length_boundary_tokens"]
     classes = {}
-    for one in LengthClass:
-        told = parsed["classes"].get(one.value)
+    for length_class in LengthClass:
+        told = parsed["classes"].get(length_class.value)
         if told is not None:
             wait = told.get("online_wait_s")
-            classes[one] = ReportedLoad(None if wait is None else float(wait), float(told.get("backlog_s") or 0.0))
+            classes[length_class] = ReportedLoad(
+                None if wait is None else float(wait), float(told.get("backlog_s") or 0.0)
+            )
     return EndpointLoad(None if boundary is None else int(boundary), classes)
 
 

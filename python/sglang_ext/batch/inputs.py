@@ -23,7 +23,7 @@ from sglang_ext.batch.lines import BatchLine, LineError, LineOptions, parse_line
 from sglang_ext.batch.store import BatchStore
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
-MOST_SHOWN = 20
+MAX_SHOWN = 20
 MAX_LINE_BYTES = 256 << 20
 _PARQUET_ROWS = 256  # decoded at a time
 _ADD_LINES, _ADD_BYTES = 10_000, 16 << 20  # of one transaction
@@ -51,7 +51,7 @@ class FileIdentity(NamedTuple):
 
 @dataclass(slots=True)
 class Findings:
-    """What is wrong: the first `MOST_SHOWN` as text, and how many there are."""
+    """What is wrong: the first `MAX_SHOWN` as text, and how many there are."""
 
     shown: list[str] = field(default_factory=list)
     count: int = 0
@@ -59,7 +59,7 @@ class Findings:
     def add(self, place: str, reason: str) -> None:
         """Note one finding."""
         self.count += 1
-        if len(self.shown) < MOST_SHOWN:
+        if len(self.shown) < MAX_SHOWN:
             self.shown.append(f"{place}: {reason}")
 
     @property
@@ -75,13 +75,13 @@ def find_inputs(patterns: Sequence[str]) -> list[InputFile]:
     for pattern in patterns:
         path = Path(pattern)
         if path.is_dir():
-            found = sorted(one for one in path.rglob("*") if one.is_file() and _format(one) is not None)
+            found = sorted(found for found in path.rglob("*") if found.is_file() and _format(found) is not None)
             if not found:
                 raise InputError(f"{pattern}: no file in it ends in {', '.join(SUFFIXES)} (.gz, .zst)")
         elif path.exists():
             found = [path]
         else:
-            found = sorted(Path(one) for one in glob.glob(pattern, recursive=True) if Path(one).is_file())
+            found = sorted(Path(found) for found in glob.glob(pattern, recursive=True) if Path(found).is_file())
             if not found:
                 raise InputError(f"{pattern}: no such file")
         paths += found
@@ -148,8 +148,8 @@ def add_input(store: BatchStore, job: int, files: Sequence[InputFile], options: 
             batch, size_bytes = [], 0
     store.add_lines(job, batch)
     total += len(batch)
-    for one in store.duplicates(job, MOST_SHOWN):
-        findings.add(one.second, f"custom_id: {one.custom_id!r} is on {one.first}, too")
+    for duplicate in store.duplicates(job, MAX_SHOWN):
+        findings.add(duplicate.second, f"custom_id: {duplicate.custom_id!r} is on {duplicate.first}, too")
     if not total and not findings.count:
         findings.add(files[0].name, "there is no line in it")
     if not findings.count:
@@ -164,7 +164,7 @@ def _format(path: Path) -> str | None:
     name = path.name.lower()
     for compression in (".gz", ".zst"):
         name = name.removesuffix(compression)
-    suffix = next((one for one in SUFFIXES if name.endswith(one)), None)
+    suffix = next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
     if suffix == ".parquet":
         return "parquet" if name == path.name.lower() else None
     return None if suffix is None else "json"
@@ -221,7 +221,7 @@ def _parquet_rows(file: InputFile) -> Iterator[tuple[int, object]]:
 def _without_nulls(value: object) -> object:
     """Null is how Parquet shows a field that a row lacks."""
     if isinstance(value, dict):
-        return {name: _without_nulls(one) for name, one in value.items() if one is not None}
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
     if isinstance(value, list) and value and isinstance(value[0], dict):
-        return [_without_nulls(one) for one in value]
+        return [_without_nulls(item) for item in value]
     return value

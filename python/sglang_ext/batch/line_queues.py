@@ -78,10 +78,10 @@ class LineQueues:
             self._due[name].append((queue, leased))
         return retries[0][0] if retries else None
 
-    def next_line(self, name: LengthClass | None, most_retries: int) -> tuple[JobQueue, LeasedLine] | None:
+    def next_line(self, name: LengthClass | None, max_waiting: int) -> tuple[JobQueue, LeasedLine] | None:
         """The next line of a class: what is sent again first, then of the job that has the fewest in flight.
 
-        With `most_retries` lines that wait to be sent again, which are in memory, there is none but those.
+        With `max_waiting` lines that wait to be sent again, which are in memory, there is none but those.
         """
         due = self._due[name]
         while due:
@@ -89,7 +89,7 @@ class LineQueues:
             queue.retrying -= 1
             if not queue.is_cancelled:
                 return queue, leased
-        if len(self._retries) >= most_retries:
+        if len(self._retries) >= max_waiting:
             return None
         able = [queue for queue in self.jobs.values() if queue.waiting[name]]
         if not able:

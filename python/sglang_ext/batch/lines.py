@@ -236,9 +236,9 @@ def _custom_id(value: object) -> str:
 def _token_ids(name: str, value: object) -> list[int]:
     if not isinstance(value, list):
         raise LineError(name, f"must be a list of token ids, is {_kind(value)}")
-    for one in value:
-        if type(one) is not int or not 0 <= one < 1 << 31:
-            raise LineError(name, f"holds {_shown(one)}, which is no token id")
+    for item in value:
+        if type(item) is not int or not 0 <= item < 1 << 31:
+            raise LineError(name, f"holds {_shown(item)}, which is no token id")
     return value
 
 

@@ -234,10 +234,10 @@ def generate_table(results: Sequence[StoredResult]) -> Any:
     import pyarrow as pa
 
     try:
-        return pa.Table.from_pylist([generate_row(one) for one in results], schema=generate_schema())
+        return pa.Table.from_pylist([generate_row(result) for result in results], schema=generate_schema())
     except _UNREADABLE as error:
         if len(results) > 1:
-            return pa.concat_tables([generate_table([one]) for one in results])
+            return pa.concat_tables([generate_table([result]) for result in results])
         reason = " ".join(f"the reply cannot be read: {error!r}".split())
         return generate_table([results[0]._replace(is_ok=False, error=reason)])
 
@@ -274,7 +274,7 @@ def generate_row(result: StoredResult) -> dict[str, object]:
 def _ids(holder: dict[str, Any], *names: str) -> list[int] | None:
     for name in names:
         value = holder.get(name)
-        if isinstance(value, list) and value and all(type(one) is int for one in value):
+        if isinstance(value, list) and value and all(type(item) is int for item in value):
             return value
     return None
 
@@ -285,7 +285,7 @@ def _write_parquet(path: Path, results: Iterable[StoredResult], options: OutputO
     def table(some: list[StoredResult]) -> Any:
         if options.mode is Mode.GENERATE:
             return generate_table(some)
-        rows = ((one.custom_id, one.body) for one in some)
+        rows = ((item.custom_id, item.body) for item in some)
         if options.format is OutputFormat.DISTILLKIT:
             try:
                 return distillkit_table(rows, options.vocabulary)

@@ -46,7 +46,7 @@ _CALLS_PER_SENDER = 2  # the next task begins while the last lines of one are un
 # Ray's filter for what a checkpoint has takes a whole CPU; reading, sending and writing must fit beside it on two.
 _READ_CPUS = _WRITE_CPUS = 0.25
 _SEND_CPUS = 0.1
-_LEAST_CPUS = 2
+_MIN_CPUS = 2
 _LINE_COLUMNS = ("custom_id", "path", "body", "prompt_tokens", "sort_key", "file", "number", "prompt_len")
 
 
@@ -170,9 +170,9 @@ def _lay_out(store: BatchStore, job: int, mode: Mode, folder: Path) -> None:
     partial.rename(folder)
 
 
-def _groups(store: BatchStore, job: int, most_rows: int) -> Iterator[list[BatchLine]]:
-    while leased := store.lease(job, most_rows, most_bytes=_GROUP_BYTES):
-        yield [one.line for one in leased]
+def _groups(store: BatchStore, job: int, max_rows: int) -> Iterator[list[BatchLine]]:
+    while leased := store.lease(job, max_rows, max_bytes=_GROUP_BYTES):
+        yield [leased_line.line for leased_line in leased]
 
 
 def _line_schema() -> Any:
@@ -195,8 +195,8 @@ def _line_groups(folder: Path) -> list[_LineGroup]:
     for path in sorted(folder.glob("lines-*.parquet")):
         metadata = pq.read_metadata(path)
         for index in range(metadata.num_row_groups):
-            one = metadata.row_group(index)
-            groups.append(_LineGroup(str(path), index, one.num_rows, one.total_byte_size))
+            group = metadata.row_group(index)
+            groups.append(_LineGroup(str(path), index, group.num_rows, group.total_byte_size))
     return groups
 
 
@@ -247,15 +247,15 @@ def _carry_out(run: BatchRun, paths: _Paths) -> None:
 
     groups = _line_groups(paths.lines)
     address = os.environ.get("RAY_ADDRESS")
-    cpus = None if address else max(_LEAST_CPUS, os.cpu_count() or 1)
+    cpus = None if address else max(_MIN_CPUS, os.cpu_count() or 1)
     # What a sender says at its end is not for the operator; what ends a run is raised here.
     ray.init(
         address=address or "local", num_cpus=cpus, include_dashboard=None if address else False, log_to_driver=False
     )
     try:
         nodes = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU", 0) >= 1]
-        if sum(node["Resources"]["CPU"] for node in nodes) < _LEAST_CPUS:
-            raise RunError(f"--engine ray needs a cluster with {_LEAST_CPUS} CPUs at the least")
+        if sum(node["Resources"]["CPU"] for node in nodes) < _MIN_CPUS:
+            raise RunError(f"--engine ray needs a cluster with {_MIN_CPUS} CPUs at the least")
         senders = max(1, min(len(nodes), run.settings.cap.max_in_flight))
         checkpoint = CheckpointConfig("custom_id", str(paths.checkpoint), delete_checkpoint_on_success=False)
         checkpoint.checkpoint_actor_pool_max_size = 1  # a second one could take the CPU that the others need
@@ -350,9 +350,9 @@ def result_table(results: Sequence[StoredResult], mode: Mode) -> Any:
     if mode is Mode.GENERATE:
         return generate_table(results)
     schema = score_schema().append(pa.field("error", pa.string()))
-    good = score_table((one.custom_id, one.body) for one in results if one.is_ok)
+    good = score_table((result.custom_id, result.body) for result in results if result.is_ok)
     good = good.append_column(schema.field("error"), pa.nulls(len(good), pa.string()))
-    bad = [{"custom_id": one.custom_id, "error": one.error} for one in results if not one.is_ok]
+    bad = [{"custom_id": result.custom_id, "error": result.error} for result in results if not result.is_ok]
     return pa.concat_tables([good, pa.Table.from_pylist(bad, schema=schema)])
 
 

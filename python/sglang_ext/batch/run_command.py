@@ -34,11 +34,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--endpoint", required=True, metavar="URL", help="the router, or any OpenAI-compatible server")
     parser.add_argument("--api-key", metavar="KEY", help=f"of the endpoint (or from {API_KEY_VARIABLE})")
-    parser.add_argument("--mode", choices=[one.value for one in Mode], default=Mode.GENERATE.value, help="what to ask")
+    parser.add_argument(
+        "--mode", choices=[mode.value for mode in Mode], default=Mode.GENERATE.value, help="what to ask"
+    )
     parser.add_argument("--top-logprobs", type=int, default=0, metavar="K", help=f"score: 0 to {MAX_TOP_LOGPROBS}")
     parser.add_argument("--model", metavar="NAME", help="for lines that name none")
     parser.add_argument("--defaults", metavar="JSON", help='fields for lines that lack them, as {"max_tokens": 64}')
-    parser.add_argument("--format", choices=[one.value for one in OutputFormat], help="of the output (by its name)")
+    parser.add_argument(
+        "--format", choices=[output_format.value for output_format in OutputFormat], help="of the output (by its name)"
+    )
     parser.add_argument("--vocabulary", type=int, default=0, metavar="N", help="tokens of the model, for distillkit")
     parser.add_argument("--engine", choices=["local", "ray"], default="local", help="this process, or Ray Data")
     parser.add_argument("--retry-failed", action="store_true", help="send lines again that have failed before")

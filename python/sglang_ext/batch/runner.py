@@ -29,11 +29,11 @@ from sglang_ext.types import LengthClass
 _LEASED_LINES = 64  # leased ahead at least, per job and class
 _LEASED_BYTES = 8 << 20
 _COMMIT_LINES, _COMMIT_S = 500, 0.05
-_MOST_UNWRITTEN_BYTES = 64 << 20
-_MOST_REPLY_BYTES = 128 << 20  # expected of what is in flight
+_MAX_UNWRITTEN_BYTES = 64 << 20
+_MAX_REPLY_BYTES = 128 << 20  # expected of what is in flight
 _LOAD_RETRY_S = 30.0
 _LOAD_INTERVAL_S = 0.5
-_MOST_TRIES = 20  # of one line, the uncounted included: it may be what brings the endpoint down
+_MAX_TRIES = 20  # of one line, the uncounted included: it may be what brings the endpoint down
 _NOTE_AFTER_S, _NOTE_INTERVAL_S = 1.0, 30.0  # of an outage; a shorter one with connections is overload
 
 
@@ -67,7 +67,7 @@ class Progress(NamedTuple):
 class _Class:
     """One length class: its range of prompt tokens, its cap, and what is under way."""
 
-    least_tokens: int
+    min_tokens: int
     below_tokens: int | None
     cap: InFlightCap
     in_flight: int = 0
@@ -148,7 +148,7 @@ class JobRunner:
             self._prompt_tokens,
             self._completion_tokens,
             self._in_flight,
-            min(self._settings.cap.max_in_flight, sum(one.cap.cap for one in self._classes.values())),
+            min(self._settings.cap.max_in_flight, sum(load_class.cap.cap for load_class in self._classes.values())),
         )
 
     # -- the loop -----------------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ class JobRunner:
                 if tries >= 3:
                     break
             else:
-                self._note_outage("it cannot be reached")
+                self._report_outage("it cannot be reached")
             await asyncio.sleep(0.5)
         for name, (least, below) in token_ranges(boundary).items():
             self._classes[name] = _Class(least, below, InFlightCap(self._settings.cap))
@@ -236,16 +236,16 @@ class JobRunner:
             try:
                 load = await self._client.load()
             except LoadUnknownError:  # or something between here and the router that answers for it
-                for one in self._classes.values():
-                    one.cap.on_load_unknown()
+                for load_class in self._classes.values():
+                    load_class.cap.on_load_unknown()
                 await asyncio.sleep(_LOAD_RETRY_S)
                 continue
             now_s = time.monotonic()
-            for name, one in self._classes.items():
+            for name, its_class in self._classes.items():
                 if load is None:
-                    one.cap.on_load_unknown()
+                    its_class.cap.on_load_unknown()
                 else:
-                    one.cap.on_load(*load.of(name), now_s, one.in_flight)
+                    its_class.cap.on_load(*load.of(name), now_s, its_class.in_flight)
             self._wake.set()
             await asyncio.sleep(_LOAD_INTERVAL_S)
 
@@ -253,8 +253,8 @@ class JobRunner:
         """Send what may be sent now, and see to it that lines are leased ahead."""
         now_s = time.monotonic()
         wake_at_s = self._queues.collect_due(now_s)
-        for name, one in self._classes.items():
-            self._lease_ahead(name, one)
+        for name, its_class in self._classes.items():
+            self._lease_ahead(name, its_class)
         able = dict(self._classes)
         while able and self._in_flight < self._settings.cap.max_in_flight:
             held_until_s = self._held_until_s(now_s)
@@ -262,13 +262,13 @@ class JobRunner:
                 wake_at_s = min(held_until_s, wake_at_s or held_until_s)
                 break
             # The class with the fewest first, or one with many lines would keep the other out.
-            name, one = min(able.items(), key=lambda item: item[1].in_flight)
+            name, load_class = min(able.items(), key=lambda item: item[1].in_flight)
             max_waiting = 4 * self._settings.cap.max_in_flight
-            chosen = self._queues.next_line(name, max_waiting) if one.in_flight < one.cap.cap else None
+            chosen = self._queues.next_line(name, max_waiting) if load_class.in_flight < load_class.cap.cap else None
             if chosen is None:
                 del able[name]
             else:
-                self._send(name, one, *chosen, now_s)
+                self._send(name, load_class, *chosen, now_s)
         self._end_jobs()
         if self._timer is not None:
             self._timer.cancel()
@@ -278,35 +278,35 @@ class JobRunner:
 
     def _held_until_s(self, now_s: float) -> float:
         """When the next line may leave: now, later, or (infinity) when something else happens first."""
-        if self._unwritten_bytes >= _MOST_UNWRITTEN_BYTES:
+        if self._unwritten_bytes >= _MAX_UNWRITTEN_BYTES:
             return float("inf")
         if self._outage.is_down:
             if self._probes:
                 return float("inf")  # its answer decides; what was sent before may hang for long
             if self._outage.probe_at_s > now_s:
                 return self._outage.probe_at_s
-        if self._in_flight and self._reply_bytes >= _MOST_REPLY_BYTES:
+        if self._in_flight and self._reply_bytes >= _MAX_REPLY_BYTES:
             return float("inf")
         wait_s = max(self._requests_limit.wait_s(now_s), self._tokens_limit.wait_s(now_s))
         return now_s + wait_s
 
-    def _lease_ahead(self, name: LengthClass | None, one: _Class) -> None:
-        wanted = max(_LEASED_LINES, 2 * one.cap.cap)
+    def _lease_ahead(self, name: LengthClass | None, load_class: _Class) -> None:
+        wanted = max(_LEASED_LINES, 2 * load_class.cap.cap)
         for queue in self._jobs.values():
             if name in queue.exhausted or name in queue.leasing or queue.is_cancelled:
                 continue
             if len(queue.waiting[name]) < wanted // 2:
                 queue.leasing.add(name)
-                self._start(self._lease(queue, name, one, wanted))
+                self._start(self._lease(queue, name, load_class, wanted))
 
-    async def _lease(self, queue: JobQueue, name: LengthClass | None, one: _Class, wanted: int) -> None:
+    async def _lease(self, queue: JobQueue, name: LengthClass | None, load_class: _Class, wanted: int) -> None:
         def lease() -> list[LeasedLine]:
             return self._store.lease(
                 queue.job,
                 wanted,
-                least_tokens=one.least_tokens,
-                below_tokens=one.below_tokens,
-                most_bytes=_LEASED_BYTES,
+                min_tokens=load_class.min_tokens,
+                below_tokens=load_class.below_tokens,
+                max_bytes=_LEASED_BYTES,
             )
 
         try:
@@ -334,19 +334,21 @@ class JobRunner:
 
     # -- one line -----------------------------------------------------------------------------------------------------
 
-    def _send(self, name: LengthClass | None, one: _Class, queue: JobQueue, leased: LeasedLine, now_s: float) -> None:
+    def _send(
+        self, name: LengthClass | None, load_class: _Class, queue: JobQueue, leased: LeasedLine, now_s: float
+    ) -> None:
         self._in_flight += 1
-        one.in_flight += 1
+        load_class.in_flight += 1
         queue.in_flight[name] = queue.in_flight.get(name, 0) + 1
         self._requests_limit.take(1, now_s)
         self._tokens_limit.take(leased.line.prompt_tokens, now_s)
-        was_full = one.in_flight >= one.cap.cap
+        was_full = load_class.in_flight >= load_class.cap.cap
         is_probe = self._outage.is_down
         self._probes += is_probe
         self._reply_bytes += self._expected_bytes(leased)
-        task = asyncio.create_task(self._request(name, one, queue, leased, was_full))
+        task = asyncio.create_task(self._request(name, load_class, queue, leased, was_full))
         queue.tasks.add(task)
-        task.add_done_callback(partial(self._request_done, name, one, queue, leased, is_probe))
+        task.add_done_callback(partial(self._request_done, name, load_class, queue, leased, is_probe))
 
     def _expected_bytes(self, leased: LeasedLine) -> int:
         return leased.line.prompt_tokens * self._settings.reply_bytes_per_token
@@ -354,7 +356,7 @@ class JobRunner:
     def _request_done(
         self,
         name: LengthClass | None,
-        one: _Class,
+        load_class: _Class,
         queue: JobQueue,
         leased: LeasedLine,
         is_probe: bool,
@@ -362,7 +364,7 @@ class JobRunner:
     ) -> None:
         # Here and not in the task: one that is cancelled before its first step never runs.
         self._in_flight -= 1
-        one.in_flight -= 1
+        load_class.in_flight -= 1
         queue.in_flight[name] -= 1
         self._probes -= is_probe
         self._reply_bytes -= self._expected_bytes(leased)
@@ -371,24 +373,24 @@ class JobRunner:
         self._background_done(task)
 
     async def _request(
-        self, name: LengthClass | None, one: _Class, queue: JobQueue, leased: LeasedLine, was_full: bool
+        self, name: LengthClass | None, load_class: _Class, queue: JobQueue, leased: LeasedLine, was_full: bool
     ) -> None:
         sent_at_s = time.monotonic()
         answer = await self._client.send(leased.line)
         now_s = time.monotonic()
         if answer.kind is AnswerKind.OK:
-            one.cap.on_ok(sent_at_s, now_s, was_full=was_full)
+            load_class.cap.on_ok(sent_at_s, now_s, was_full=was_full)
             self._on_ok(queue, leased, answer, now_s)
         elif answer.kind is AnswerKind.FINAL_ERROR:
-            self._note_up(self._outage.on_answer(), now_s)
+            self._report_up(self._outage.on_answer(), now_s)
             self._add_result(queue, _failure(leased, answer))
         else:
             if answer.kind is AnswerKind.OVERLOADED:
-                one.cap.on_overload(sent_at_s, now_s)
+                load_class.cap.on_overload(sent_at_s, now_s)
             self._on_failure(name, queue, leased, answer, now_s)
 
     def _on_ok(self, queue: JobQueue, leased: LeasedLine, answer: Answer, now_s: float) -> None:
-        self._note_up(self._outage.on_answer(), now_s)
+        self._report_up(self._outage.on_answer(), now_s)
         prompt_tokens, completion_tokens = count_tokens(answer.parsed)
         self._tokens_limit.take(completion_tokens, now_s)
         try:
@@ -412,12 +414,12 @@ class JobRunner:
         is_counted = self._outage.on_failure(kind, leased.id, now_s, self._queues.lines_left())
         since_s = self._outage.since_s
         if since_s is not None and (kind is FailureKind.UNREACHABLE or now_s - since_s >= _NOTE_AFTER_S):
-            self._note_outage(answer.error or answer.kind.value)
+            self._report_outage(answer.error or answer.kind.value)
         tries, counted = queue.tries.get(leased.id, (0, 0))
         if kind is not FailureKind.UNREACHABLE:
             tries += 1
         counted += is_counted
-        if counted > self._settings.max_retries or tries >= max(_MOST_TRIES, self._settings.max_retries + 1):
+        if counted > self._settings.max_retries or tries >= max(_MAX_TRIES, self._settings.max_retries + 1):
             queue.tries.pop(leased.id, None)
             self._add_result(queue, _failure(leased, answer))
             return
@@ -476,13 +478,13 @@ class JobRunner:
 
     # -- notes --------------------------------------------------------------------------------------------------------
 
-    def _note_outage(self, reason: str) -> None:
+    def _report_outage(self, reason: str) -> None:
         now_s = time.monotonic()
         if now_s - self._noted_at_s >= _NOTE_INTERVAL_S:
             self._noted_at_s = now_s
             self._note(f"{self._client.url} is down, waiting for it ({reason})")
 
-    def _note_up(self, down_since_s: float | None, now_s: float) -> None:
+    def _report_up(self, down_since_s: float | None, now_s: float) -> None:
         if down_since_s is not None and self._noted_at_s > float("-inf"):
             self._noted_at_s = float("-inf")
             self._note(f"{self._client.url} is up again after {now_s - down_since_s:.0f} s")

@@ -136,22 +136,22 @@ def score_table(rows: Iterable[tuple[str, bytes]]) -> Any:
     for custom_id, packed in rows:
         custom_ids.append(custom_id)
         scores.append(unpack_scores(packed))
-    outer = np.concatenate([[0], np.cumsum([len(one.token_ids) for one in scores])]).astype(np.int32)
+    outer = np.concatenate([[0], np.cumsum([len(score.token_ids) for score in scores])]).astype(np.int32)
     sizes: list[NDArray[np.int64]] = []
-    for one in scores:
-        sizes += [np.zeros(1, np.int64), np.full(len(one.token_ids) - 1, one.topk_ids.shape[1])]
+    for score in scores:
+        sizes += [np.zeros(1, np.int64), np.full(len(score.token_ids) - 1, score.topk_ids.shape[1])]
     inner = np.concatenate([[0], np.cumsum(np.concatenate(sizes) if sizes else [])]).astype(np.int32)
 
     def flat(arrays: list[NDArray[Any]], dtype: Any) -> Any:
         return np.concatenate([array.reshape(-1) for array in arrays]) if arrays else np.empty(0, dtype)
 
-    actual = flat([one.actual_logprobs for one in scores], np.float32)
-    topk_ids = pa.ListArray.from_arrays(inner, flat([one.topk_ids for one in scores], np.int32))
-    topk_logprobs = pa.ListArray.from_arrays(inner, flat([one.topk_logprobs for one in scores], np.float16))
+    actual = flat([score.actual_logprobs for score in scores], np.float32)
+    topk_ids = pa.ListArray.from_arrays(inner, flat([score.topk_ids for score in scores], np.int32))
+    topk_logprobs = pa.ListArray.from_arrays(inner, flat([score.topk_logprobs for score in scores], np.float16))
     columns = [
         pa.array(custom_ids, pa.string()),
-        pa.ListArray.from_arrays(outer, flat([one.token_ids for one in scores], np.int32)),
-        pa.array([one.prompt_len for one in scores], pa.int32()),
+        pa.ListArray.from_arrays(outer, flat([score.token_ids for score in scores], np.int32)),
+        pa.array([score.prompt_len for score in scores], pa.int32()),
         pa.ListArray.from_arrays(outer, topk_ids),
         pa.ListArray.from_arrays(outer, topk_logprobs),
         pa.ListArray.from_arrays(outer, pa.array(actual, mask=np.isnan(actual))),

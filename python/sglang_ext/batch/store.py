@@ -305,8 +305,8 @@ class BatchStore:
         ValueError when a `custom_id` is there more than once.
         """
         if found := self.duplicates(job, 1):
-            one = found[0]
-            raise ValueError(f"custom_id {one.custom_id!r} is on {one.first} and on {one.second}")
+            duplicate = found[0]
+            raise ValueError(f"custom_id {duplicate.custom_id!r} is on {duplicate.first} and on {duplicate.second}")
         first, last = _ids(job)
         with self._translating(), self._transaction():
             self._connection.execute(
@@ -323,16 +323,16 @@ class BatchStore:
         job: int,
         most: int,
         *,
-        least_tokens: int = 0,
+        min_tokens: int = 0,
         below_tokens: int | None = None,
-        most_bytes: int = 1 << 24,
+        max_bytes: int = 1 << 24,
     ) -> list[LeasedLine]:
-        """The next lines without a result whose prompt has `least_tokens` or more, and less than `below_tokens`.
+        """The next lines without a result whose prompt has `min_tokens` or more, and less than `below_tokens`.
 
-        At most `most` of them, and no more after `most_bytes` of bodies. None is leased twice before `release_leases`;
+        At most `most` of them, and no more after `max_bytes` of bodies. None is leased twice before `release_leases`;
         a range of tokens must not overlap another that is leased from. Empty when there is none left to lease.
         """
-        place = (job, least_tokens, below_tokens)
+        place = (job, min_tokens, below_tokens)
         upper = 1 << 62 if below_tokens is None else below_tokens
         leased: list[LeasedLine] = []
         with self._translating():
@@ -343,15 +343,15 @@ class BatchStore:
                 " WHERE job=? AND (queue.sort_key, queue.line) > (?, ?)"
                 " AND queue.prompt_tokens >= ? AND queue.prompt_tokens < ?"
                 " ORDER BY queue.sort_key, queue.line LIMIT ?",
-                (job, key, after, least_tokens, upper, most),
+                (job, key, after, min_tokens, upper, most),
             )
             size_bytes = 0
             for sort_key, line, custom_id, path, body, tokens, file, number, prompt_len in rows:
-                one = BatchLine(custom_id, path, body, tokens, sort_key, file, number, prompt_len)
-                leased.append(LeasedLine(line, one))
+                parsed = BatchLine(custom_id, path, body, tokens, sort_key, file, number, prompt_len)
+                leased.append(LeasedLine(line, parsed))
                 key, after = sort_key, line
                 size_bytes += len(body)
-                if size_bytes >= most_bytes:
+                if size_bytes >= max_bytes:
                     break
             rows.close()
             self._leased[place] = (key, after)
@@ -378,14 +378,17 @@ class BatchStore:
             try:
                 self._connection.executemany(
                     "INSERT INTO results(line, is_ok, status_code, request_id, error, body) VALUES (?, ?, ?, ?, ?, ?)",
-                    ((one.id, one.is_ok, one.status_code, one.request_id, one.error, one.body) for one in results),
+                    (
+                        (result.id, result.is_ok, result.status_code, result.request_id, result.error, result.body)
+                        for result in results
+                    ),
                 )
             except sqlite3.IntegrityError as error:
                 raise StoreError(f"{self.path}: a line would get a second result ({error})") from None
             removed = self._connection.executemany(
                 "DELETE FROM queue WHERE job = ?1 >> 40 AND line = ?1"
                 " AND sort_key = (SELECT sort_key FROM lines WHERE id = ?1)",
-                ((one.id,) for one in results),
+                ((result.id,) for result in results),
             ).rowcount
             if removed != len(results):
                 raise StoreError(f"{self.path}: {len(results)} lines have results, {removed} of them were in the queue")

@@ -64,7 +64,7 @@ class PoolLayout:
         kv = (buffer for layer in self.layers for buffer in layer)
         return (*kv, *self.aux, *(buffer for kind in self.states for buffer in kind))
 
-    def why_unlike(self, peer: PoolLayout) -> str | None:
+    def layout_mismatch(self, peer: PoolLayout) -> str | None:
         """One line that says why KV of this pool cannot be used in the peer's, or None."""
         if self.kv_dtype != peer.kv_dtype:
             return f"KV is {self.kv_dtype} here and {peer.kv_dtype} at the peer"

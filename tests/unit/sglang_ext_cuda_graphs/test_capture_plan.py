@@ -103,7 +103,7 @@ def test_the_budget_holds_and_what_fits_is_captured(
         if ledger.can_capture(shape):
             assert used_bytes <= budget_bytes  # so it is exceeded by this shape at most
             cost = pool.capture(shape, own_share)
-            ledger.note(cost)
+            ledger.record(cost)
             assert ledger.used_bytes == used_bytes + cost.pool_growth_bytes + cost.own_bytes
         else:
             # twice what it takes by itself would not fit
@@ -118,25 +118,25 @@ def test_after_the_largest_shape_a_capture_costs_what_graphs_cost(
     pool = SimulatedPool(truth)
     ledger = MemoryLedger(None, truth.bytes_per_token * assumed_over_truth)
     for shape in order:
-        ledger.note(pool.capture(shape, 0.5))
+        ledger.record(pool.capture(shape, 0.5))
     assert {ledger.expected_bytes(shape) for shape in PAPER} == {int(truth.own_bytes * 1.5)}
 
 
 def test_a_small_shape_first_says_little_of_a_large_one() -> None:
     ledger = MemoryLedger(3000 * MB, assumed_bytes_per_token=150_000)
-    ledger.note(CaptureCost(GraphShape(8, 1), 54 * MB, 5 * MB, 0.5))  # workspaces and a segment: 7 MB a token
+    ledger.record(CaptureCost(GraphShape(8, 1), 54 * MB, 5 * MB, 0.5))  # workspaces and a segment: 7 MB a token
     assert ledger.expected_bytes(GraphShape(256, 64)) == 5 * MB + (16384 - 8) * 150_000
-    ledger.note(CaptureCost(GraphShape(16, 1), 0, 5 * MB, 0.5))  # it had room in the segment
+    ledger.record(CaptureCost(GraphShape(16, 1), 0, 5 * MB, 0.5))  # it had room in the segment
     assert ledger.expected_bytes(GraphShape(256, 64)) == 5 * MB + (16384 - 16) * 150_000
     assert ledger.can_capture(GraphShape(256, 64))
 
 
 def test_a_large_shape_corrects_what_was_assumed() -> None:
     ledger = MemoryLedger(None, assumed_bytes_per_token=10_000)
-    ledger.note(CaptureCost(GraphShape(1000, 10), 2000 * MB, 0, 0.5))
+    ledger.record(CaptureCost(GraphShape(1000, 10), 2000 * MB, 0, 0.5))
     least = (2000 * MB - UNEXPLAINED_BYTES) / 10_000
     assert ledger.expected_bytes(GraphShape(1000, 20)) == int(least * 10_000)
-    ledger.note(CaptureCost(GraphShape(1000, 20), 4000 * MB, 0, 0.5))  # nothing of the pool could be used again
+    ledger.record(CaptureCost(GraphShape(1000, 20), 4000 * MB, 0, 0.5))  # nothing of the pool could be used again
     assert ledger.expected_bytes(GraphShape(1000, 40)) == pytest.approx(8000 * MB, rel=0.04)
     assert ledger.expected_bytes(GraphShape(1000, 21)) == pytest.approx(400 * MB, rel=0.04)
 
@@ -144,7 +144,7 @@ def test_a_large_shape_corrects_what_was_assumed() -> None:
 def test_one_odd_graph_does_not_count() -> None:
     ledger = MemoryLedger(500 * MB, assumed_bytes_per_token=1.0)
     for own_bytes in (300 * MB, 20 * MB, 30 * MB):
-        ledger.note(CaptureCost(GraphShape(100, 10), 0, own_bytes, 0.5))
+        ledger.record(CaptureCost(GraphShape(100, 10), 0, own_bytes, 0.5))
     assert ledger.used_bytes == 350 * MB
     assert ledger.expected_bytes(GraphShape(1, 1)) == 30 * MB
     assert ledger.can_capture(GraphShape(1, 1))

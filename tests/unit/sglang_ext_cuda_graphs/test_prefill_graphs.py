@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from sglang_ext.graphs.decide.graph_grid import Fallback, GraphShape
 from sglang_ext_cuda_graphs import prefill_graphs
 from sglang_ext_cuda_graphs.capture_plan import MemoryLedger, plan_captures
-from sglang_ext_cuda_graphs.prefill_graphs import MOST_FAILURES_IN_A_ROW, PrefillGraphs
+from sglang_ext_cuda_graphs.prefill_graphs import MAX_FAILURES_IN_A_ROW, PrefillGraphs
 from sglang_ext_cuda_graphs.recorders import DeviceMemory, Recording
 from sglang_ext_kernels.padded_batch import PaddedBatch, RaggedBatch, pad_batch_
 from support.direct_recorder import DirectRecorder
@@ -176,8 +176,8 @@ def test_a_failure_at_serving_is_counted_by_its_reason() -> None:
     recorder = FailingRecorder({4})
     graphs = build_failing(recorder)
     assert not graphs.make_ready(GraphShape(4, 1))
-    assert graphs.grid.why_left_out(GraphShape(4, 1)) is Fallback.CAPTURE
-    assert graphs.grid.why_left_out(GraphShape(8, 1)) is None
+    assert graphs.grid.left_out_reason(GraphShape(4, 1)) is Fallback.CAPTURE
+    assert graphs.grid.left_out_reason(GraphShape(8, 1)) is None
     assert not graphs.make_ready(GraphShape(4, 1))
     assert graphs.make_ready(GraphShape(8, 1))
 
@@ -188,10 +188,10 @@ def test_when_all_fail_it_stops_trying(caplog: pytest.LogCaptureFixture) -> None
     graphs = build_failing(recorder)
     with caplog.at_level(logging.WARNING):
         list(graphs.capture_all())
-    assert recorder.tried == MOST_FAILURES_IN_A_ROW
+    assert recorder.tried == MAX_FAILURES_IN_A_ROW
     assert not graphs.grid.shapes
     assert not graphs.captured
-    assert len(caplog.records) == MOST_FAILURES_IN_A_ROW + 1
+    assert len(caplog.records) == MAX_FAILURES_IN_A_ROW + 1
     assert caplog.records[-1].getMessage() == "3 captures failed one after the other, no more are tried"
     assert graphs.choose([4], [0]) is Fallback.CAPTURE
 
@@ -210,7 +210,7 @@ def test_ranks_drop_what_one_of_them_has_not_captured() -> None:
     first, second, *_ = list(graphs.capture_all())
     assert all(asked)
     assert first not in graphs.captured  # question 2: the peer has not recorded it; 3: it had the memory
-    assert graphs.grid.why_left_out(first) is Fallback.CAPTURE
+    assert graphs.grid.left_out_reason(first) is Fallback.CAPTURE
     assert second not in graphs.captured  # question 5: neither this one; 4: there was room
     assert graphs.captured == frozenset(graphs.grid.shapes)
     assert len(graphs.captured) == 4

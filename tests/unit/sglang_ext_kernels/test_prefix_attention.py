@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_ext_kernels.prefix_attention import MOST_SPLITS, PROGRAMS, SplitSizes, splits_of
+from sglang_ext_kernels.prefix_attention import MAX_SPLITS, PROGRAMS, SplitSizes, splits_of
 
 QWEN_7B = (28, 4, 128, torch.bfloat16)
 
@@ -33,5 +33,5 @@ def test_no_more_programs_than_multiprocessors_where_it_divides(size: int, dtype
             for heads, kv_heads in ((28, 4), (8, 8), (64, 1)):
                 sizes = splits_of(length, requests, heads, kv_heads, size, dtype)
                 tiles = -(-length * (heads // kv_heads) // sizes.rows)
-                assert 1 <= sizes.splits <= MOST_SPLITS
+                assert 1 <= sizes.splits <= MAX_SPLITS
                 assert sizes.splits == 1 or tiles * requests * kv_heads * sizes.splits <= PROGRAMS

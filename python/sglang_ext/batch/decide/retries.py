@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from enum import Enum
 
 _FIRST_DELAY_S = 0.5
-_MOST_DELAY_S = 30.0
+_MAX_DELAY_S = 30.0
 _JITTER = 0.5  # a delay is drawn from half of it to all of it
 _RETRY_AFTER_JITTER = 0.25  # and what the endpoint asks for, from all of it to a quarter more
 _FIRST_PROBE_S = 0.5
-_MOST_PROBE_S = 10.0
+_MAX_PROBE_S = 10.0
 
 
 class FailureKind(Enum):
@@ -32,7 +32,7 @@ def retry_delay_s(failures: int, retry_after_s: float | None, draw: float) -> fl
 
     Exponential from 0.5 s to 30 s with jitter; never before what the endpoint asked for.
     """
-    delay_s = min(_FIRST_DELAY_S * 2.0 ** min(max(failures - 1, 0), 16), _MOST_DELAY_S)
+    delay_s = min(_FIRST_DELAY_S * 2.0 ** min(max(failures - 1, 0), 16), _MAX_DELAY_S)
     delay_s *= 1 - _JITTER * (1 - draw)
     if retry_after_s is None:
         return delay_s
@@ -96,6 +96,6 @@ class EndpointOutage:
             self.since_s = now_s
             self._probe_at_s = now_s + self._probe_delay_s
         elif now_s >= self._probe_at_s:  # a probe failed; what was in flight before tells nothing new
-            self._probe_delay_s = min(2 * self._probe_delay_s, _MOST_PROBE_S)
+            self._probe_delay_s = min(2 * self._probe_delay_s, _MAX_PROBE_S)
             self._probe_at_s = now_s + self._probe_delay_s
         return kind is FailureKind.UNAVAILABLE and now_s - self.since_s > self._settings.uncounted_s

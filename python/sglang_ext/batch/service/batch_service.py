@@ -318,7 +318,7 @@ class BatchService:
         code = "batch_cancelled" if entry.status is BatchStatus.CANCELLING else "batch_expired"
         self._store.release_leases(job.id)
         while leased := self._store.lease(job.id, CLOSED_AT_ONCE):
-            self._store.finish([LineResult(one.id, False, None, "", code, b"") for one in leased])
+            self._store.finish([LineResult(leased_line.id, False, None, "", code, b"") for leased_line in leased])
         outcomes: Counter[RequestOutcome] = Counter()
         placed: list[str | None] = []
         with self._removed_on_failure(placed):

@@ -85,7 +85,11 @@ class GraphGrid:
         shape = self.nearest(longest_tokens, requests, new_tokens)
         if shape is None:
             return next(
-                (why for one, why in self._left_out.items() if _holds(one, longest_tokens, requests, new_tokens)),
+                (
+                    why
+                    for left_out, why in self._left_out.items()
+                    if _holds(left_out, longest_tokens, requests, new_tokens)
+                ),
                 Fallback.TOO_LARGE,
             )
         if shape.tokens > max(FREE_TOKENS, MAX_PADDING_FACTOR * new_tokens):
@@ -110,7 +114,7 @@ class GraphGrid:
             self._left_out[shape] = reason
             self._use(set(self.shapes) - {shape})
 
-    def why_left_out(self, shape: GraphShape) -> Fallback | None:
+    def left_out_reason(self, shape: GraphShape) -> Fallback | None:
         """None for a shape that was not."""
         return self._left_out.get(shape)
 

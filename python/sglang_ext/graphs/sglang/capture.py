@@ -94,7 +94,7 @@ def build_graphs(
     shapes = plan_captures(
         options.lengths_tokens,
         options.batch_sizes,
-        most_batch_tokens=_most_batch_tokens(model_runner.server_args),
+        max_batch_tokens=_most_batch_tokens(model_runner.server_args),
         max_requests=model_runner.req_to_token_pool.size,
     )
     if not shapes:

@@ -62,7 +62,7 @@ class GridPrefillRunner:
         if not isinstance(shape, GraphShape) or self._graphs is None:
             return self._stock.execute(forward_batch, **kwargs)
         if not self._graphs.make_ready(shape):
-            self._graphs.fallbacks[self._graphs.grid.why_left_out(shape) or Fallback.MEMORY] += 1
+            self._graphs.fallbacks[self._graphs.grid.left_out_reason(shape) or Fallback.MEMORY] += 1
             return self._eager.execute(forward_batch)
         self._wait_for_cached_kv()
         self.replayed = shape

@@ -36,7 +36,7 @@ def _clean(value: Any) -> Any:
         return value if -MAX_WHOLE < value < MAX_WHOLE else max(-MAX_WHOLE, min(MAX_WHOLE, value))
     if isinstance(value, str):
         return str(value)[:MAX_TEXT_CHARACTERS]
-    return [_clean(one) for one in value]
+    return [_clean(item) for item in value]
 
 
 def frame_json(head: Mapping[str, object], sections: Mapping[str, Sequence[bytes]]) -> bytes:

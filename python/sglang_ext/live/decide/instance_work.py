@@ -115,7 +115,9 @@ class WorkLog:
         kept = sorted((entry for log in self._records.values() for entry in log if entry[0] > since), key=_number)
         chosen = kept[max(0, len(kept) - most) :]
         going_on = [
-            _parked(one, None) for key, one in self._unfinished.items() if key in parked and self._launches > one.launch
+            _parked(unfinished, None)
+            for key, unfinished in self._unfinished.items()
+            if key in parked and self._launches > unfinished.launch
         ]
         return {
             "now_s": now_s,
@@ -140,7 +142,7 @@ def _parked(waited: _Unfinished, end_s: float | None) -> WorkRecord:
 
 
 def _batch(launched: _BatchInFlight, start_s: float, end_s: float) -> WorkRecord:
-    members = [one for one in launched.members if one.length_class is not None] or launched.members
+    members = [member for member in launched.members if member.length_class is not None] or launched.members
     tokens = dict.fromkeys(LengthClass, 0)
     for member in members:
         if member.length_class is not None:
@@ -181,7 +183,7 @@ def read_work(answer: object) -> InstanceWork | None:
         _seconds(answer.get("now_s")),
         _whole(answer.get("last")),
         _whole(answer.get("missed")),
-        tuple(_read_record(one) for one in records),
+        tuple(_read_record(record) for record in records),
     )
 
 

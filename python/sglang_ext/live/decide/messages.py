@@ -238,7 +238,7 @@ def described(row: type[tuple[Any, ...]]) -> list[tuple[str, str, dict[str, Any]
     for field, hint in get_type_hints(row, include_extras=True).items():
         kind, text = get_args(hint)
         kinds = (kind,) if get_origin(kind) is Sequence or not get_args(kind) else get_args(kind)
-        names = [_JSON_TYPES.get(one, "array") for one in kinds]
+        names = [_JSON_TYPES.get(kind, "array") for kind in kinds]
         found.append((field, text, {"type": names[0] if len(names) == 1 else names}))
     return found
 

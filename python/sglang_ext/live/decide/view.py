@@ -270,11 +270,11 @@ class LiveView:
         stages: dict[str, list[int]] = {name: [0, 0, 0, 0] for name in CLASSES}
         scanned = 0
         tracked = self._tracked
-        most_tracked = min(MAX_TRACKED, len(tracked) + MAX_NEW_TRACKED)
+        max_tracked = min(MAX_TRACKED, len(tracked) + MAX_NEW_TRACKED)
         for key, request in seen:
             scanned += 1
             stages[request.length_class or "unknown"][_stage(request)] += 1
-            if key in tracked or len(tracked) < most_tracked:
+            if key in tracked or len(tracked) < max_tracked:
                 self._follow(key, request)
         self._is_estimate = 0 < scanned < counts.in_flight
         if self._is_estimate:
@@ -351,7 +351,7 @@ class LiveView:
         if known is None:
             self._untracked.append(row)
         elif known.first_token_s is None:
-            self._note_ttft(row, 1)
+            self._record_ttft(row, 1)
 
     def _follow(self, key: Hashable, request: SeenRequest) -> None:
         known = self._tracked.get(key)
@@ -365,9 +365,9 @@ class LiveView:
         self._tracked[key] = row
         self._pending_requests.put(row.request, row)
         if known is None or known.first_token_s is None:
-            self._note_ttft(row, 1)
+            self._record_ttft(row, 1)
 
-    def _note_ttft(self, row: RequestRow, weight: int) -> None:
+    def _record_ttft(self, row: RequestRow, weight: int) -> None:
         if row.first_token_s is not None:
             ttfts = self._ttfts[row.length_class or "unknown"]
             ttfts.note(row.first_token_s, max(0.0, row.first_token_s - row.received_s), weight)
@@ -470,7 +470,7 @@ class LiveView:
         self._framed_s = now_s
         self._frames += 1
         for row in self._untracked:  # each stands for as many of those that ended since the last frame
-            self._note_ttft(row, max(1, self._untracked_ends // len(self._untracked)))
+            self._record_ttft(row, max(1, self._untracked_ends // len(self._untracked)))
         at_s = now_s - self._began_s
         sections: dict[str, list[bytes]] = {"classes": [row_json(row) for row in self._class_rows(at_s)]}
         pending: dict[str, _Pending[Any]] = {

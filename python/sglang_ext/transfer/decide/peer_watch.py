@@ -42,7 +42,7 @@ class PeerWatches:
         """Whether no peer is watched."""
         return not self._watches
 
-    def note(self, address: str, now_s: float) -> None:
+    def need(self, address: str, now_s: float) -> None:
         """It may be needed: it is watched for twice `stall_timeout_s` from now on."""
         self._watches.setdefault(address, _Watch(now_s)).noted_s = now_s
 
@@ -67,7 +67,7 @@ class PeerWatches:
                     watch.unanswered_since_s = now_s
                 yield address
 
-    def why_lost(self, address: str, since_s: float, now_s: float, epoch: int | None = None) -> str | None:
+    def loss_reason(self, address: str, since_s: float, now_s: float, epoch: int | None = None) -> str | None:
         """One line that says why a request that has waited for this peer since then waits in vain, or None.
 
         A peer that is known to be silent gets another chance for a heartbeat. `epoch`: the incarnation that is meant.

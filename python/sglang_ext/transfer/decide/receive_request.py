@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from sglang_ext.identifiers import TransferId
 from sglang_ext.transfer.decide.protocol import Grant, ReceiveRecord, ReceiverReport, SenderReport, TransferOutcome
-from sglang_ext.transfer.decide.shards import KVShard, TokenSpan, why_unwanted
+from sglang_ext.transfer.decide.shards import KVShard, TokenSpan, unwanted_reason
 
 
 class Need(NamedTuple):
@@ -171,7 +171,7 @@ class ReceiveRequest:
         for sender in self.senders.values():
             sender.waiting_since_s = now_s
             for shard in sender.shards:
-                problem = why_unwanted(shard, need.whole, accepted)
+                problem = unwanted_reason(shard, need.whole, accepted)
                 if problem is not None:
                     return f"{sender.address} offers KV that does not fit: {problem}"
                 accepted.append(shard)
@@ -186,7 +186,7 @@ class ReceiveRequest:
                 return f"{sender.address} offers chunks out of order"
             if self.need is not None:
                 others = (known for other in self.senders.values() for known in other.shards)
-                problem = why_unwanted(shard, self.need.whole, others)
+                problem = unwanted_reason(shard, self.need.whole, others)
                 if problem is not None:
                     return f"{sender.address} offers KV that does not fit: {problem}"
             if not sender.wants_grant:

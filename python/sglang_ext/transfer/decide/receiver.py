@@ -185,7 +185,7 @@ class Receiver:
         sender.echoed_sent_s = max(sender.echoed_sent_s, report.sent_s)
         before = (len(sender.shards), sender.total, sender.parts, sender.stored)
         problem = None if request.phase is ReceivePhase.CLOSING else request.accept(sender, report, now_s)
-        self._note_stored(request, sender, report.stored, now_s)
+        self._record_stored(request, sender, report.stored, now_s)
         request.repeated_reports += before == (len(sender.shards), sender.total, sender.parts, sender.stored)
         if problem is not None:
             self._refuse(request, problem, now_s)
@@ -269,7 +269,7 @@ class Receiver:
         self._out.append(Allow(permit, request.transfer_id, sender.address, sender.shards[grant.chunk], grant))
         self._out.append(Send(sender.address, request.report_to(sender, grant.chunk, self.address, self.epoch)))
 
-    def _note_stored(self, request: ReceiveRequest, sender: SenderState, stored: int, now_s: float) -> None:
+    def _record_stored(self, request: ReceiveRequest, sender: SenderState, stored: int, now_s: float) -> None:
         outstanding = sender.outstanding
         if outstanding is None or stored < sender.granted:
             return

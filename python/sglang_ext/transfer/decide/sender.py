@@ -33,7 +33,7 @@ from sglang_ext.transfer.decide.protocol import (
     UseGrant,
     WritePart,
 )
-from sglang_ext.transfer.decide.shards import KVShard, why_malformed
+from sglang_ext.transfer.decide.shards import KVShard, shard_problem
 
 
 class SenderPhase(Enum):
@@ -136,7 +136,7 @@ class Sender:
 
     def offer(self, shard: KVShard, now_s: float, *, is_last: bool = False) -> SenderActions:
         """A chunk will be computed here. Raises ValueError when it makes no sense or comes after the last."""
-        problem = why_malformed(shard)
+        problem = shard_problem(shard)
         if problem is None and self._is_last_offered:
             problem = "the last chunk has been offered"
         if problem is not None:

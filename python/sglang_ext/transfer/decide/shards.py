@@ -50,31 +50,34 @@ class KVShard(NamedTuple):
         return self.token_count * self.head_count * self.layer_count
 
 
-def can_overlap(one: TokenSpan, other: TokenSpan) -> bool:
+def can_overlap(first: TokenSpan, other: TokenSpan) -> bool:
     """Whether two spans share a position (Chinese remainder theorem)."""
-    low, high = max(one.start, other.start), min(one.stop, other.stop)
-    distance, divisor = other.start - one.start, gcd(one.step, other.step)
+    low, high = max(first.start, other.start), min(first.stop, other.stop)
+    distance, divisor = other.start - first.start, gcd(first.step, other.step)
     if low >= high or distance % divisor:
         return False
     modulus = other.step // divisor
-    steps = distance // divisor * pow(one.step // divisor, -1, modulus) % modulus
-    shared = one.start + one.step * steps
-    period = lcm(one.step, other.step)
+    steps = distance // divisor * pow(first.step // divisor, -1, modulus) % modulus
+    shared = first.start + first.step * steps
+    period = lcm(first.step, other.step)
     return shared + max(0, -(-(low - shared) // period)) * period < high
 
 
-def are_disjoint(one: KVShard, other: KVShard) -> bool:
+def are_disjoint(first: KVShard, other: KVShard) -> bool:
     """Whether no token of any head of any layer is in both."""
-    if one.first_head + one.head_count <= other.first_head or other.first_head + other.head_count <= one.first_head:
+    if (
+        first.first_head + first.head_count <= other.first_head
+        or other.first_head + other.head_count <= first.first_head
+    ):
         return True
-    if one.first_layer + one.layer_count <= other.first_layer:
+    if first.first_layer + first.layer_count <= other.first_layer:
         return True
-    if other.first_layer + other.layer_count <= one.first_layer:
+    if other.first_layer + other.layer_count <= first.first_layer:
         return True
-    return not any(can_overlap(left, right) for left in one.tokens for right in other.tokens)
+    return not any(can_overlap(left, right) for left in first.tokens for right in other.tokens)
 
 
-def why_malformed(shard: KVShard) -> str | None:
+def shard_problem(shard: KVShard) -> str | None:
     """One line that says why a shard makes no sense, or None."""
     if shard.first_head < 0 or shard.first_layer < 0 or shard.head_count < 0 or shard.layer_count < 0:
         return "a range of heads or layers is negative"
@@ -88,13 +91,13 @@ def why_malformed(shard: KVShard) -> str | None:
     return None
 
 
-def why_unwanted(shard: KVShard, whole: KVShard, accepted: Iterable[KVShard]) -> str | None:
+def unwanted_reason(shard: KVShard, whole: KVShard, accepted: Iterable[KVShard]) -> str | None:
     """One line that says why a shard is no part of `whole` (a single span of step 1), or None.
 
     A request is complete when the volumes of its shards add up to the whole's; that holds because no two of
     them overlap.
     """
-    problem = why_malformed(shard)
+    problem = shard_problem(shard)
     if problem is not None:
         return problem
     if shard.tokens and not _is_within(shard, whole):

@@ -48,7 +48,9 @@ class SlotCalls:
     def due(self, work: Iterable[QueuedWork], late: Sequence[LatePrompt], now_s: float) -> list[TransferId]:
         """Those to be called now, each once. `late`: all that wait for slots; others are forgotten."""
         self._called_s = {
-            one.transfer_id: self._called_s[one.transfer_id] for one in late if one.transfer_id in self._called_s
+            request.transfer_id: self._called_s[request.transfer_id]
+            for request in late
+            if request.transfer_id in self._called_s
         }
         queued = sorted(work)
         ahead_tokens, position, due = 0, 0, []

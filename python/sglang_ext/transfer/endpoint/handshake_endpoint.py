@@ -144,7 +144,7 @@ class HandshakeEndpoint:
             actions = self._receiver.expect(need, now_s)
             self._received[need.transfer_id] = TransferStatus(Stage.WAITING, None, "", False)
             for address in invited:
-                self._watches.note(address, now_s)
+                self._watches.need(address, now_s)
             self._send_all(self._sent_invitations.invite(need, invited, now_s, last=last))
             self._carry_out(actions)
 
@@ -155,7 +155,7 @@ class HandshakeEndpoint:
         with self._lock:
             now_s, invited = self._clock(), tuple(addresses)
             for address in invited:
-                self._watches.note(address, now_s)
+                self._watches.need(address, now_s)
             self._send_all(self._sent_invitations.invite(need, invited, now_s, has_slots=False, last=last))
 
     def slot_call(self, transfer_id: TransferId) -> SlotCall | None:
@@ -228,14 +228,14 @@ class HandshakeEndpoint:
             self._abort_if_unlike(receiver)
             return outgoing
 
-    def why_lost(self, receiver: str, waited_s: float, epoch: int | None) -> str | None:
+    def loss_reason(self, receiver: str, waited_s: float, epoch: int | None) -> str | None:
         """One line that says why a decode rank will not ask for anything any more, or None; call it again and again.
 
         `waited_s`: how long its message has been awaited; `epoch`: which incarnation of it is meant, where known.
         """
         with self._lock:
             now_s = self._clock()
-            problem = self._watches.why_lost(receiver, now_s - waited_s, now_s, epoch)
+            problem = self._watches.loss_reason(receiver, now_s - waited_s, now_s, epoch)
             self._probe(now_s)
             return problem
 
@@ -302,7 +302,7 @@ class HandshakeEndpoint:
             for receiver in {receiver for _, receiver in self._outgoing}:
                 self._ask_layout(receiver)
             for transfer_id, address, since_s in list(self._sent_invitations.awaited()):
-                reason = self._watches.why_lost(address, since_s, now_s)
+                reason = self._watches.loss_reason(address, since_s, now_s)
                 if reason is None:
                     continue
                 if self._sent_invitations.on_call(SlotCall(transfer_id, address, reason)):
@@ -329,12 +329,12 @@ class HandshakeEndpoint:
                 self._peers.learn(message)
                 self._abort_if_unlike(message.receiver)
             elif isinstance(message, Invitation):
-                self._watches.note(message.receiver, now_s)
+                self._watches.need(message.receiver, now_s)
                 seen = InvitationSeen(
                     message.transfer_id, self.address, message.withdrawn is not None, message.has_slots
                 )
                 self._loop.send(message.receiver, seen)
-                call = self._received_invitations.note(message, now_s)
+                call = self._received_invitations.record(message, now_s)
                 if call is not None:
                     self._loop.send(message.receiver, call)
                 self.waker.notify()
@@ -381,7 +381,7 @@ class HandshakeEndpoint:
             self._loop.send(receiver, LayoutRequest(self.address))
 
     def _abort_if_unlike(self, receiver: str) -> None:
-        problem = self._peers.why_unlike(receiver)
+        problem = self._peers.layout_mismatch(receiver)
         if problem is not None:
             for (_, to), outgoing in list(self._outgoing.items()):
                 if to == receiver:
@@ -500,7 +500,7 @@ class HandshakeEndpoint:
             if problem is None:
                 self._writes += 1
                 self._written_bytes += written_bytes
-                outgoing.note_written(todo.chunk, todo.part, written_bytes, now_s)
+                outgoing.record_written(todo.chunk, todo.part, written_bytes, now_s)
                 actions = machine.on_written(todo.chunk, todo.part, now_s)
             else:
                 self._failed_writes += 1

@@ -215,7 +215,7 @@ class ReceivedInvitations:
         self._since_s: dict[TransferId, float] = {}  # oldest first
         self._calls: dict[TransferId, SlotCall] = {}
 
-    def note(self, invitation: Invitation, now_s: float) -> SlotCall | None:
+    def record(self, invitation: Invitation, now_s: float) -> SlotCall | None:
         """An invitation, or its withdrawal, has arrived; a late invitation does not undo a withdrawal, and one without
         slots not one with them. The answer, where slots have been called for."""
         transfer_id = invitation.transfer_id

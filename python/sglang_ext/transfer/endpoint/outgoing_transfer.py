@@ -55,7 +55,7 @@ class _PartSource(NamedTuple):
 class OutgoingTransfer:
     """One request towards one receiver, as the prefill side holds it. Made by `HandshakeEndpoint.open_sender`.
 
-    Thread-safe. Its endpoint calls `use_grant`, `note_written` and `rows`, with the lock held.
+    Thread-safe. Its endpoint calls `use_grant`, `record_written` and `rows`, with the lock held.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class OutgoingTransfer:
         """Remember where a chunk goes."""
         self._grants[grant.chunk] = grant
 
-    def note_written(self, chunk: int, part: int, written_bytes: int, now_s: float) -> None:
+    def record_written(self, chunk: int, part: int, written_bytes: int, now_s: float) -> None:
         """A part has been written."""
         self.written_bytes += written_bytes
         if self._ready_s is not None:

@@ -213,7 +213,11 @@ class OwnerTransfer:
         if transfer_id is None:
             self._failure = status
             return status
-        asked = [one for one in self._endpoint.invitations(transfer_id) if one.receiver == self._receiver]
+        asked = [
+            invitation
+            for invitation in self._endpoint.invitations(transfer_id)
+            if invitation.receiver == self._receiver
+        ]
         withdrawn = asked[0].withdrawn if asked else None
         if withdrawn is not None:
             self._failure = TransferStatus(Stage.FAILED, TransferOutcome.REMOTE_ABORT, withdrawn, True)
@@ -221,15 +225,15 @@ class OwnerTransfer:
         if asked and status.is_released:
             self._begin(transfer_id)
             return self._handle.status
-        self._failure = self._why_in_vain() if status.is_released else None
+        self._failure = self._peer_failure() if status.is_released else None
         return self._failure or TransferStatus(Stage.TRANSFERRING, None, "", False)
 
-    def _why_in_vain(self) -> TransferStatus | None:
+    def _peer_failure(self) -> TransferStatus | None:
         """Between two attempts: how it has failed where decode, which may have gone or been stopped, asks no more."""
         now_s, limit_s = self._clock(), self._endpoint.stall_timeout_s
         self._waits_since_s = now_s if self._waits_since_s is None else self._waits_since_s
         waited_s = now_s - self._waits_since_s
-        lost = self._endpoint.why_lost(self._receiver, waited_s, self._handle.machine.receiver_epoch)
+        lost = self._endpoint.loss_reason(self._receiver, waited_s, self._handle.machine.receiver_epoch)
         if lost is not None:
             return TransferStatus(Stage.FAILED, TransferOutcome.PEER_LOST, lost, True)
         if waited_s >= limit_s:

@@ -49,7 +49,7 @@ def layer_ranges(parts: Iterable[PartTime]) -> list[LayerRange]:
         same.sort(key=lambda part: part.first_layer)
         size = -(-len(same) // most)
         ranges += [_joined(same[first : first + size]) for first in range(0, len(same), size)]
-    return sorted(ranges, key=lambda one: (one.ready_s, one.first_layer))
+    return sorted(ranges, key=lambda layer_range: (layer_range.ready_s, layer_range.first_layer))
 
 
 def _joined(parts: list[PartTime]) -> LayerRange:

@@ -45,7 +45,7 @@ class PeerLayouts:
             self._replies[reply.receiver] = reply
             self._changed.notify_all()
 
-    def why_unlike(self, receiver: str) -> str | None:
+    def layout_mismatch(self, receiver: str) -> str | None:
         """One line that says why KV cannot go from this rank to that one; None when it can, or is not known."""
         with self._changed:
             reply = self._replies.get(receiver)
@@ -53,7 +53,7 @@ class PeerLayouts:
             return None
         if reply.transport != self._transport:
             return f"{receiver} receives over {reply.transport}, this instance sends over {self._transport}"
-        problem = self._mine.why_unlike(reply.layout)
+        problem = self._mine.layout_mismatch(reply.layout)
         return None if problem is None else f"{receiver} cannot take this instance's KV: {problem}"
 
     def wait(self, receiver: str, epoch: int, timeout_s: float) -> LayoutReply:

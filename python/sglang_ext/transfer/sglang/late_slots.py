@@ -53,7 +53,7 @@ def _work(scheduler: Any) -> Iterator[QueuedWork]:
     requests = [*scheduler.waiting_queue, *getattr(scheduler, "held_requests", tuple)()]
     if scheduler.chunked_req is not None:
         requests.append(scheduler.chunked_req)
-    for request in {id(one): one for one in requests}.values():
+    for request in {id(request): request for request in requests}.values():
         yield QueuedWork(_arrival_s(request), max(0, len(request.origin_input_ids) - int(request.prefix_len or 0)))
 
 

@@ -170,8 +170,8 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
         room = self.bootstrap_room
         if self.kv_mgr.request_status.get(room) != KVPoll.Success:
             self._stop(_GIVEN_UP)
-        for one in attempts_of(room):
-            self.kv_mgr.endpoint.forget_invitations(one)
+        for attempt in attempts_of(room):
+            self.kv_mgr.endpoint.forget_invitations(attempt)
         super().clear()
 
     # ---- called by a member of a long pool ----
@@ -179,7 +179,7 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
     @property
     def can_be_shared(self) -> bool:
         """Whether others may send of it: it is long enough, and the transfer is what it was at first."""
-        return self._may_be_shared and all(one.transfer.can_be_shared for one in self._outgoing or ())
+        return self._may_be_shared and all(entry.transfer.can_be_shared for entry in self._outgoing or ())
 
     def share(self, cached_tokens: int, prefix_slots: Any) -> tuple[tuple[Destination, ...], tuple[Target, ...]]:
         """The request is about to be offered to the pool: where this rank's KV of it shall go, for every member and
@@ -187,27 +187,31 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
 
         The first `cached_tokens` are in `prefix_slots`, stay there, and are sent at once.
         """
-        outgoing = [one for one in self._outgoing or () if one.share.head_count and one.invitation.whole.tokens]
+        outgoing = [
+            entry for entry in self._outgoing or () if entry.share.head_count and entry.invitation.whole.tokens
+        ]
         self._shared_s = time.perf_counter()
         slots = np.asarray(prefix_slots[:cached_tokens], np.uint32)
-        for one in outgoing:
-            first = one.invitation.first_token
-            one.transfer.offer_now(first, slots[first:])
+        for entry in outgoing:
+            first = entry.invitation.first_token
+            entry.transfer.offer_now(first, slots[first:])
         return (
             tuple(
                 Destination(
                     self.bootstrap_room,
-                    one.invitation.receiver,
-                    one.share.decode_rank,
-                    one.invitation.decode_rank.heads,
-                    one.invitation.first_token,
+                    entry.invitation.receiver,
+                    entry.share.decode_rank,
+                    entry.invitation.decode_rank.heads,
+                    entry.invitation.first_token,
                 )
-                for one in outgoing
-                if one.invitation.decode_rank is not None
+                for entry in outgoing
+                if entry.invitation.decode_rank is not None
             ),
             tuple(
-                Target(one.transfer.handle, one.share.first_head, one.share.head_count, one.invitation.first_token)
-                for one in outgoing
+                Target(
+                    entry.transfer.handle, entry.share.first_head, entry.share.head_count, entry.invitation.first_token
+                )
+                for entry in outgoing
             ),
         )
 
@@ -220,7 +224,7 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
     @property
     def is_restarted(self) -> bool:
         """Whether what others have sent cannot be relied upon any more, for one decode rank at least."""
-        return any(one.transfer.is_restarted for one in self._outgoing or ())
+        return any(entry.transfer.is_restarted for entry in self._outgoing or ())
 
     def send_metadata(self, end_tokens: int) -> None:
         """Others have sent the whole prompt, which is `end_tokens` long: what decode gets from here is its metadata,
@@ -327,7 +331,7 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
         self._watched_s = now_s
         self.init_time = time.time()  # SGLang's limit for an invitation counts from its last sign
         for invitation in without_slots:
-            problem = self.kv_mgr.endpoint.why_lost(invitation.receiver, now_s - self._made_s, invitation.epoch)
+            problem = self.kv_mgr.endpoint.loss_reason(invitation.receiver, now_s - self._made_s, invitation.epoch)
             if problem is not None:
                 self.kv_mgr.fail(self.bootstrap_room, problem)
 
@@ -336,8 +340,8 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
         layers are known."""
         now_s = time.perf_counter()
         offset_s = now_s - time.monotonic()  # from the endpoint's clock
-        ranges = layer_ranges(part for one in self._outgoing or () for part in one.transfer.handle.part_times)
-        starts_s = [one.ready_s + offset_s for one in ranges]
+        ranges = layer_ranges(part for entry in self._outgoing or () for part in entry.transfer.handle.part_times)
+        starts_s = [layer_range.ready_s + offset_s for layer_range in ranges]
         if self._transfer_start_time is not None:
             starts_s.append(self._transfer_start_time)
         trace.add(
@@ -348,15 +352,15 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
             [
                 (
                     SpanName.LAYERS,
-                    one.ready_s + offset_s,
-                    one.written_s + offset_s,
+                    layer_range.ready_s + offset_s,
+                    layer_range.written_s + offset_s,
                     {
-                        Key.TRANSFER_TOKENS: one.token_count,
-                        Key.FIRST_LAYER: one.first_layer,
-                        Key.LAYER_COUNT: one.layer_count,
+                        Key.TRANSFER_TOKENS: layer_range.token_count,
+                        Key.FIRST_LAYER: layer_range.first_layer,
+                        Key.LAYER_COUNT: layer_range.layer_count,
                     },
                 )
-                for one in ranges
+                for layer_range in ranges
             ],
         )
 

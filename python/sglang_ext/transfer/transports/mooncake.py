@@ -101,10 +101,14 @@ class _Engine:
             if self._engine is not None:
                 now_s = time.monotonic()
                 self._retired = [
-                    one._replace(write=None if one.write is None or self._has_ended(one.write) else one.write)
-                    for one in self._retired
+                    retired._replace(
+                        write=None if retired.write is None or self._has_ended(retired.write) else retired.write
+                    )
+                    for retired in self._retired
                 ]
-                self._retired = [one for one in self._retired if one.write is not None or one.until_s > now_s]
+                self._retired = [
+                    retired for retired in self._retired if retired.write is not None or retired.until_s > now_s
+                ]
 
     @property
     def retired_count(self) -> int:

@@ -68,7 +68,7 @@ class NixlTransport:
         on_device = set(self._on_device)
         with self._lock:
             for kind, device in ((_DEVICE_MEMORY, self._device), (_HOST_MEMORY, 0)):
-                of_kind = [one for one in buffers if (one in on_device) == (kind == _DEVICE_MEMORY)]
+                of_kind = [buffer for buffer in buffers if (buffer in on_device) == (kind == _DEVICE_MEMORY)]
                 regions = [(buffer.address, buffer.length_bytes, device, "") for buffer in of_kind]
                 if regions:
                     self._registered.append(self._agent.register_memory(regions, kind))
@@ -102,7 +102,9 @@ class NixlTransport:
         return f"{self._device}:{base64.b85encode(self._agent.get_agent_metadata()).decode()}"
 
     def _kind_of(self, address: int) -> str:
-        is_on_device = any(one.address <= address < one.address + one.length_bytes for one in self._on_device)
+        is_on_device = any(
+            buffer.address <= address < buffer.address + buffer.length_bytes for buffer in self._on_device
+        )
         return _DEVICE_MEMORY if is_on_device else _HOST_MEMORY
 
     def _post(self, to: str, kind: str, pieces: npt.NDArray[np.uint64]) -> None:
@@ -165,13 +167,15 @@ class NixlTransport:
 
     def _forget_idle(self) -> None:
         limit_s = time.monotonic() - _PEER_IDLE_S
-        for address in [one for one, peer in self._peers.items() if not peer.users and peer.used_s < limit_s]:
+        for address in [
+            known_address for known_address, peer in self._peers.items() if not peer.users and peer.used_s < limit_s
+        ]:
             self._forget(address)
 
     def _forget(self, address: str) -> None:
         peer = self._peers.pop(address)
         # One that has registered more memory has another address, and is the same agent.
-        if not self._closed and all(one.name != peer.name for one in self._peers.values()):
+        if not self._closed and all(known.name != peer.name for known in self._peers.values()):
             self._agent.remove_remote_agent(peer.name)
 
     def _added(self, address: str) -> _Peer:

@@ -60,7 +60,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 1), most=st.integers(1, 5), is_long=st.booleans())
     def lease(self, which: int, most: int, is_long: bool) -> None:
         job = list(self.jobs)[which % len(self.jobs)]
-        leased = self.store.lease(job, most, least_tokens=50 if is_long else 0, below_tokens=None if is_long else 50)
+        leased = self.store.lease(job, most, min_tokens=50 if is_long else 0, below_tokens=None if is_long else 50)
         for one in leased:
             assert one.id not in self.leased
             assert one.line.custom_id not in self.done[job]
@@ -135,7 +135,7 @@ def test_lines_leave_by_key_then_by_input(tmp_path: Path) -> None:
 def test_a_lease_is_bounded_in_bytes(tmp_path: Path) -> None:
     with BatchStore.open(tmp_path / "s") as store:
         job = fill(store, [line(number, body=b"x" * 1000) for number in range(10)])
-        assert len(store.lease(job, 10, most_bytes=2500)) == 3
+        assert len(store.lease(job, 10, max_bytes=2500)) == 3
         assert len(store.lease(job, 10)) == 7
 
 

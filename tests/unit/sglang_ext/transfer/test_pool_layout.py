@@ -126,15 +126,15 @@ def test_parts_are_as_large_as_they_may_be_and_share_slots() -> None:
     ],
 )
 def test_pools_that_do_not_fit_each_other_are_named(peer: PoolLayout, reason: str) -> None:
-    problem = layout().why_unlike(peer)
+    problem = layout().layout_mismatch(peer)
     assert problem is not None
     assert reason in problem
 
 
 def test_pools_of_other_heads_and_layers_fit_each_other() -> None:
-    assert layout().why_unlike(layout(heads=1, first_head=1)) is None
-    assert layout().why_unlike(layout(first_layer=1)) is None
-    assert layout(layers=4).why_unlike(layout(first_layer=3, layers=1)) is None
+    assert layout().layout_mismatch(layout(heads=1, first_head=1)) is None
+    assert layout().layout_mismatch(layout(first_layer=1)) is None
+    assert layout(layers=4).layout_mismatch(layout(first_layer=3, layers=1)) is None
 
 
 def test_a_pool_without_sense_is_refused() -> None:

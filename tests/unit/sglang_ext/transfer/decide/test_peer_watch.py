@@ -28,7 +28,7 @@ def probes(watches: PeerWatches, until_s: float, *, answers: bool, start_s: floa
 def test_an_idle_peer_is_probed_thrice_a_lease_and_forgotten_in_the_end() -> None:
     watches = PeerWatches(OPTIONS)
     assert watches.is_idle
-    watches.note("a", 0.0)
+    watches.need("a", 0.0)
     sent = probes(watches, 300.0, answers=True)
     assert sent[:3] == [0.0, 3.0, 6.0]
     assert sent[-1] < 2 * OPTIONS.stall_timeout_s
@@ -37,7 +37,7 @@ def test_an_idle_peer_is_probed_thrice_a_lease_and_forgotten_in_the_end() -> Non
 
 def test_a_silent_peer_is_counted_after_the_lease_and_no_more_when_it_answers() -> None:
     watches = PeerWatches(OPTIONS)
-    watches.note("a", 0.0)
+    watches.need("a", 0.0)
     probes(watches, 20.0, answers=True)
     probes(watches, 27.0, answers=False, start_s=20.0)
     assert (watches.silent_count(27.0), list(watches.changes(27.0))) == (0, [])
@@ -54,32 +54,32 @@ def test_a_request_that_waits_has_its_peer_probed_at_every_heartbeat() -> None:
     watches, sent = PeerWatches(OPTIONS), []
     for tick in range(20):
         now_s = tick * OPTIONS.retry_s
-        assert (watches.why_lost("a", 0.0, now_s) is None) == (now_s < OPTIONS.lease_s)
+        assert (watches.loss_reason("a", 0.0, now_s) is None) == (now_s < OPTIONS.lease_s)
         sent += [now_s for _ in watches.on_timer(now_s)]
     assert sent == [float(second) for second in range(10)]
-    assert watches.why_lost("a", 0.0, 10.0) == "lost a: silent for 9 s"
+    assert watches.loss_reason("a", 0.0, 10.0) == "lost a: silent for 9 s"
 
 
 def test_one_that_was_silent_before_gets_another_chance() -> None:
     watches = PeerWatches(OPTIONS)
-    watches.note("a", 0.0)
+    watches.need("a", 0.0)
     probes(watches, 30.0, answers=False)
-    assert watches.why_lost("a", 30.0, 30.0) is None
+    assert watches.loss_reason("a", 30.0, 30.0) is None
     assert list(watches.on_timer(30.5)) == ["a"]
-    assert watches.why_lost("a", 30.0, 31.0) is None
-    assert watches.why_lost("a", 30.0, 32.0) is not None
+    assert watches.loss_reason("a", 30.0, 31.0) is None
+    assert watches.loss_reason("a", 30.0, 32.0) is not None
     watches.on_alive("a", 1, 32.0)
-    assert watches.why_lost("a", 30.0, 33.0) is None
+    assert watches.loss_reason("a", 30.0, 33.0) is None
 
 
 def test_another_incarnation_is_a_lost_peer() -> None:
     watches = PeerWatches(OPTIONS)
-    assert watches.why_lost("a", 0.0, 0.0, epoch=1) is None
+    assert watches.loss_reason("a", 0.0, 0.0, epoch=1) is None
     watches.on_alive("a", 1, 0.0)
-    assert watches.why_lost("a", 0.0, 0.0, epoch=1) is None
+    assert watches.loss_reason("a", 0.0, 0.0, epoch=1) is None
     watches.on_alive("a", 2, 1.0)
-    assert watches.why_lost("a", 0.0, 1.0, epoch=1) == "a has been started again"
-    assert watches.why_lost("a", 0.0, 1.0) is None
+    assert watches.loss_reason("a", 0.0, 1.0, epoch=1) == "a has been started again"
+    assert watches.loss_reason("a", 0.0, 1.0) is None
 
 
 def test_answers_of_unknown_peers_are_ignored() -> None:
@@ -99,7 +99,7 @@ def test_a_pause_of_this_process_is_not_held_against_a_peer(pauses_s: list[float
             due_s = None
         for _ in watches.on_timer(now_s):
             due_s = now_s + delay_s if due_s is None else due_s
-        assert watches.why_lost("a", 0.0, now_s) is None
+        assert watches.loss_reason("a", 0.0, now_s) is None
 
 
 @pytest.mark.slow
@@ -107,12 +107,12 @@ def test_a_pause_of_this_process_is_not_held_against_a_peer(pauses_s: list[float
 @given(steps_s=st.lists(st.floats(0.01, OPTIONS.retry_s), min_size=200, max_size=200))
 def test_a_silent_peer_is_lost_in_time_whatever_the_ticks(needed: bool, steps_s: list[float]) -> None:
     watches, now_s = PeerWatches(OPTIONS), 0.0
-    watches.note("a", 0.0)
+    watches.need("a", 0.0)
     silent_s = None
     for step_s in steps_s:
         now_s += step_s
         if needed:
-            watches.why_lost("a", 0.0, now_s)
+            watches.loss_reason("a", 0.0, now_s)
         for _ in watches.on_timer(now_s):
             if silent_s is None:
                 silent_s = now_s

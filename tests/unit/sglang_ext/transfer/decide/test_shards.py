@@ -17,8 +17,8 @@ from sglang_ext.transfer.decide.shards import (
     can_overlap,
     describe,
     plan_head_moves,
-    why_malformed,
-    why_unwanted,
+    shard_problem,
+    unwanted_reason,
 )
 
 spans = st.builds(
@@ -66,8 +66,8 @@ def test_shards_are_disjoint_when_they_share_no_cell(one: KVShard, other: KVShar
 @given(shards)
 def test_a_shard_that_is_not_malformed_has_as_many_cells_as_its_volume(shard: KVShard) -> None:
     overlap = sum(span.token_count for span in shard.tokens) != len(set().union(*map(tokens_of, shard.tokens)))
-    assert (why_malformed(shard) is None) == (not overlap and shard.cells > 0)
-    if why_malformed(shard) is None:
+    assert (shard_problem(shard) is None) == (not overlap and shard.cells > 0)
+    if shard_problem(shard) is None:
         assert len(cells_of(shard)) == shard.cells
 
 
@@ -80,7 +80,7 @@ def test_shards_that_are_wanted_never_add_up_to_more_than_the_whole(shard: KVSha
     whole = KVShard((TokenSpan(0, 25),), 0, 3, 0, 3)
     accepted: list[KVShard] = []
     for offered in (shard, *more):
-        if why_unwanted(offered, whole, accepted) is None:
+        if unwanted_reason(offered, whole, accepted) is None:
             accepted.append(offered)
     cells = [cell for offered in accepted for cell in cells_of(offered)]
     assert len(cells) == len(set(cells)) == sum(offered.cells for offered in accepted)
@@ -107,7 +107,7 @@ def test_shards_that_are_wanted_never_add_up_to_more_than_the_whole(shard: KVSha
     ],
 )
 def test_what_does_not_fit_is_named(shard: KVShard, reason: str) -> None:
-    problem = why_unwanted(shard, WHOLE, [])
+    problem = unwanted_reason(shard, WHOLE, [])
     assert problem is not None
     assert reason in problem
     assert "\n" not in problem
@@ -115,8 +115,8 @@ def test_what_does_not_fit_is_named(shard: KVShard, reason: str) -> None:
 
 def test_metadata_may_come_alone_but_once() -> None:
     aux = KVShard((), 0, 0, 0, 0, True)
-    assert why_unwanted(aux, WHOLE, [WHOLE]) is None
-    assert why_unwanted(aux, WHOLE, [aux]) == "the metadata are offered twice"
+    assert unwanted_reason(aux, WHOLE, [WHOLE]) is None
+    assert unwanted_reason(aux, WHOLE, [aux]) == "the metadata are offered twice"
 
 
 def test_a_shard_is_described_in_a_few_words() -> None:

@@ -120,10 +120,10 @@ def test_what_has_arrived_is_kept_by_transfer_and_decode_rank() -> None:
     received = ReceivedInvitations(keep_s=10.0)
     other = msgspec.structs.replace(INVITATION, receiver="e")
     for invitation in (INVITATION, other, INVITATION):
-        received.note(invitation, 0.0)
+        received.record(invitation, 0.0)
     assert received.of(1) == (INVITATION, other)
-    received.note(WITHDRAWAL, 0.0)
-    received.note(INVITATION, 0.0)
+    received.record(WITHDRAWAL, 0.0)
+    received.record(INVITATION, 0.0)
     assert received.of(1) == (WITHDRAWAL, other)
     received.forget(1)
     received.forget(1)
@@ -132,8 +132,8 @@ def test_what_has_arrived_is_kept_by_transfer_and_decode_rank() -> None:
 
 def test_what_is_not_asked_for_is_forgotten_in_time() -> None:
     received = ReceivedInvitations(keep_s=10.0)
-    received.note(INVITATION, 0.0)
-    received.note(msgspec.structs.replace(INVITATION, transfer_id=2), 5.0)
+    received.record(INVITATION, 0.0)
+    received.record(msgspec.structs.replace(INVITATION, transfer_id=2), 5.0)
     received.on_timer(9.9)
     assert received.of(1)
     received.on_timer(10.0)
@@ -179,23 +179,23 @@ def test_a_call_answers_each_invitation_without_slots_and_those_that_follow() ->
     received = ReceivedInvitations(keep_s=10.0)
     other = msgspec.structs.replace(WITHOUT_SLOTS, receiver="e")
     assert received.call(CALL) == []  # no rank has invited
-    assert received.note(WITHOUT_SLOTS, 0.0) is None
+    assert received.record(WITHOUT_SLOTS, 0.0) is None
     assert received.call(CALL) == [("d", CALL)]
-    assert received.note(other, 0.0) == CALL
-    assert received.note(INVITATION, 0.0) is None
-    assert received.note(WITHOUT_SLOTS, 0.0) == CALL  # repeated late: does not undo the one with slots
+    assert received.record(other, 0.0) == CALL
+    assert received.record(INVITATION, 0.0) is None
+    assert received.record(WITHOUT_SLOTS, 0.0) == CALL  # repeated late: does not undo the one with slots
     assert received.of(1) == (INVITATION, other)
     assert received.call(CALL) == [("e", CALL)]
-    assert received.note(msgspec.structs.replace(other, withdrawn="gone"), 0.0) is None
+    assert received.record(msgspec.structs.replace(other, withdrawn="gone"), 0.0) is None
     received.forget(1)
-    assert received.note(WITHOUT_SLOTS, 0.0) is None
+    assert received.record(WITHOUT_SLOTS, 0.0) is None
 
 
 def test_a_request_that_waits_is_kept_as_long_as_its_invitation_is_repeated() -> None:
     received = ReceivedInvitations(keep_s=10.0)
-    received.note(WITHOUT_SLOTS, 0.0)
-    received.note(msgspec.structs.replace(INVITATION, transfer_id=2), 1.0)
-    received.note(WITHOUT_SLOTS, 6.0)
+    received.record(WITHOUT_SLOTS, 0.0)
+    received.record(msgspec.structs.replace(INVITATION, transfer_id=2), 1.0)
+    received.record(WITHOUT_SLOTS, 6.0)
     received.on_timer(11.0)
     assert received.of(1)
     assert not received.of(2)

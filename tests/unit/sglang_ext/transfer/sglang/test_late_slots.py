@@ -83,14 +83,14 @@ def watched(answers: list[str | None], times_s: list[float], monkeypatch: pytest
     asked: list[tuple[str, float, int | None]] = []
     failed: list[tuple[int, str]] = []
 
-    def why_lost(receiver: str, waited_s: float, epoch: int | None) -> str | None:
+    def loss_reason(receiver: str, waited_s: float, epoch: int | None) -> str | None:
         asked.append((receiver, waited_s, epoch))
         return answers[len(asked) - 1]
 
     invitation = msgspec.structs.replace(INVITATION, epoch=3)
     sender = late(7, 0.0, 1000, invitation).disagg_kv_sender
     sender._made_s, sender._watched_s, sender.init_time = 10.0, float("-inf"), 0.0
-    endpoint = SimpleNamespace(invitations=lambda _: (invitation,), why_lost=why_lost)
+    endpoint = SimpleNamespace(invitations=lambda _: (invitation,), loss_reason=loss_reason)
     sender.kv_mgr = SimpleNamespace(endpoint=endpoint, fail=lambda room, reason: failed.append((room, reason)))
     for now_s in times_s:
         monkeypatch.setattr(sender_module.time, "perf_counter", lambda now_s=now_s: now_s)
