@@ -5,7 +5,7 @@ larger one took, so the pool grows once (LAPS, 3.1, pays for each graph apart).
 
 A capture costs twice: memory of its own (its nodes), and what the shared pool grows by when its activations do not fit
 into what is there. The first is much the same for all shapes of a model. The second is a matter of tokens, beyond those
-of the largest shape that the pool has held, but not of tokens alone: the first capture brings workspaces, and memory
+of the largest shape that the pool has held, but not only of tokens: the first capture brings workspaces, and memory
 comes in segments. So what a small shape took says little of a large one, and an estimate is only corrected by as much
 as a measurement proves.
 """
@@ -27,7 +27,7 @@ def plan_captures(
 ) -> list[GraphShape]:
     """The shapes of the product that batches run on, in the order of capture.
 
-    A batch has `max_batch_tokens` at most: of each length, no shape is larger than the smallest that holds so many.
+    A batch has `max_batch_tokens` at most: of each length, no shape is larger than the smallest that holds them.
     """
     shapes = set()
     for length in lengths_tokens:
@@ -57,7 +57,7 @@ class MemoryLedger:
     """Costs of the captures so far. `budget_bytes` None: no limit."""
 
     def __init__(self, budget_bytes: int | None, assumed_bytes_per_token: float) -> None:
-        """`assumed_bytes_per_token`: activations, until captures have told."""
+        """`assumed_bytes_per_token`: activations, until captures have shown them."""
         if budget_bytes is not None and budget_bytes < 0:
             raise ValueError(f"a budget is not negative, got {budget_bytes} bytes")
         self._budget_bytes = budget_bytes
@@ -76,14 +76,14 @@ class MemoryLedger:
         return self.pool_bytes + sum(cost.own_bytes for cost in self.costs)
 
     def expected_bytes(self, shape: GraphShape) -> int:
-        """What a capture of `shape` should take: the median of what graphs took, and the pool's growth."""
+        """Return what a capture of `shape` should take: the median of what graphs took, and the pool's growth."""
         own = median_low(cost.own_bytes for cost in self.costs) if self.costs else 0
         count = shape.tokens
         growth = max(0, count - self._pool_tokens) * self._growth_per_token
         return own + int(min(growth, count * self._bytes_per_token))
 
     def can_capture(self, shape: GraphShape) -> bool:
-        """Whether the budget is expected to hold."""
+        """Return whether the budget is expected to hold."""
         return self._budget_bytes is None or self.used_bytes + self.expected_bytes(shape) <= self._budget_bytes
 
     def record(self, cost: CaptureCost) -> None:

@@ -19,7 +19,7 @@ from sglang_ext_kernels.padded_batch import PaddedBatch, RaggedBatch, allocate, 
 
 Forward = Callable[[GraphShape, PaddedBatch], torch.Tensor]
 
-# What fails for so many shapes one after the other, memory apart, would fail for the others as well.
+# What fails for this many shapes in a row, memory apart, would fail for the others as well.
 MAX_FAILURES_IN_A_ROW = 3
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class PrefillGraphs:
     def capture_all(self) -> Iterator[GraphShape]:
         """Capture every shape that the budget allows, one at each step.
 
-        Those that it does not allow, and those whose capture fails, leave the grid.
+        Shapes that it does not allow, and shapes whose capture fails, leave the grid.
         """
         with collection_frozen(), self._recorder.session():
             for shape in self._order:
@@ -161,7 +161,7 @@ class PrefillGraphs:
         return True
 
     def _pad_once(self, shape: GraphShape) -> None:
-        """As before a replay, on tensors of the types that an engine has, so that its kernels are compiled by then."""
+        """Pad as before a replay, on tensors of an engine's types, so that the kernels are compiled by then."""
         device = self._output.device
         single = torch.zeros(1, dtype=torch.int64, device=device)
         lens = torch.ones(1, dtype=torch.int32, device=device)
@@ -187,7 +187,7 @@ class PrefillGraphs:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and those that it was raised in the handling of, the first one last."""
+    """Yield the error and the errors whose handling raised it, the first error last."""
     current: BaseException | None = error
     while current is not None:
         yield current
@@ -199,7 +199,7 @@ def _has_run_out_of_memory(error: BaseException) -> bool:
 
 
 def _first_line(error: BaseException) -> str:
-    """Of the first error: a capture that cannot be ended raises another over the one that broke it."""
+    """Return one line of the first error: a capture that cannot be ended raises another error over it."""
     *_, first = _chain(error)
     text = str(first).strip()
     return f"{type(first).__name__}: {text.splitlines()[0]}" if text else type(first).__name__

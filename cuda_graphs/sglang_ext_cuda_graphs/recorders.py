@@ -1,6 +1,6 @@
 """Recording a computation over static tensors, to repeat it: as a CUDA graph, or by running it again.
 
-A recorded computation reads its inputs from tensors that stay where they are and leaves its result in one that does.
+A recorded computation reads its inputs from tensors that stay where they are and leaves its result in such a tensor.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class CudaRecorder:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """On the stream of the captures, without garbage collection: what it frees must not be freed in a capture."""
+        """Capture on the graphs' stream, without garbage collection: a capture must not free what it would free."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with self._context(self._stream), collection_paused():
             yield

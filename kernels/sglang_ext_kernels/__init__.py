@@ -1,1 +1,1 @@
-"""GPU kernels by what they work on, a plain reference beside each operation."""
+"""GPU kernels by subject, with a plain reference for each operation."""

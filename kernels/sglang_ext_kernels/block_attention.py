@@ -173,7 +173,7 @@ class BlockPlan(NamedTuple):
 
 
 def default_sizes(size: int, dtype: torch.dtype) -> BlockSizes:
-    """What suits a Hopper GPU for heads of `size` elements."""
+    """Return the block sizes for heads of `size` elements on a Hopper GPU."""
     if dtype == torch.float32:
         return BlockSizes(32, 32) if size <= 128 else BlockSizes(16, 16)
     return BlockSizes(128, 64)
@@ -291,7 +291,7 @@ def _check_pool(keys: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def _has_contiguous_slots(*pools: torch.Tensor) -> bool:
-    """Whether a slot's heads are contiguous, as the kernel wants them."""
+    """Return whether a slot's heads are contiguous, as the kernel wants them."""
     return all(
         triton_support.runs_on(pool) and pool.stride(2) == 1 and pool.stride(1) == pool.shape[2] for pool in pools
     )

@@ -23,7 +23,7 @@ def is_installed() -> bool:
 
 
 def can_run(q: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether flashinfer has a kernel for these: 16-bit elements and heads of 64, 128 or 256 on a CUDA device.
+    """Return whether flashinfer has a kernel for these: 16-bit elements and heads of 64, 128 or 256 on a CUDA device.
 
     Not after one has failed: it compiles them where they run, and a machine may lack what that needs.
     """
@@ -40,7 +40,7 @@ def can_run(q: torch.Tensor, v: torch.Tensor) -> bool:
 def flashinfer_block(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, is_causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `attention_block` without a mask; with `is_causal` there are as many keys as queries.
+    """Compute `attention_block` without a mask; with `is_causal` there are as many keys as queries.
 
     The output is in `q`'s dtype: widening it apart would write and read all of it once more.
     """

@@ -34,7 +34,7 @@ class SplitSizes(NamedTuple):
 def splits_of(
     longest_tokens: int, requests: int, heads: int, kv_heads: int, size: int, dtype: torch.dtype
 ) -> SplitSizes:
-    """For batches of up to `requests` of `longest_tokens` new tokens each.
+    """Return the number of splits for batches of up to `requests` of `longest_tokens` new tokens each.
 
     One split where there are programs enough without.
     """
@@ -61,7 +61,7 @@ def split_prefix_attention_(
     longest_tokens: int,
     sizes: SplitSizes,
 ) -> None:
-    """As `prefix_attention_reference`, by Triton where it runs; `longest_tokens`: at most, of a request."""
+    """Compute `prefix_attention_reference`, by Triton where it runs; `longest_tokens`: limit of a request."""
     if not triton_support.runs_on(q):
         prefix_attention_reference(out, q, k, v, k_pool, v_pool, batch, scale)
         return

@@ -11,15 +11,15 @@ import torch
 
 @cache
 def is_installed() -> bool:
-    """Whether the triton package is there; a stand-in for it is not found this way."""
+    """Return whether the triton package is there; a stand-in for it is not found this way."""
     return importlib.util.find_spec("triton") is not None
 
 
 def is_interpreted() -> bool:
-    """Whether kernels run on the CPU, in Triton's interpreter."""
+    """Return whether kernels run on the CPU, in Triton's interpreter."""
     return is_installed() and os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def runs_on(x: torch.Tensor) -> bool:
-    """Whether operations on `x` take their Triton kernel; if not, the plain one."""
+    """Return whether operations on `x` take their Triton kernel; if not, the plain one."""
     return is_installed() and (x.is_cuda or is_interpreted())

@@ -2,8 +2,8 @@
 # ruff: noqa: N803 (capitals are Triton's compile-time constants)
 """Triton kernels that move: tokens of a paged pool, and a ragged batch into static tensors.
 
-Triton compiles a kernel anew for a number that is 1 or a multiple of 16, and for a pointer that is not aligned. What
-varies from batch to batch is therefore not told apart: it would be compiled while requests wait.
+Triton compiles a kernel again for a number that is 1 or a multiple of 16, and for a pointer that is not aligned. What
+varies from batch to batch is therefore not specialised: it would be compiled while requests wait.
 """
 
 from __future__ import annotations

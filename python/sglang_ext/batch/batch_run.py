@@ -28,7 +28,7 @@ JOB_NAME = "run"  # a store of this command holds one job
 
 
 def line_options(args: argparse.Namespace) -> LineOptions:
-    """What is added to every line. RunError names the option that cannot be."""
+    """Return what is added to every line. Raises RunError, which names a bad option."""
     defaults: object = {}
     if args.defaults:
         try:
@@ -173,7 +173,7 @@ class BatchRun:
         """Send what has no result; False when a signal stopped it."""
         async with self.client:
             await self.check_key()
-            runner: JobRunner | None = None  # made inside, as it tells the report what happens
+            runner: JobRunner | None = None  # made inside, as it reports what happens
             with ProgressReport.of_sending(job, lambda: None if runner is None else runner.progress) as report:
                 runner = JobRunner(
                     store,

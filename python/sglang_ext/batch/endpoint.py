@@ -1,4 +1,4 @@
-"""The endpoint as a run sees it: one request, one answer, whatever happens to it."""
+"""The endpoint as a run sees it: every request gets one answer, also when it fails."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MAX_RETRY_AFTER_S = 300.0
 
 
 class AnswerKind(Enum):
-    """What an answer means for its line and for the endpoint."""
+    """The meaning of an answer for its line and for the endpoint."""
 
     OK = "ok"
     FINAL_ERROR = "final error"  # a 4xx: the request itself is wrong
@@ -36,7 +36,7 @@ class AnswerKind(Enum):
 
 
 class Answer(NamedTuple):
-    """What came back for one request."""
+    """The answer to one request."""
 
     kind: AnswerKind
     status_code: int | None  # None: no reply
@@ -57,27 +57,27 @@ class Answer(NamedTuple):
 
 
 class ReportedLoad(NamedTuple):
-    """What the router tells of one length class."""
+    """The load of one length class, as the router reports it."""
 
     online_wait_s: float | None  # P90 of the wait of requests that are not of low priority; None: there were none
     backlog_s: float  # seconds of prefill work queued at the least loaded instance
 
 
 class EndpointLoad(NamedTuple):
-    """What the router tells of itself (`GET /load`)."""
+    """The load of the router, as it reports it (`GET /load`)."""
 
     length_boundary_tokens: int | None
     classes: Mapping[LengthClass, ReportedLoad]
 
     def of(self, name: LengthClass | None) -> ReportedLoad:
-        """What holds for one class; for None, which takes all prompts, the longest wait and the least backlog."""
-        told = list(self.classes.values()) if name is None else [self.classes[name]] if name in self.classes else []
-        waits = [load.online_wait_s for load in told if load.online_wait_s is not None]
-        return ReportedLoad(max(waits, default=None), min((load.backlog_s for load in told), default=0.0))
+        """Return the load of one class; for None (all prompts) the longest wait and the smallest backlog."""
+        reported = list(self.classes.values()) if name is None else [self.classes[name]] if name in self.classes else []
+        waits = [load.online_wait_s for load in reported if load.online_wait_s is not None]
+        return ReportedLoad(max(waits, default=None), min((load.backlog_s for load in reported), default=0.0))
 
 
 class LoadUnknownError(Exception):
-    """The endpoint has no `/load`: it is not this router, and will not tell."""
+    """The endpoint has no `/load`: it is not this router."""
 
 
 class EndpointClient:
@@ -148,7 +148,7 @@ class EndpointClient:
         return Answer(_kind(status), status, body, None, request_id, _error_text(status, body), _retry_after_s(headers))
 
     async def load(self) -> EndpointLoad | None:
-        """What the router tells of its load; None when no answer came this time. LoadUnknownError if it never will."""
+        """Return the router's load, or None when no answer came. Raises LoadUnknownError if it reports none."""
         status, parsed = await self._get("/load")
         if status is None or status >= 500 or status == 429:
             return None
@@ -165,7 +165,7 @@ class EndpointClient:
         return status not in (401, 403)
 
     async def is_reachable(self) -> bool:
-        """Whether anything answers HTTP there."""
+        """Return whether anything answers HTTP there."""
         status, _ = await self._get("/health")
         return status is not None
 
@@ -182,7 +182,7 @@ class EndpointClient:
 
 
 def count_tokens(parsed: Any) -> tuple[int, int]:
-    """Prompt and completion tokens that a reply's JSON tells, 0 where it does not."""
+    """Return the prompt and completion tokens that a reply's JSON names, 0 where it names none."""
     if isinstance(parsed, list):
         counts = [count_tokens(entry) for entry in parsed]
         return sum(prompt for prompt, _ in counts), sum(completion for _, completion in counts)
@@ -195,8 +195,8 @@ def count_tokens(parsed: Any) -> tuple[int, int]:
     return _count(prompt), _count(completion)
 
 
-def _count(told: object) -> int:
-    return told if type(told) is int and 0 <= told < 1 << 40 else 0
+def _count(reported: object) -> int:
+    return reported if type(reported) is int and 0 <= reported < 1 << 40 else 0
 
 
 def _kind(status: int) -> AnswerKind:
@@ -251,11 +251,11 @@ def _endpoint_load(parsed: Any) -> EndpointLoad:
     boundary = parsed["length_boundary_tokens"]
     classes = {}
     for length_class in LengthClass:
-        told = parsed["classes"].get(length_class.value)
-        if told is not None:
-            wait = told.get("online_wait_s")
+        reported = parsed["classes"].get(length_class.value)
+        if reported is not None:
+            wait = reported.get("online_wait_s")
             classes[length_class] = ReportedLoad(
-                None if wait is None else float(wait), float(told.get("backlog_s") or 0.0)
+                None if wait is None else float(wait), float(reported.get("backlog_s") or 0.0)
             )
     return EndpointLoad(None if boundary is None else int(boundary), classes)
 

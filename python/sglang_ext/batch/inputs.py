@@ -1,7 +1,7 @@
 """Reading input: which files there are, their lines in constant memory, and what is wrong with them.
 
 JSONL and Parquet, JSONL also compressed (`.gz`, `.zst`). Everything is read once, a line at a time; a bad line is noted
-with its place and its field, and reading goes on, so that one pass tells all.
+with its place and its field, and reading goes on, so that one pass finds all.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class InputFile(NamedTuple):
 
 
 class FileIdentity(NamedTuple):
-    """What tells whether a file is still the one that was read."""
+    """Size, time and digest of a file that was read, by which a change is found."""
 
     name: str
     size_bytes: int
@@ -51,7 +51,7 @@ class FileIdentity(NamedTuple):
 
 @dataclass(slots=True)
 class Findings:
-    """What is wrong: the first `MAX_SHOWN` as text, and how many there are."""
+    """The faults of the input: the first `MAX_SHOWN` as text, and their number."""
 
     shown: list[str] = field(default_factory=list)
     count: int = 0

@@ -1,4 +1,4 @@
-"""What a runner has in memory: leased lines of every job by length class, and those that are to be sent again."""
+"""The lines that a runner has in memory: leased lines of every job by length class, and lines to be sent again."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class LineQueues:
         heappush(self._retries, (due_s, self._pushed, name, queue, leased))
 
     def collect_due(self, now_s: float) -> float | None:
-        """What is to be sent again by now waits with the others; returns when the next will be."""
+        """Let lines whose retry is due wait with the others. Returns when the next retry is due."""
         retries = self._retries
         while retries and (retries[0][0] <= now_s or retries[0][3].is_cancelled):
             _, _, name, queue, leased = heappop(retries)

@@ -1,7 +1,7 @@
 """A line of a run: one request as the endpoint gets it, made of a line of input and checked on the way.
 
 Three kinds of lines are understood: OpenAI's batch lines (`custom_id`, `method`, `url`, `body`), plain prompts
-(`prompt`, `messages`, `text` or `token_ids`, and beside them what else belongs into the request), and sequences to be
+(`prompt`, `messages`, `text` or `token_ids`, and with them what else belongs into the request), and sequences to be
 scored (`token_ids` or `text`, with `prompt_len` and `candidate_ids` where wanted).
 """
 
@@ -27,7 +27,7 @@ _SCORE_FIELDS = frozenset({"custom_id", "text", "token_ids", "input_ids", "promp
 
 
 class Mode(StrEnum):
-    """What is asked of the endpoint: new tokens, or log-probabilities of given ones."""
+    """The question to the endpoint: new tokens, or log-probabilities of given tokens."""
 
     GENERATE = "generate"
     SCORE = "score"
@@ -62,7 +62,7 @@ class LineError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class LineOptions:
-    """What a run adds to every line. ValueError names the option that cannot be."""
+    """The fields that a run adds to every line. Raises ValueError, which names a bad option."""
 
     mode: Mode = Mode.GENERATE
     model: str | None = None  # for lines that name none

@@ -1,7 +1,7 @@
-"""Writing results: from the store into files, each written beside its place and renamed when it is whole.
+"""Writing results: from the store into files, each written under another name and renamed when it is whole.
 
 An export can be repeated at any time; it says what the store says. Results go into the output, failures with their
-reasons into an error file beside it (in OpenAI's format, both where the output is JSONL).
+reasons into an error file next to it (in OpenAI's format, both where the output is JSONL).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _UNREADABLE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticErr
 
 
 class OutputFormat(StrEnum):
-    """What is written."""
+    """The formats of the output."""
 
     JSONL = "jsonl"
     PARQUET = "parquet"
@@ -77,7 +77,7 @@ class OutputOptions:
 
 
 class Exported(NamedTuple):
-    """What an export wrote."""
+    """The result of an export."""
 
     rows: int
     failures: int
@@ -243,7 +243,7 @@ def generate_table(results: Sequence[StoredResult]) -> Any:
 
 
 def generate_row(result: StoredResult) -> dict[str, object]:
-    """A result as a row: of several choices the first. What the reply does not tell is null."""
+    """A result as a row: of several choices the first. What the reply does not name is null."""
     row: dict[str, object] = dict.fromkeys(_GENERATE_COLUMNS)
     row["custom_id"] = result.custom_id
     if not result.is_ok:

@@ -1,4 +1,4 @@
-"""What an operator sees of a run: a bar on a terminal, a line now and then in a log."""
+"""Progress of a run for the operator: a bar on a terminal, a line now and then in a log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOG_INTERVAL_S = 15.0
 class ProgressReport:
     """Shows on standard error how far something is, from a thread of its own. A context manager.
 
-    `read` gives the lines done since the start and what else is to be told; it must be safe to call from a thread.
+    `read` gives the lines done since the start and a text that is shown with it; it must be safe to call from a thread.
     """
 
     def __init__(self, what: str, total: int | None, done_before: int, read: Callable[[], tuple[int, str]]) -> None:
@@ -43,7 +43,7 @@ class ProgressReport:
         """While lines are sent: `read` gives what the runner has done."""
         began_s = time.monotonic()
 
-        def told() -> tuple[int, str]:
+        def details() -> tuple[int, str]:
             now = read()
             if now is None:
                 return 0, ""
@@ -52,7 +52,7 @@ class ProgressReport:
             text = f"{tokens_per_s:.0f} tokens/s, {failed} failed, {now.in_flight} of {now.cap} in flight"
             return now.succeeded + now.failed, text
 
-        return cls("sending", job.lines, job.succeeded + job.failed, told)
+        return cls("sending", job.lines, job.succeeded + job.failed, details)
 
     def __enter__(self) -> Self:
         self._began_s = time.monotonic()
@@ -71,7 +71,7 @@ class ProgressReport:
             self._bar.stop()
 
     def note(self, text: str) -> None:
-        """Tell the operator something that has happened."""
+        """Show the operator an event."""
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False)
         else:
@@ -89,11 +89,11 @@ class ProgressReport:
             rich_progress.MofNCompleteColumn(),
             rich_progress.TextColumn("ETA"),
             rich_progress.TimeRemainingColumn(),
-            rich_progress.TextColumn("{task.fields[told]}"),
+            rich_progress.TextColumn("{task.fields[details]}"),
             console=Console(stderr=True),
             auto_refresh=False,
         )
-        self._task = self._bar.add_task(self._what, total=self._total, completed=self._done_before, told="")
+        self._task = self._bar.add_task(self._what, total=self._total, completed=self._done_before, details="")
         self._bar.start()
 
     def _show(self) -> None:
@@ -105,19 +105,19 @@ class ProgressReport:
                 print(self._log_line(), file=sys.stderr, flush=True)
 
     def _update_bar(self) -> None:
-        done, told = self._read()
-        self._bar.update(self._task, completed=self._done_before + done, told=told)
+        done, details = self._read()
+        self._bar.update(self._task, completed=self._done_before + done, details=details)
         self._bar.refresh()
 
     def _log_line(self) -> str:
-        done, told = self._read()
+        done, details = self._read()
         elapsed_s = time.monotonic() - self._began_s
         rate = done / max(elapsed_s, 1e-3)
         parts = [f"{self._what}: {self._done_before + done}" + ("" if self._total is None else f" of {self._total}")]
         parts.append(f"{rate:.0f} lines/s")
         if self._total is not None and rate > 0:
             parts.append(f"ETA {_duration((self._total - self._done_before - done) / rate)}")
-        return ", ".join([*parts, told] if told else parts)
+        return ", ".join([*parts, details] if details else parts)
 
 
 def _duration(seconds: float) -> str:

@@ -5,7 +5,7 @@
 The input is read, checked and held against a resumed run as `--engine local` does it, through the store
 (OUTPUT.store). Its lines are then laid out in OUTPUT.lines, a row group for each of Ray's tasks, shared prefixes
 adjacent. A sender is a `JobRunner` over a store of its own that it can lose: retries, caps, outages and scores are
-those of the local engine. It never raises for a line; one that fails for good is a row with `error`.
+those of the local engine. It never raises for a line; a line that fails for good is a row with `error`.
 
 Ray Data's checkpoint (OUTPUT.checkpoint) makes a run resume: it lists the ids that a task is about to write, renames
 the list when the task's file is complete, and at the next start removes files whose list was not renamed. So every
@@ -43,7 +43,7 @@ _GROUP_ROWS, _GROUP_BYTES = {Mode.GENERATE: 1024, Mode.SCORE: 128}, 16 << 20
 _SENT_ROWS = {Mode.GENERATE: 256, Mode.SCORE: 32}  # at a time; Ray keeps four of these under way in a task
 _GROUPS_PER_FILE = 64
 _CALLS_PER_SENDER = 2  # the next task begins while the last lines of one are under way
-# Ray's filter for what a checkpoint has takes a whole CPU; reading, sending and writing must fit beside it on two.
+# Ray's filter for what a checkpoint has takes a whole CPU; reading, sending and writing must fit with it on two.
 _READ_CPUS = _WRITE_CPUS = 0.25
 _SEND_CPUS = 0.1
 _MIN_CPUS = 2
@@ -61,7 +61,7 @@ class _LineGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SenderSettings:
-    """What a sender needs to know, on whatever node it is."""
+    """The settings of a sender, on any node."""
 
     endpoint: str
     api_key: str | None
@@ -122,7 +122,7 @@ def _check_options(run: BatchRun) -> None:
 
 
 class _Paths:
-    """Where a run has what: beside the output."""
+    """The paths of a run's files, next to the output."""
 
     def __init__(self, output: Path) -> None:
         self.output = output.absolute()
@@ -144,7 +144,7 @@ class _Paths:
 
 
 def _lay_out(store: BatchStore, job: int, mode: Mode, folder: Path) -> None:
-    """Write the job's lines, in the order in which they leave, unless they are there. A partial folder is made anew."""
+    """Write the job's lines, in the order in which they leave, unless they are there; rewrite a partial folder."""
     if folder.exists():
         return
     partial = folder.with_name(folder.name + ".partial")
@@ -201,7 +201,7 @@ def _line_groups(folder: Path) -> list[_LineGroup]:
 
 
 def _read_group(group: _LineGroup) -> Iterator[Any]:
-    """In a task of Ray's."""
+    """Read a row group, in one of Ray's tasks."""
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(group.path) as opened:
@@ -281,7 +281,7 @@ def _carry_out(run: BatchRun, paths: _Paths) -> None:
 
 
 def _sender_settings(run: BatchRun, senders: int) -> SenderSettings:
-    """Those of one of so many senders, which share what may be in flight."""
+    """Return the settings of one of `senders` senders, which share what may be in flight."""
     from dataclasses import replace
 
     cap = replace(run.settings.cap, max_in_flight=max(1, run.settings.cap.max_in_flight // senders))
@@ -294,7 +294,7 @@ def _sender_settings(run: BatchRun, senders: int) -> SenderSettings:
 
 
 class LineSender:
-    """The actor: tables of lines in, tables of results out, a row for each line whatever became of it."""
+    """The actor: tables of lines in, tables of results out, a row for each line, failed or not."""
 
     def __init__(self, settings: SenderSettings) -> None:
         self._settings = settings

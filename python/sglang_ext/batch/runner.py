@@ -38,7 +38,7 @@ _NOTE_AFTER_S, _NOTE_INTERVAL_S = 1.0, 30.0  # of an outage; a shorter one with 
 
 
 def reply_body(line: BatchLine, answer: Answer) -> bytes:
-    """What a job stores of a good answer unless it says otherwise: the reply's JSON."""
+    """Return what a job stores of a good answer by default: the reply's JSON."""
     return answer.body
 
 
@@ -52,7 +52,7 @@ class RunnerSettings:
 
 
 class Progress(NamedTuple):
-    """What a runner has done since its start."""
+    """Counts of a runner since its start."""
 
     succeeded: int
     failed: int
@@ -103,7 +103,7 @@ class JobRunner:
         self._unwritten: list[tuple[JobQueue, LineResult]] = []
         self._unwritten_bytes = 0
         self._in_flight = 0
-        self._probes = 0  # of them, those that were sent while the endpoint was down
+        self._probes = 0  # requests of them that were sent while the endpoint was down
         self._reply_bytes = 0  # that are expected of them
         self._wake = asyncio.Event()
         self._write = asyncio.Event()
@@ -140,7 +140,7 @@ class JobRunner:
 
     @property
     def progress(self) -> Progress:
-        """What has been done so far."""
+        """Return the counts so far."""
         return Progress(
             self._succeeded,
             self._failed,
@@ -181,7 +181,7 @@ class JobRunner:
             await asyncio.to_thread(self._thread.shutdown)
 
     def stop(self, grace_s: float = 5.0) -> None:
-        """Send nothing more; wait so long for what is in flight, then let it go. `run` returns after that.
+        """Send nothing more; wait a while for what is in flight, then let it go. `run` returns after that.
 
         Called again, it does not wait any longer.
         """
@@ -362,7 +362,7 @@ class JobRunner:
         is_probe: bool,
         task: asyncio.Task[None],
     ) -> None:
-        # Here and not in the task: one that is cancelled before its first step never runs.
+        # Here and not in the task: a task that is cancelled before its first step never runs.
         self._in_flight -= 1
         load_class.in_flight -= 1
         queue.in_flight[name] -= 1

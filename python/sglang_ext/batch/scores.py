@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from sglang_ext.batch.endpoint import Answer
 from sglang_ext.batch.lines import BatchLine
 
-_HEADER = 3  # tokens, tokens of the prompt (-1: not told), candidates per position
+_HEADER = 3  # tokens, tokens of the prompt (-1: unknown), candidates per position
 
 
 class Scores(NamedTuple):
@@ -31,7 +31,7 @@ class Scores(NamedTuple):
 
 
 def pack_scores(line: BatchLine, answer: Answer) -> bytes:
-    """What is stored of a scored sequence. ValueError says what the reply lacks: a success without scores is none."""
+    """Return what is stored of a scored sequence. Raises ValueError, which names what the reply lacks."""
     meta = answer.parsed.get("meta_info") if isinstance(answer.parsed, dict) else None
     actual = meta.get("input_token_logprobs") if isinstance(meta, dict) else None
     if not isinstance(meta, dict) or not isinstance(actual, list) or not actual:
@@ -65,18 +65,19 @@ def pack_scores(line: BatchLine, answer: Answer) -> bytes:
     return b"".join(part.tobytes() for part in (header, token_ids, logprobs, ids, values))
 
 
-def _candidates(told: Any, tokens: int, wanted: int, name: str) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
+def _candidates(positions: Any, tokens: int, wanted: int, name: str) -> tuple[NDArray[np.int32], NDArray[np.float16]]:
     if not wanted or tokens == 1:
         return np.empty((0, wanted), np.int32), np.empty((0, wanted), np.float16)
-    if not isinstance(told, list) or len(told) != tokens:
-        raise ValueError(f"the reply has {name} of {len(told) if isinstance(told, list) else 0} of {tokens} positions")
-    for position, entries in enumerate(told[1:], 1):
+    if not isinstance(positions, list) or len(positions) != tokens:
+        found = len(positions) if isinstance(positions, list) else 0
+        raise ValueError(f"the reply has {name} of {found} of {tokens} positions")
+    for position, entries in enumerate(positions[1:], 1):
         if not isinstance(entries, list) or len(entries) != wanted:
             found = len(entries) if isinstance(entries, list) else 0
             raise ValueError(f"the reply has {found} {name} at position {position}, {wanted} were asked for")
-    ids = np.array([[entry[1] for entry in entries] for entries in told[1:]], np.int32)
+    ids = np.array([[entry[1] for entry in entries] for entries in positions[1:]], np.int32)
     # JSON has no minus infinity: null
-    values = [[-np.inf if entry[0] is None else entry[0] for entry in entries] for entries in told[1:]]
+    values = [[-np.inf if entry[0] is None else entry[0] for entry in entries] for entries in positions[1:]]
     return ids, _as_half(np.array(values, np.float32))
 
 

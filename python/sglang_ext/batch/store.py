@@ -1,7 +1,7 @@
 """Everything that a run knows, in one SQLite file: the lines, what is still to be done, and the results.
 
 A line's result and its removal from the queue are one transaction, so a line is either in the queue or has one result,
-whenever the process ends. What is in flight is in memory alone: after a restart it is in the queue still, and leaves
+whenever the process ends. What is in flight is only in memory: after a restart it is in the queue still, and leaves
 again. Several jobs share a store; one process owns it.
 
 Tables: `lines` (immutable, in the order of input), `queue` (lines without a result, in the order in which they leave),
@@ -25,7 +25,7 @@ from sglang_ext.batch.lines import BatchLine
 
 _POSITION_BITS = 40
 _CACHE_KIB = 32 * 1024
-_PAGE_ROWS, _PAGE_BYTES = 500, 16 << 20  # of a read; a longer one would keep the write-ahead log from starting anew
+_PAGE_ROWS, _PAGE_BYTES = 500, 16 << 20  # of a read; a longer one would keep the write-ahead log from starting over
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS jobs(
     id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, description TEXT NOT NULL,
@@ -80,7 +80,7 @@ class LeasedLine(NamedTuple):
 
 
 class LineResult(NamedTuple):
-    """What became of a line."""
+    """The outcome of a line."""
 
     id: int
     is_ok: bool
@@ -112,7 +112,7 @@ class Duplicate(NamedTuple):
     custom_id: str
     first: str
     second: str
-    second_number: int  # its line number alone
+    second_number: int  # only its line number
 
 
 class BatchStore:
@@ -358,7 +358,7 @@ class BatchStore:
         return leased
 
     def release_leases(self, job: int) -> None:
-        """What is leased and has no result can be leased again. Nothing of the job may be in flight."""
+        """Let lines without a result be leased again. Nothing of the job may be in flight."""
         with self._mutex:
             self._forget_leases(job)
 

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Record until told to stop; 0 unless nothing was recorded, or the connection was lost."""
+    """Record until a signal stops it; return 0 unless nothing was recorded, or the connection was lost."""
     if arguments.seconds is not None and not 0 < arguments.seconds < float("inf"):
         return _fail(f"--seconds must be above 0, got {arguments.seconds:g}", 2)
     try:

@@ -19,7 +19,7 @@ class RecordingError(ValueError):
 
 
 class Recorded(NamedTuple):
-    """What a recording ends with: every instance and request that it tells of, as it was told last."""
+    """The state at the end of a recording: every instance and request in it, with its last fields."""
 
     hello: Mapping[str, Any]
     frames: int
@@ -29,7 +29,7 @@ class Recorded(NamedTuple):
 
 
 def check_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
-    """The messages of a recording. RecordingError for one that cannot be shown; a last line may be cut off."""
+    """Yield the messages of a recording, whose last line may be cut off. Raises RecordingError for a damaged one."""
     is_first = True
     cut_off: str | None = None
     for number, line in enumerate(lines, 1):
@@ -78,7 +78,7 @@ def read_recording(path: Path) -> Recorded:
             if message["kind"] == "hello":
                 is_same = message.get("began_unix_s") is not None and {**message, "notes": 0} == {**hello, "notes": 0}
                 frames = frames if is_same else 0
-                # Of the same stream some messages were missed: what is under way is told again, ends are not.
+                # Of the same stream some messages were missed: what is under way is sent again, ends are not.
                 requests = {number: row for number, row in requests.items() if is_same and row.ended_s is not None}
                 hello = message
                 instances.clear()

@@ -25,7 +25,7 @@ class StoppedError(Exception):
 
 
 class AddressError(ValueError):
-    """What is no address of a router; the text is one line."""
+    """The address is not a router's; the text is one line."""
 
 
 class LiveStreamError(RuntimeError):
@@ -84,7 +84,7 @@ def stream_messages(address: str, key: str) -> Iterator[bytes]:
 
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """Within the block SIGINT and SIGTERM raise StoppedError."""
+    """Let SIGINT and SIGTERM raise StoppedError within the block."""
 
     def stop(_signal: int, _frame: FrameType | None) -> None:
         raise StoppedError

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("url", metavar="URL", nargs="?", default="http://127.0.0.1:30000", help="address of the router")
     add("--interval", type=float, metavar="S", default=5.0, help="between two lines where the output is no terminal")
-    add("--lines", type=int, metavar="N", help="end after so many of these lines, or pictures of a terminal")
+    add("--lines", type=int, metavar="N", help="end after this number of lines, or of pictures of a terminal")
     add("--api-key", default="", metavar="TEXT", help=KEY_HELP)
 
 
@@ -110,7 +110,7 @@ def _show(lines: Sequence[str]) -> None:
 
 
 class TerminalView:
-    """What is known of one stream, as text."""
+    """The state of one stream, as text."""
 
     def __init__(self) -> None:
         self.has_begun = False
@@ -124,7 +124,7 @@ class TerminalView:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every instance has been told."""
+        """Return whether every instance has arrived."""
         return bool(self._head) and len(self._instances) >= self._head["instances_known"]
 
     def take(self, message: Mapping[str, Any]) -> None:
@@ -173,7 +173,7 @@ class TerminalView:
         return f" here, {told['in_flight']:,} elsewhere" if told else ""
 
     def screen(self, columns: int, rows: int, has_colours: bool) -> list[str]:
-        """At most `rows` lines of at most `columns` characters; instances that do not fit are counted."""
+        """Return at most `rows` lines of at most `columns` characters; instances that do not fit are counted."""
         paint = _Paint(columns, has_colours)
         if not self.has_begun:
             return [paint.line(("waiting for the router", ""))]

@@ -6,7 +6,7 @@ validating ──▶ in_progress ──▶ finalizing ──▶ completed | expi
    └──────────────────┴──▶ cancelling ──▶ cancelled
 ```
 
-What has to be done follows from the state alone (`BatchLifecycle.work`): a service that was killed goes on by reading
+What has to be done follows only from the state (`BatchLifecycle.work`): a service that was killed goes on by reading
 the state and doing its work again. Work that was overtaken by a cancellation or by the end of the window reports an
 event that no longer matters: it is ignored.
 """
@@ -40,7 +40,7 @@ _TERMINAL = frozenset({BatchStatus.FAILED, BatchStatus.COMPLETED, BatchStatus.EX
 
 
 class BatchEvent(StrEnum):
-    """What can happen to a batch."""
+    """The events of a batch."""
 
     LINES_VALID = "lines_valid"  # the input file was read to its end, every line is in the store
     LINES_INVALID = "lines_invalid"  # it was read to its end, and some lines cannot be sent
@@ -51,7 +51,7 @@ class BatchEvent(StrEnum):
 
 
 class BatchWork(StrEnum):
-    """What a batch in some state needs; doing it twice must be harmless."""
+    """The work that a batch in some state needs; doing it twice must be harmless."""
 
     VALIDATE = "validate"  # read the input file into the store
     RUN = "run"  # send its requests
@@ -81,7 +81,7 @@ class BatchLifecycle:
 
     @property
     def work(self) -> BatchWork:
-        """What the batch needs done now."""
+        """Return the work that the batch needs now."""
         return _WORK.get(self.status, BatchWork.NOTHING)
 
     def advance(self, event: BatchEvent, now_s: float) -> BatchLifecycle:
@@ -97,7 +97,7 @@ class BatchLifecycle:
                 return self
             raise EventRefusedError(f"a batch with status {status.value!r} cannot be cancelled")
         if event is BatchEvent.WINDOW_OVER:
-            # One that is still validated expires once its requests are known: the error file names all of them.
+            # A batch that is still validated expires once its requests are known: the error file names all of them.
             if status is BatchStatus.IN_PROGRESS:
                 return replace(self._become(BatchStatus.FINALIZING, now_s), is_expiring=True)
             return self
@@ -115,7 +115,7 @@ class BatchLifecycle:
         raise EventRefusedError(f"{event.value} cannot happen to a batch with status {status.value!r}")
 
     def due_event(self, unfinished_requests: int, now_s: float) -> BatchEvent | None:
-        """What has become due by itself while requests are sent: all are done, or else the window is over."""
+        """Return the event that time has brought while requests are sent: all are done, or the window is over."""
         if self.status is not BatchStatus.IN_PROGRESS:
             return None
         if unfinished_requests == 0:
@@ -123,7 +123,7 @@ class BatchLifecycle:
         return BatchEvent.WINDOW_OVER if now_s >= self.expires_at else None
 
     def _become(self, status: BatchStatus, now_s: float) -> BatchLifecycle:
-        # Times of one batch never run backwards, whatever the clock does.
+        # Times of one batch never run backwards, even where the clock does.
         latest = max(getattr(self, name) or 0 for name in ("created_at", *_TIMES.values()))
         times: dict[str, Any] = {_TIMES[status]: max(int(now_s), latest)}
         return replace(self, status=status, **times)

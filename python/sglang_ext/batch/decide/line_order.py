@@ -1,9 +1,9 @@
-"""In which order the lines of a run leave: those that share a prefix one after another, each length class by itself.
+"""The order in which the lines of a run leave: lines that share a prefix one after another, per length class.
 
 An engine's prefix cache holds what it computed last. Lines that begin alike therefore leave together, however far
 apart they are in the input. The order is a key of a few bytes per line, so that a store can keep it in an index:
 digests of the prompt's first 64, 256, 1024, … bytes, the shortest first. Two prompts with the same first 1024 bytes
-have the first three digests in common, so sorting by the key puts them side by side, whatever else lies between.
+have the first three digests in common, so sorting by the key puts them side by side.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""So much a second: a token bucket that may go into debt."""
+"""A rate limit: a token bucket that may go into debt."""
 
 from __future__ import annotations
 
 
 class RateLimit:
-    """At most `per_s` units a second on average, with a burst of one second's worth. None: no limit.
+    """A limit of `per_s` units a second on average, with a burst of one second's worth. None: no limit.
 
     What a request takes need not be known before it is sent: the balance may become negative, and nothing is sent until
     it is positive again. Times are of one clock, in seconds. ValueError when the limit is not above 0.
@@ -27,7 +27,7 @@ class RateLimit:
         return 0.0 if self._balance > 0 else max((1e-9 - self._balance) / self._per_s, 1e-6)
 
     def take(self, units: float, now_s: float) -> None:
-        """So many units have been sent, or have come back."""
+        """Record that units have been sent, or have come back."""
         if self._per_s is not None:
             self._refill(now_s)
             self._balance -= units

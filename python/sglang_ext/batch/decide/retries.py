@@ -1,6 +1,6 @@
 """When a failed request is tried again, and whether the failure counts against its line.
 
-A line may fail a few times; then it is given up. But when the endpoint as a whole is down, it fails whatever it is
+A line may fail a few times; then it is given up. But when the whole endpoint is down, it fails all that it is
 sent, and no line is at fault: the run waits, tries one line from time to time, and counts nothing. Down means that no
 connection can be made, or that several different lines in a row got no answer of their own (connection lost, 429,
 502, 503, 504).
@@ -41,14 +41,14 @@ def retry_delay_s(failures: int, retry_after_s: float | None, draw: float) -> fl
 
 @dataclass(frozen=True, slots=True)
 class OutageSettings:
-    """What an outage is."""
+    """The limits that define an outage."""
 
     lines_in_a_row: int = 3  # different ones without an answer of their own
-    uncounted_s: float = 600.0  # so long after an outage began failures with a connection count again
+    uncounted_s: float = 600.0  # after this time of an outage failures with a connection count again
 
 
 class EndpointOutage:
-    """Whether the endpoint as a whole is down, and when to try it again. Times are of one clock, in seconds."""
+    """Decides whether the whole endpoint is down, and when to try it again. Times are of one clock, in seconds."""
 
     __slots__ = ("_lines", "_probe_at_s", "_probe_delay_s", "_settings", "since_s")
 
@@ -61,7 +61,7 @@ class EndpointOutage:
 
     @property
     def is_down(self) -> bool:
-        """Whether only probes should be sent."""
+        """Return whether only probes should be sent."""
         return self.since_s is not None
 
     @property
@@ -95,7 +95,7 @@ class EndpointOutage:
                 return True
             self.since_s = now_s
             self._probe_at_s = now_s + self._probe_delay_s
-        elif now_s >= self._probe_at_s:  # a probe failed; what was in flight before tells nothing new
+        elif now_s >= self._probe_at_s:  # a probe failed; what was in flight before is no news
             self._probe_delay_s = min(2 * self._probe_delay_s, _MAX_PROBE_S)
             self._probe_at_s = now_s + self._probe_delay_s
         return kind is FailureKind.UNAVAILABLE and now_s - self.since_s > self._settings.uncounted_s

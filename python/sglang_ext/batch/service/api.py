@@ -1,4 +1,4 @@
-"""OpenAI's files and batches over HTTP: `/v1/files`, `/v1/batches`, and `/health` and `/metrics` beside them."""
+"""OpenAI's files and batches over HTTP: `/v1/files`, `/v1/batches`, with `/health` and `/metrics`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 INPUT_PURPOSE = "batch"
 MIN_KEPT_S, MAX_KEPT_S = 3600, 30 * 24 * 3600
 MAX_METADATA = 16
-FORM_BYTES = 1 << 16  # of a multipart body beside its file
+FORM_BYTES = 1 << 16  # of a multipart body without its file
 _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 409: "conflict_error"}
 
 
@@ -85,7 +85,7 @@ def build_app(service: BatchService, api_key: str, max_file_bytes: int) -> FastA
     )
 
     def check_client(authorization: Annotated[str | None, Header()] = None) -> None:
-        # Header values come decoded as Latin-1, whatever bytes they were.
+        # Header values come decoded as Latin-1, also where they were something else.
         if api_key and not hmac.compare_digest((authorization or "").encode("latin-1"), f"Bearer {api_key}".encode()):
             raise HTTPException(401, "missing or wrong API key")
 
@@ -165,7 +165,7 @@ def _add_file_routes(app: FastAPI, service: BatchService, max_file_bytes: int, c
 
     @app.delete("/v1/files/{file_id}", dependencies=client)
     async def delete_file(file_id: str) -> Response:
-        """Remove a file. One that a batch is still read from stays: 409."""
+        """Remove a file. A file that a batch is still read from stays: 409."""
         find(file_id)
         if service.batches.is_validating(file_id):
             raise RequestError(409, f"file {file_id!r} is being read by a batch; try again when it is validated")
@@ -318,5 +318,5 @@ def _json_error(status: int, message: str, param: str | None = None, headers: di
 
 
 def _encodable(text: str) -> str:
-    """Without what UTF-8 cannot say: JSON may name half of a surrogate pair."""
+    """Return the text without what UTF-8 cannot encode: JSON may name half of a surrogate pair."""
     return text.encode("utf-8", "replace").decode()

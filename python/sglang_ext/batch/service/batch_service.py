@@ -153,7 +153,7 @@ class BatchService:
         return replace(entry, totals=_totals(job))
 
     def reading(self) -> ServiceReading:
-        """What Prometheus is told."""
+        """Return the figures for Prometheus."""
         files, file_bytes = self.files.totals()
         return ServiceReading(
             batches=self.batches.count_by_status(),
@@ -362,7 +362,7 @@ class BatchService:
         return job
 
     async def _in_thread(self, work: Callable[[Callable[[], bool]], T]) -> T:
-        """Run `work` in a thread; cancelled, tell it to stop, and be over only when it is."""
+        """Run `work` in a thread; when cancelled, signal it to stop, and return only when it has stopped."""
         stopped = threading.Event()
         thread = asyncio.ensure_future(asyncio.to_thread(work, stopped.is_set))
         try:

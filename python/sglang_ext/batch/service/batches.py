@@ -116,7 +116,7 @@ class BatchTable:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """What is written within, to any table of the database, happens as a whole or not at all."""
+        """Commit what is written within, to any table of the database, as a whole or not at all."""
         self._database.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -162,7 +162,7 @@ class BatchTable:
         return {status: counts.get(status.value, 0) for status in BatchStatus}
 
     def is_validating(self, input_file_id: str) -> bool:
-        """Whether a batch is still read from this file."""
+        """Return whether a batch is still read from this file."""
         return any(
             entry.input_file_id == input_file_id and entry.status is BatchStatus.VALIDATING for entry in self.open()
         )

@@ -1,7 +1,7 @@
 """Keeps a runner running: jobs are added and given up while others go on, and a runner that failed is replaced.
 
 A runner ends for good when the store cannot be written (a full disk). The service outlives that: every job that ran is
-told, its driver tries again after a while, and a new runner takes it.
+notified, its driver tries again after a while, and a new runner takes it.
 """
 
 from __future__ import annotations

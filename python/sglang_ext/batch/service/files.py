@@ -47,7 +47,7 @@ class StoredFile:
     """One file; times in Unix seconds."""
 
     file_id: str
-    filename: str  # as the client gave it: for display alone
+    filename: str  # as the client gave it: only for display
     purpose: str  # batch | batch_output
     size_bytes: int
     created_at: int
@@ -69,7 +69,7 @@ class StoredFile:
 
 
 class FileStore:
-    """Rows in `database` and bytes under `folder`, which is made. `now_s` tells Unix time.
+    """Rows in `database` and bytes under `folder`, which is made. `now_s` returns Unix time.
 
     The database is in autocommit mode and used by one thread.
     """

@@ -1,4 +1,4 @@
-"""What the service tells Prometheus; no label has a value that a client can choose."""
+"""The service's metrics for Prometheus; no label has a value that a client can choose."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PREFIX = "sglang_ext_batch_"
 
 
 class RequestOutcome(StrEnum):
-    """What became of a request whose batch has ended."""
+    """The outcome of a request whose batch has ended."""
 
     SUCCEEDED = "succeeded"
     FAILED = "failed"  # the endpoint refused it, or every attempt failed

@@ -27,7 +27,7 @@ class UploadError(ValueError):
 
 @dataclass(frozen=True)
 class UploadedForm:
-    """What came with the file; the file itself was written while it arrived."""
+    """The fields that came with the file; the file itself was written while it arrived."""
 
     fields: dict[str, str]
     filename: str

@@ -20,7 +20,7 @@ _CODES = {"custom_id": "invalid_custom_id", "method": "invalid_method", "url": "
 
 
 class ValidationStoppedError(Exception):
-    """It was told to stop."""
+    """The validation was cancelled."""
 
 
 def read_lines(
@@ -77,7 +77,7 @@ def read_lines(
 
 
 def _numbered(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not empty with their numbers; of one that is too long only its beginning."""
+    """Yield lines that are not empty with their numbers; of a line that is too long only its beginning."""
     number = 0
     while raw := file.readline(MAX_LINE_BYTES + 1):
         number += 1

@@ -27,7 +27,7 @@ class GraphShape(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """What a replay computes, padding included."""
+        """Return the tokens that a replay computes, padding included."""
         return self.length_tokens * self.requests
 
     @property
@@ -36,7 +36,7 @@ class GraphShape(NamedTuple):
         return min(_SLOTS_FACTOR * self.requests, max(self.requests, self.tokens // _SLOT_TOKENS))
 
 
-# Up to about so many tokens a prefill takes the time of reading the weights, so padding is free.
+# Up to about this number of tokens a prefill takes the time of reading the weights, so padding is free.
 FREE_TOKENS = 256
 # As in SGLang's own prefill graphs.
 MAX_PADDING_FACTOR = 2
@@ -78,7 +78,7 @@ class GraphGrid:
         self._use(shapes)
 
     def choose(self, longest_tokens: int, requests: int, new_tokens: int, cached_tokens: int) -> GraphShape | Fallback:
-        """The shape that a batch is padded to, or why none.
+        """Return the shape that a batch is padded to, or the reason for none.
 
         `longest_tokens`: new tokens of its longest request; `new_tokens` and `cached_tokens`: of all its requests.
         """
@@ -97,7 +97,7 @@ class GraphGrid:
         return shape if cached_tokens <= self.max_prefix_tokens else Fallback.PREFIXES
 
     def padded_at(self, longest_tokens: int, requests: int, new_tokens: int, cached_tokens: int) -> int:
-        """`choose` for those who ask often: the position in `by_tokens`, or -1: the batch runs on ordinary kernels."""
+        """Choose, for frequent callers: the position in `by_tokens`, or -1: the batch runs on ordinary kernels."""
         tokens = self.tokens
         lengths = self._lengths
         slots = self._slots
@@ -109,7 +109,7 @@ class GraphGrid:
         return -1
 
     def leave_out(self, shape: GraphShape, reason: Fallback = Fallback.MEMORY) -> None:
-        """From now on no batch is padded to this shape, and `choose` gives the reason for those that it would hold."""
+        """Pad no batch to this shape from now on; `choose` gives the reason for batches that it would hold."""
         if shape in self.shapes:
             self._left_out[shape] = reason
             self._use(set(self.shapes) - {shape})

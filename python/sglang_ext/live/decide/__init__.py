@@ -1,1 +1,1 @@
-"""What the live page is told: rows of a bounded stream, and what they are made of."""
+"""Decisions of the live page: rows of a bounded stream, and what they are made of."""

@@ -1,7 +1,7 @@
-"""What a prefill instance did lately, for the lanes of the live page: kept by the instance, read by the router.
+"""Recent work of a prefill instance, for the lanes of the live page: kept by the instance, read by the router.
 
 The instance keeps a bounded number of records, whether anybody looks or not, and answers with those that are newer than
-a cursor. Times are on the instance's clock, and every answer tells that clock: what reads it needs no other.
+whether anybody looks or not, and answers with the records after
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class BatchMember(NamedTuple):
 
     key: int  # of the instance's own
     name: str
-    length_class: LengthClass | None  # None: of neither, as a health check, which counts only where it is alone
+    length_class: LengthClass | None  # None: of neither, as a health check, which counts only by itself
     new_tokens: int
     tokens_left: int  # that later chunks compute
 
@@ -68,7 +68,7 @@ class _Unfinished(NamedTuple):
 
 
 class WorkLog:
-    """What one scheduler process did lately. Results come in the order of the launches."""
+    """Recent work of one scheduler process. Results come in the order of the launches."""
 
     def __init__(self) -> None:
         self._last = 0
@@ -102,13 +102,13 @@ class WorkLog:
             del self._unfinished[next(iter(self._unfinished))]
 
     def note_transfers(self, start_s: float, end_s: float, tokens: int, names: Sequence[str]) -> None:
-        """KV of these requests is at decode; they are told as one, as their ends were seen at once."""
+        """Record that KV of these requests is at decode; they are one record, as their ends were seen at once."""
         self._add(WorkRecord(TRANSFER, start_s, end_s, None, _names(names), tokens, len(names)))
 
     def answer(self, now_s: float, parked: Collection[int], since: int, most: int) -> dict[str, Any]:
         """The latest `most` records behind the cursor, and the prefills that are `parked` now (their keys), as JSON.
 
-        A cursor that is ahead of this log is of the process before this one, and all that is kept is told.
+        A cursor that is ahead of this log is of the process before it, and is answered with all that is kept.
         """
         if since > self._last:
             since = 0
@@ -170,7 +170,7 @@ def _names(names: Sequence[str]) -> str:
 
 
 def read_work(answer: object) -> InstanceWork | None:
-    """What `WorkLog.answer` made, from an instance; None from one that does not tell. ValueError where it is no such
+    """Parse what `WorkLog.answer` made; None from an instance that keeps no log. Raises ValueError where it is no such
     thing."""
     if answer is None:
         return None

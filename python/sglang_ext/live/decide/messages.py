@@ -32,10 +32,10 @@ class InstanceRow(NamedTuple):
 
 
 class LoadRow(NamedTuple):
-    """What an instance has to do, whenever that has changed. Null is not known."""
+    """Work of an instance, whenever it has changed. Null is unknown."""
 
     instance: Annotated[int, "number of the instance"]
-    in_flight: Annotated[int, "requests that this router, and those that share with it, have there"]
+    in_flight: Annotated[int, "requests of this router, and of the routers that share with it, at the instance"]
     pending_tokens: Annotated[int, "prefill: prompt tokens not computed yet; decode: KV tokens on their way"]
     short_queued: Annotated[int | None, "short prefills in its queue"]
     long_queued: Annotated[int | None, "long prefills in its queue"]
@@ -51,7 +51,7 @@ class RequestRow(NamedTuple):
     """One request of the sample, whenever it has come further."""
 
     request: Annotated[int, "its number in this stream"]
-    id: Annotated[str, "request id as the client was told"]
+    id: Annotated[str, "request id as the client received it"]
     length_class: Annotated[str | None, "short or long; null before it was routed"]
     prompt_tokens: Annotated[int, "tokens of its prompt, estimated where they were not counted"]
     cached_tokens: Annotated[int, "of these, believed to be in the prefix cache"]
@@ -60,7 +60,7 @@ class RequestRow(NamedTuple):
     decode: Annotated[int | None, "number of the decode instance"]
     received_s: Annotated[float, "when it came"]
     sent_s: Annotated[float | None, "when it was sent to both instances, of the last attempt"]
-    started_s: Annotated[float | None, "when its prefill began; null where that is not told, as by a router"]
+    started_s: Annotated[float | None, "when its prefill began; null where that is unknown, as to a router"]
     prefilled_s: Annotated[float | None, "when prefill was done and its KV had been taken"]
     first_token_s: Annotated[float | None, "when the client was sent the first token"]
     ended_s: Annotated[float | None, "when its answer was whole, or it failed"]
@@ -69,7 +69,7 @@ class RequestRow(NamedTuple):
 
 
 class SpanRow(NamedTuple):
-    """What one instance did from when to when. One that comes again with the same start and label has gone on."""
+    """Work of one instance from start to end. A span that comes again with the same start and label has gone on."""
 
     instance: Annotated[int, "number of the instance"]
     kind: Annotated[str, "prefill, parked, transfer; of a long pool compute, ring, rebalance, idle, collect or failed"]
@@ -78,7 +78,7 @@ class SpanRow(NamedTuple):
     length_class: Annotated[str | None, "short, long, or mixed of a batch of both"]
     label: Annotated[str, "the request or prompt, or what the batch is made of"]
     tokens: Annotated[
-        int | None, "new prompt tokens; of a parked prefill those that are left, of a transfer those whose KV was sent"
+        int | None, "new prompt tokens; of a parked prefill the tokens left, of a transfer the tokens whose KV was sent"
     ]
     requests: Annotated[int, "requests in the batch or transfer"]
 
@@ -93,7 +93,7 @@ class EventRow(NamedTuple):
 
 
 class ClassRow(NamedTuple):
-    """All requests of a class since the stream began; counts add up to those that were there or came since."""
+    """All requests of a class since the stream began; counts add up to the requests that were there or came since."""
 
     length_class: Annotated[str, "short, long, or unknown for those not routed yet or refused"]
     waiting: Annotated[int, "not sent to any instance yet"]
@@ -105,7 +105,7 @@ class ClassRow(NamedTuple):
     ttft_p50_s: Annotated[float | None, "median time to the first token of the last minute"]
     ttft_p90_s: Annotated[float | None, "its 90th percentile"]
     ttft_samples: Annotated[int, "requests that these were computed from"]
-    objective_s: Annotated[float | None, "the objective that they stand beside"]
+    objective_s: Annotated[float | None, "the objective for them"]
 
 
 class PromptRow(NamedTuple):
@@ -147,15 +147,15 @@ FRAME_FIELDS = {
     "at_s": "the time of this frame",
     "in_flight": "requests that are sent or wait, of all classes",
     "is_estimate": "the counts of stages are scaled up from a part of the requests",
-    "sampled_of": "one in so many ended requests is shown, beside those that were seen on their way",
+    "sampled_of": "one in this many ended requests is shown, with those seen on their way",
     "instances_known": "how many there are",
     "deferred": "rows that did not fit and come with the next frames",
     "dropped": "rows that were left out since the stream began, as too many came",
     "elsewhere": "of the router's other processes, or the other routers of its group, as of a second ago: `routers`, "
     "how many; `in_flight`, sent or waiting there; `ended` and `failed` since the stream began, null where they do not "
     "tell; null without any",
-    "lanes": "of prefill instances: `telling`, how many tell what they did; `silent`, how many answer without it; "
-    "`missed`, batches, parked times and transfers since the stream began that no span tells of, as they were too "
+    "lanes": "of prefill instances: `telling`, how many report their work; `silent`, how many answer without it; "
+    "`missed`, batches, parked times and transfers since the stream began that have no span, as they were too "
     "many; null in a simulation",
 }
 HELLO_FIELDS = {

@@ -1,7 +1,7 @@
-"""What is seen of a cluster becomes frames of bounded size: `LiveView`. It is given facts, and asked for frames.
+"""`LiveView` makes frames of bounded size of what is seen of a cluster. It is given facts, and asked for frames.
 
-What drives it tells what is so as often as suits; only what has changed is written, the rows that wait longest first,
-and what does not fit comes with the next frames. Of many requests a sample is shown, and every frame tells of how many.
+Its driver reports facts as often as suits; only what has changed is written, the rows that wait longest first,
+and what does not fit comes with the next frames. Of many requests a sample is shown, and every frame says of how many.
 Times that are given are seconds on the driver's clock, those in the stream are since its beginning.
 """
 
@@ -36,7 +36,7 @@ MAX_TTFTS = 1_000  # of each class: of more every second one is kept, and stands
 TTFT_WINDOW_S = 60.0
 QUANTILES_EVERY_S = 0.99
 MAX_TIME_S = 1e12  # of a span: what is not a time is not shown
-MAX_SPANS = 8_000  # that are remembered, so that none is told twice
+MAX_SPANS = 8_000  # that are remembered, so that none is sent twice
 MAX_PROMPTS = 60  # of the long pool
 K = TypeVar("K", bound=Hashable)
 
@@ -69,7 +69,7 @@ class SeenRequest(NamedTuple):
 
 
 class SeenSpan(NamedTuple):
-    """What an instance, which is named, did."""
+    """Work of an instance, which is named."""
 
     instance: str
     kind: str
@@ -90,12 +90,10 @@ class Counts(NamedTuple):
 
 
 class Elsewhere(NamedTuple):
-    """Requests of other processes of the router, or of other routers, by what each has told last."""
+    """Requests of other processes of the router, or of other routers, by the last report of each."""
 
     in_flight: Mapping[int, int]  # sent or waiting, by the number of each
-    ended: (
-        Mapping[int, tuple[int, int]] | None
-    )  # answered whole and otherwise, since any moment; None: they do not tell
+    ended: Mapping[int, tuple[int, int]] | None  # answered whole and otherwise, since any moment; None: unknown
 
 
 class _Pending(Generic[K]):
@@ -149,7 +147,7 @@ class _Ttfts:
             self._samples = deque([(at, ttft, 2 * count) for at, ttft, count in list(samples)[1::2]])
 
     def quantiles(self, now_s: float) -> tuple[float | None, float | None, int]:
-        """Median and 90th percentile, and of how many samples; found anew once a second."""
+        """Median and 90th percentile, and the number of samples; computed once a second."""
         if 0 <= now_s - self._found_s < QUANTILES_EVERY_S:
             return self._found
         samples = self._samples
@@ -194,7 +192,7 @@ class LiveView:
         self._skipped_ends = 0
         self._untracked: list[RequestRow] = []  # of these, what is kept
         self._pending_spans: _Pending[tuple[int, str, float, str]] = _Pending()
-        self._span_ends: dict[tuple[int, str, float, str], float] = {}  # of the latest, as they were told
+        self._span_ends: dict[tuple[int, str, float, str], float] = {}  # of the latest, as they were sent
         self._pending_events: _Pending[int] = _Pending()
         self._last_event = 0
         self._prompts: dict[int, PromptRow] = {}
@@ -206,14 +204,14 @@ class LiveView:
         self._in_flight = 0
         self._elsewhere: dict[str, int | None] | None = None
         self._lanes: dict[str, int] | None = None
-        self._seen_elsewhere: dict[int, tuple[int, int]] = {}  # what each has counted, as it told last
+        self._seen_elsewhere: dict[int, tuple[int, int]] = {}  # the counts of each one's last report
         self._ended_elsewhere = [0, 0]  # since the stream began
         self._ttfts = {name: _Ttfts() for name in CLASSES}
 
     # -- instances --------------------------------------------------------------------------------------
 
     def take_instances(self, seen: Iterable[SeenInstance], now_s: float) -> None:
-        """All instances that there are: one that is missing has left. Changes become events."""
+        """Take all instances that there are: an instance that is missing has left. Changes become events."""
         is_first = not self._instances
         present: set[str] = set()
         for row, load in seen:
@@ -259,7 +257,7 @@ class LiveView:
         self._pending_events.put(self._last_event, EventRow(at_s - self._began_s, kind, instance or 0, text))
 
     def number_of(self, name: str | None) -> int | None:
-        """An instance's number in the stream; None for one that is not known."""
+        """Return an instance's number in the stream; None for an unknown instance."""
         known = None if name is None else self._instances.get(name)
         return None if known is None else known[0].instance
 
@@ -290,7 +288,7 @@ class LiveView:
             self._ended[name] = (answered - answered_before, failed - failed_before)
 
     def take_elsewhere(self, seen: Elsewhere) -> None:
-        """What others report of requests that this stream does not follow.
+        """Take the report of other processes on requests that this stream does not follow.
 
         What one had counted before it was seen first is not of this stream. Counts never fall, also when one has gone,
         or has begun again from nothing.
@@ -314,7 +312,7 @@ class LiveView:
         }
 
     def take_lanes(self, telling: int, silent: int, missed: int) -> None:
-        """How many instances tell what they did, how many answer without it, and what was left out."""
+        """Take how many instances report their work, how many answer without it, and how much was left out."""
         self._lanes = {"telling": telling, "silent": silent, "missed": missed}
 
     @property
@@ -329,7 +327,7 @@ class LiveView:
                 self._follow(key, request)
 
     def wants_end(self, key: Hashable) -> bool:
-        """Whether `note_end` is to be called of a request that ends now; to be asked once for each."""
+        """Return whether `note_end` is to be called of a request that ends now; to be asked once for each."""
         if key in self._tracked:
             return True
         self._untracked_ends += 1
@@ -400,7 +398,7 @@ class LiveView:
     # -- what instances did -----------------------------------------------------------------------------
 
     def add_spans(self, spans: Iterable[SeenSpan]) -> None:
-        """Work of instances that are known; what has been told already, and has not gone on, is left out."""
+        """Take work of known instances; what has been sent already, and has not gone on, is left out."""
         for span in spans:
             number = self.number_of(span.instance)
             if number is None:
@@ -428,7 +426,7 @@ class LiveView:
             self._pending_spans.put(key, row)
 
     def take_prompts(self, prompts: Iterable[PromptRow]) -> None:
-        """Prompts of the long pool, under way and ended lately; their times are on the driver's clock."""
+        """Take prompts of the long pool, under way and ended recently; their times are on the driver's clock."""
         began_s = self._began_s
         seen: dict[int, PromptRow] = {}
         for prompt in list(prompts)[-MAX_PROMPTS:]:
@@ -469,7 +467,7 @@ class LiveView:
             return None
         self._framed_s = now_s
         self._frames += 1
-        for row in self._untracked:  # each stands for as many of those that ended since the last frame
+        for row in self._untracked:  # each stands for as many of the requests that ended since the last frame
             self._record_ttft(row, max(1, self._untracked_ends // len(self._untracked)))
         at_s = now_s - self._began_s
         sections: dict[str, list[bytes]] = {"classes": [row_json(row) for row in self._class_rows(at_s)]}

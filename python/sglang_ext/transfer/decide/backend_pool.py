@@ -27,7 +27,7 @@ class BackendPool:
 
     @property
     def has_spare(self) -> bool:
-        """Whether any request could be served now or later without a backend becoming idle first."""
+        """Return whether any request could be served now or later without a backend becoming idle first."""
         return self._is_unlimited or bool(self._free or self._idle_since_s)
 
     def held_by(self, transfer_id: TransferId) -> tuple[int, ...]:
@@ -35,7 +35,7 @@ class BackendPool:
         return tuple(backend for backend, holder in self._holder.items() if holder == transfer_id)
 
     def can_take(self, transfer_id: TransferId, now_s: float) -> bool:
-        """Whether `take` would find a backend."""
+        """Return whether `take` would find a backend."""
         return self._is_unlimited or self._find(transfer_id, now_s) is not None
 
     def take(self, transfer_id: TransferId, now_s: float) -> int | None:

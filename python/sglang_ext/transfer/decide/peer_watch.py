@@ -39,7 +39,7 @@ class PeerWatches:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no peer is watched."""
+        """Return whether no peer is watched."""
         return not self._watches
 
     def need(self, address: str, now_s: float) -> None:

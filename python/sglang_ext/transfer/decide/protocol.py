@@ -171,7 +171,7 @@ class Send(NamedTuple):
 
 
 class Allow(NamedTuple):
-    """From now on the sender may write under this permit, to the slots that its grant names."""
+    """Let the sender write under this permit, to the slots that its grant names."""
 
     permit: int
     transfer_id: TransferId

@@ -12,7 +12,7 @@ from sglang_ext.transfer.decide.shards import KVShard, TokenSpan, unwanted_reaso
 
 
 class Need(NamedTuple):
-    """What the decode instance wants, and where. Made by `needed`."""
+    """The KV that the decode instance wants, and where. Made by `needed`."""
 
     transfer_id: TransferId
     whole: KVShard  # one span of step 1, or none when every token is cached here
@@ -63,7 +63,7 @@ class Outstanding(NamedTuple):
 
 
 class SenderState:
-    """What is known of one sender. Its chunks are granted and stored in order, one at a time."""
+    """The receiver's state of one sender. Its chunks are granted and stored in order, one at a time."""
 
     __slots__ = (
         "address",
@@ -104,7 +104,7 @@ class SenderState:
 
     @property
     def is_live(self) -> bool:
-        """Whether it still has something to do, so that reports are to be expected."""
+        """Return whether it still has something to do, so that reports are to be expected."""
         return not self.is_finished and not self.is_stopped
 
     @property
@@ -142,12 +142,12 @@ class ReceiveRequest:
 
     @property
     def has_unsettled(self) -> bool:
-        """Whether a sender may still write to its slots."""
+        """Return whether a sender may still write to its slots."""
         return any(sender.outstanding is not None for sender in self.senders.values())
 
     @property
     def has_helper(self) -> bool:
-        """Whether others than the request's own prefill instance send of it."""
+        """Return whether helpers send of it: instances other than the request's own prefill instance."""
         return any(sender.is_helper for sender in self.senders.values())
 
     @property
@@ -253,7 +253,7 @@ class ReceiveRequest:
         )
 
     def record(self, outcome: TransferOutcome, reason: str, now_s: float) -> ReceiveRecord:
-        """What the request took, at its end."""
+        """Return the record of the request, at its end."""
         handshake_wait_s = None
         if self.first_handshake_s is not None and self.expected_s is not None:
             handshake_wait_s = max(0.0, self.first_handshake_s - self.expected_s)

@@ -56,7 +56,7 @@ PERMIT_EPOCH_SHIFT = 32  # permit = epoch << this | number: one of an earlier in
 
 
 class _Ended(NamedTuple):
-    """What is remembered of an ended request, so that late messages get a true answer."""
+    """The part of an ended request that is remembered, so that late messages get a true answer."""
 
     outcome: TransferOutcome
     reason: str
@@ -82,7 +82,7 @@ class Receiver:
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to wait for."""
+        """Return whether there is nothing to wait for."""
         return not self._requests
 
     def permit_of(self, transfer_id: TransferId, sender: str) -> int | None:
@@ -320,7 +320,7 @@ class Receiver:
                 self._out.append(Fence(sender.outstanding.permit))
 
     def _refuse(self, request: ReceiveRequest, problem: str, now_s: float) -> None:
-        """What is offered does not fit: where several senders do not agree, the request's own one can do it alone."""
+        """Refuse what does not fit: where several senders disagree, the request's own sender can do it by itself."""
         outcome = TransferOutcome.RESTARTED if request.has_helper else TransferOutcome.REFUSED
         self._fail(request, outcome, problem, now_s)
 

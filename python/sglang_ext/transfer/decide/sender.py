@@ -98,7 +98,7 @@ class Sender:
 
     @property
     def is_over(self) -> bool:
-        """Whether it may be forgotten."""
+        """Return whether it may be forgotten."""
         return self._phase is SenderPhase.OVER
 
     @property
@@ -123,7 +123,7 @@ class Sender:
 
     @property
     def is_acknowledged(self) -> bool:
-        """Whether the receiver has answered."""
+        """Return whether the receiver has answered."""
         return self._first_answer_s is not None
 
     # ---- events of this instance; ignored once it is not open ----
@@ -354,7 +354,7 @@ class Sender:
     # ---- sending ----
 
     def _acknowledge(self, echoed_sent_s: float, now_s: float) -> None:
-        """What counts is when this side sent what the receiver has received: the lease that the receiver keeps for it
+        """Count from when this side sent what the receiver has received: the lease that the receiver keeps for it
         ends later than its own, however long messages were under way."""
         self._acknowledged_s = max(self._acknowledged_s, echoed_sent_s)
         if self._first_answer_s is None:

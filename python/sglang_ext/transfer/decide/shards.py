@@ -27,7 +27,7 @@ class TokenSpan(NamedTuple):
 
 
 class KVShard(NamedTuple):
-    """What one sender writes under one grant. Heads are the model's (global) KV heads.
+    """The KV that one sender writes under one grant. Heads are the model's (global) KV heads.
 
     `has_aux` says that the request's metadata (first output token and the like) come with it. A shard that
     brings nothing else has no tokens.
@@ -51,7 +51,7 @@ class KVShard(NamedTuple):
 
 
 def can_overlap(first: TokenSpan, other: TokenSpan) -> bool:
-    """Whether two spans share a position (Chinese remainder theorem)."""
+    """Return whether two spans share a position (Chinese remainder theorem)."""
     low, high = max(first.start, other.start), min(first.stop, other.stop)
     distance, divisor = other.start - first.start, gcd(first.step, other.step)
     if low >= high or distance % divisor:
@@ -64,7 +64,7 @@ def can_overlap(first: TokenSpan, other: TokenSpan) -> bool:
 
 
 def are_disjoint(first: KVShard, other: KVShard) -> bool:
-    """Whether no token of any head of any layer is in both."""
+    """Return whether no token of any head of any layer is in both."""
     if (
         first.first_head + first.head_count <= other.first_head
         or other.first_head + other.head_count <= first.first_head

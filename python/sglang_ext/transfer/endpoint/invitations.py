@@ -55,7 +55,7 @@ class Invitation(ControlRecord, frozen=True):
 
     @property
     def awaits_call(self) -> bool:
-        """Whether decode takes slots, and invites anew, once it is called."""
+        """Return whether decode takes slots, and invites again, once it is called."""
         return not self.has_slots and self.withdrawn is None
 
 
@@ -120,7 +120,7 @@ class SentInvitations:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing will have to be retransmitted."""
+        """Return whether nothing will have to be retransmitted."""
         return not any(pending.unacknowledged or pending.invitation.awaits_call for pending in self._pending.values())
 
     def invite(
@@ -147,7 +147,7 @@ class SentInvitations:
         return True
 
     def call_of(self, transfer_id: TransferId) -> SlotCall | None:
-        """What prefill has answered to an invitation without slots."""
+        """Return prefill's answer to an invitation without slots."""
         pending = self._pending.get(transfer_id)
         return None if pending is None else pending.call
 
@@ -238,7 +238,7 @@ class ReceivedInvitations:
         return [(receiver, call) for receiver, invitation in known.items() if invitation.awaits_call]
 
     def of(self, transfer_id: TransferId) -> tuple[Invitation, ...]:
-        """What has arrived for a transfer."""
+        """Return the invitations that have arrived for a transfer."""
         return tuple(self._by_transfer.get(transfer_id, {}).values())
 
     def forget(self, transfer_id: TransferId) -> None:

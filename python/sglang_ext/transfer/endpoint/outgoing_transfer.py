@@ -104,12 +104,12 @@ class OutgoingTransfer:
 
     @property
     def part_times(self) -> list[PartTime]:
-        """Of the parts that have been written, since `keep_times`."""
+        """Return the times of the parts that have been written since `keep_times`."""
         with self._lock:
             return list(self._part_times)
 
     def keep_times(self) -> None:
-        """From now on remember when parts are there, and when they have been written."""
+        """Remember from now on when parts are there, and when they have been written."""
         self._ready_s = {}
 
     def offer(self, chunk: SourceChunk, *, is_last: bool = False) -> int:
@@ -167,7 +167,7 @@ class OutgoingTransfer:
             self._carry_out(self, self.machine.restart(reason, self._clock()))
 
     def end(self, record: SendRecord) -> SendResult:
-        """For the endpoint: nothing is read any more; the record with what the machine cannot know."""
+        """Record that nothing is read any more; return the machine's record with what it cannot know."""
         self._result = SendResult(record, self.written_bytes)
         return self._result
 
@@ -185,11 +185,11 @@ class OutgoingTransfer:
             self._part_times.append(PartTime(chunk, *place, ready_s, now_s))
 
     def computed(self, chunk: int, part: int) -> DeviceEvent | None:
-        """What must be waited for before a part is read."""
+        """Return what must be waited for before a part is read."""
         return self._parts[chunk][part].computed
 
     def rows(self, chunk: int, part: int, mine: PoolLayout, peer: PoolLayout) -> list[RowCopy]:
-        """What must be copied for a part of a granted chunk. Raises ValueError when a pool does not hold it."""
+        """Return the rows to copy for a part of a granted chunk. Raises ValueError when a pool does not hold it."""
         source, grant = self._chunks[chunk], self._grants[chunk]
         spec, slots, state_slots, _ = self._parts[chunk][part]
         copies: list[RowCopy] = []

@@ -1,4 +1,4 @@
-"""What a request's own prefill instance sends to one decode rank, from the handshake to the last attempt.
+"""The transfer of a request's own prefill instance to one decode rank, from the handshake to the last attempt.
 
     handshake ──offer_rest──▶ the rest ──────────────send, send, …──▶ stored
         │                                                  │
@@ -24,7 +24,7 @@ from sglang_ext.transfer.pool_layout import Slots
 
 
 class Source(NamedTuple):
-    """What this rank holds of a request that the receiver wants."""
+    """The part of a request that this rank holds and the receiver wants."""
 
     tokens: TokenSpan | None  # of step 1; None where it wants metadata only
     first_head: int
@@ -35,7 +35,7 @@ class Source(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """In place, or once `computed` is: positions from `first_token` on, one slot each."""
+    """Positions from `first_token` on, one slot each, which are in place once `computed` is reached."""
 
     first_token: int
     slots: Slots
@@ -75,7 +75,7 @@ class LayerStream:
             self.sent_layers = self._layer_count
 
     def close(self) -> None:
-        """What has not left yet is sent with the whole chunk."""
+        """Send what has not left yet with the whole chunk."""
         self._send = None
 
 
@@ -123,17 +123,17 @@ class OwnerTransfer:
 
     @property
     def transfer_id(self) -> TransferId:
-        """With the number of the attempt."""
+        """Return the transfer's id with the number of the attempt."""
         return self._transfer_id
 
     @property
     def can_be_shared(self) -> bool:
-        """Whether others may still offer parts of it: not once this rank has offered the rest, or sends all of it."""
+        """Return whether others may still offer parts of it: until this rank has offered the rest, or sends all."""
         return self._is_first and not self._is_rest_wanted
 
     @property
     def is_restarted(self) -> bool:
-        """Whether what others have sent of it is lost."""
+        """Return whether what others have sent of it is lost."""
         return not self._is_first or self._handle.status.outcome is TransferOutcome.RESTARTED
 
     def offer_now(self, first_token: int, slots: Slots) -> None:
@@ -194,7 +194,7 @@ class OwnerTransfer:
             self._deliver(_Rows(first_token, slots if self._source.head_count else slots[:0], True))
 
     def restart(self, reason: str) -> None:
-        """What others send cannot be relied upon any more; ignored where they have not been relied upon."""
+        """Begin another attempt without helpers; ignored where no helper was relied upon."""
         if self._is_first:
             self._handle.restart(reason)
 
@@ -229,7 +229,7 @@ class OwnerTransfer:
         return self._failure or TransferStatus(Stage.TRANSFERRING, None, "", False)
 
     def _peer_failure(self) -> TransferStatus | None:
-        """Between two attempts: how it has failed where decode, which may have gone or been stopped, asks no more."""
+        """Return how the transfer has failed where decode, gone or stopped between two attempts, asks no more."""
         now_s, limit_s = self._clock(), self._endpoint.stall_timeout_s
         self._waits_since_s = now_s if self._waits_since_s is None else self._waits_since_s
         waited_s = now_s - self._waits_since_s
@@ -278,7 +278,7 @@ class OwnerTransfer:
             self._handle.part(self._rest_chunk, PartRows(first_layer, layers, 0, 0, True))
 
     def _in_rest(self, low: int, high: int) -> Iterator[tuple[int, int, int]]:
-        """What of positions low to high is offered by this rank: from, to, and place in the offered chunk."""
+        """Return the part of positions low to high that this rank offers: from, to, and place in the offered chunk."""
         before = 0
         for span in self._rest or ():
             start, stop = max(span.start, low), min(span.stop, high)
@@ -303,7 +303,7 @@ class OwnerTransfer:
 
 
 def _without(span: TokenSpan | None, taken: Sequence[range]) -> tuple[TokenSpan, ...]:
-    """What is left of a span of step 1 without these ascending ranges of step 1."""
+    """Return the rest of a span of step 1 without these ascending ranges of step 1."""
     if span is None:
         return ()
     left, start = [], span.start

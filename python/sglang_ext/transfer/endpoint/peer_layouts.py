@@ -35,7 +35,7 @@ class PeerLayouts:
         self._replies: dict[str, LayoutReply] = {}
 
     def is_known(self, receiver: str) -> bool:
-        """Whether nothing needs to be asked."""
+        """Return whether nothing needs to be asked."""
         with self._changed:
             return receiver in self._replies
 

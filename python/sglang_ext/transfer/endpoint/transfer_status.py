@@ -1,4 +1,4 @@
-"""What an endpoint reports of its transfers: plain records for polling and for metrics."""
+"""An endpoint's reports on its transfers: plain records for polling and for metrics."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def watch_layers(pool: Any, streams: Sequence[LayerStream], batch_tokens: int) -
 
 
 def _computed(on_device: torch.Tensor) -> DeviceEvent | None:
-    """What says that the device has come this far; None where a call that has returned has computed."""
+    """Return an event for the device having come this far; None where a call that has returned has computed."""
     if on_device.device.type != "cuda":
         return None
     event: DeviceEvent = torch.cuda.Event(blocking=True)  # who waits for it takes no core meanwhile

@@ -61,7 +61,7 @@ def _buffers(addresses: Sequence[int], lengths: Sequence[int], item_bytes: Seque
 
 
 class Share(NamedTuple):
-    """What one prefill rank sends to one decode rank: consecutive heads (none to a rank of padding only)."""
+    """The share of one prefill rank for one decode rank: consecutive heads (none to a rank of padding only)."""
 
     decode_rank: int
     first_head: int
@@ -82,7 +82,7 @@ def gpu_head_layout(kv_heads: int, tp_size: int) -> HeadLayout:
 
 @lru_cache(maxsize=64)
 def shares_of(prefill_rank: int, prefill: HeadLayout, decode: HeadLayout) -> tuple[Share, ...]:
-    """What a prefill rank sends, by decode rank. Raises ValueError when the layouts are of different models."""
+    """Return what a prefill rank sends, by decode rank. Raises ValueError when the layouts are of different models."""
     moves = plan_head_moves(prefill, decode)
     shares = []
     for decode_rank in range(decode.tp_size):

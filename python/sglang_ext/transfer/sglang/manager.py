@@ -81,7 +81,7 @@ class HandshakeKVManager(PrefillRestarts, CommonKVManager):  # type: ignore[misc
 
     @property
     def first_layer(self) -> int:
-        """Of this stage. A decode rank has all of them, and its arguments do not say so."""
+        """Return the first layer of this stage. A decode rank has all layers, and its arguments do not say so."""
         return int(getattr(self.kv_args, "prefill_start_layer", 0))
 
     def head_layout(self, tp_size: int) -> HeadLayout:

@@ -1,4 +1,4 @@
-"""What a rank's endpoint tells Prometheus, beside SGLang's own metrics. Labels are bounded: sides and outcomes."""
+"""Metrics of a rank's endpoint for Prometheus, in addition to SGLang's own. Labels are bounded: sides and outcomes."""
 
 from __future__ import annotations
 

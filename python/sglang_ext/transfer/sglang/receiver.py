@@ -28,7 +28,7 @@ _GIVEN_UP = "the request was given up on the decode instance"
 
 
 class HandshakeKVReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is untyped
-    """What SGLang's decode scheduler feeds and polls."""
+    """The receiver that SGLang's decode scheduler feeds and polls."""
 
     _is_expected = False  # whether the endpoint knows where the KV shall go
     _wanted: Need | None = None
@@ -144,7 +144,7 @@ class HandshakeKVReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is 
         )
 
     def _prefill_endpoints(self) -> tuple[list[str], list[str]]:
-        """Of every prefill rank; and of those of the first pipeline stage, which decides what is begun."""
+        """Return the endpoints of every prefill rank, and of the first pipeline stage, which decides what is begun."""
         endpoints = [
             NetworkAddress(info["rank_ip"], int(info["rank_port"])).to_host_port_str() for info in self.bootstrap_infos
         ]

@@ -47,7 +47,7 @@ class _RankTransfer(NamedTuple):
 
 
 class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is untyped
-    """What SGLang's prefill scheduler polls and feeds."""
+    """The sender that SGLang's prefill scheduler polls and feeds."""
 
     # Host tensors of indices come in pinned memory behind a CUDA event, which a CPU engine does not have.
     supports_host_tensor_indices = False
@@ -72,7 +72,7 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
 
     @property
     def waits_for_slots(self) -> bool:
-        """Whether a decode rank knows of the request and takes slots for it once it is called."""
+        """Return whether a decode rank knows of the request and takes slots for it once it is called."""
         invitations = self.kv_mgr.endpoint.invitations(self.bootstrap_room)
         return self._outgoing is None and any(invitation.awaits_call for invitation in invitations)
 
@@ -123,14 +123,16 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
 
     def may_stream(self, tokens: int) -> bool:
-        """Whether a chunk of so many new tokens is long enough to leave by layer."""
+        """Return whether a chunk of this number of new tokens is long enough to leave by layer."""
         min_bytes: int | None = self.kv_mgr.stream_layer_bytes
         return min_bytes is not None and tokens * self.kv_mgr.layer_token_bytes >= min_bytes
 
     @property
     def leaves_with_batch(self) -> bool:
-        """Whether any chunk leaves once it is computed. `send` comes when the batch's result does, which on a pipeline
-        stage is after the next batch."""
+        """Return whether any chunk leaves once it is computed.
+
+        `send` comes when the batch's result does, which on a pipeline stage is after the next batch.
+        """
         return int(self.kv_mgr.pp_size) > 1
 
     def stream(self, first_token: int, slots: Slots) -> list[LayerStream]:
@@ -161,7 +163,7 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
         self._stop(_ABORTED)
 
     def refuse(self, reason: str) -> None:
-        """As `abort`, with a reason that decode's client gets."""
+        """Abort with a reason that decode's client gets."""
         super().abort()
         self._stop(reason)
 
@@ -178,7 +180,7 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
 
     @property
     def can_be_shared(self) -> bool:
-        """Whether others may send of it: it is long enough, and the transfer is what it was at first."""
+        """Return whether others may send of it: it is long enough, and the transfer is what it was at first."""
         return self._may_be_shared and all(entry.transfer.can_be_shared for entry in self._outgoing or ())
 
     def share(self, cached_tokens: int, prefix_slots: Any) -> tuple[tuple[Destination, ...], tuple[Target, ...]]:
@@ -187,9 +189,7 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
 
         The first `cached_tokens` are in `prefix_slots`, stay there, and are sent at once.
         """
-        outgoing = [
-            entry for entry in self._outgoing or () if entry.share.head_count and entry.invitation.whole.tokens
-        ]
+        outgoing = [entry for entry in self._outgoing or () if entry.share.head_count and entry.invitation.whole.tokens]
         self._shared_s = time.perf_counter()
         slots = np.asarray(prefix_slots[:cached_tokens], np.uint32)
         for entry in outgoing:
@@ -223,7 +223,7 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
 
     @property
     def is_restarted(self) -> bool:
-        """Whether what others have sent cannot be relied upon any more, for one decode rank at least."""
+        """Return whether what others have sent cannot be relied upon any more, for one decode rank at least."""
         return any(entry.transfer.is_restarted for entry in self._outgoing or ())
 
     def send_metadata(self, end_tokens: int) -> None:
@@ -256,7 +256,7 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
         return min_tokens is not None and self.num_kv_indices * self._page_size >= min_tokens
 
     def _invited(self) -> tuple[tuple[Share, Invitation], ...] | None:
-        """What to send to whom, once every decode rank that wants something of this rank has invited it."""
+        """Return what to send to whom, once every decode rank that wants something of this rank has invited it."""
         found = {
             invitation.decode_rank.rank: invitation
             for invitation in self.kv_mgr.endpoint.invitations(self.bootstrap_room)

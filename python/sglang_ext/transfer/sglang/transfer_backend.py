@@ -17,7 +17,7 @@ OWN_BACKENDS = (TCP, HANDSHAKE, STAND_IN)  # that SGLang does not know
 
 @dataclass(frozen=True)
 class TransferBackendFacts:
-    """What must hold for a backend to work."""
+    """The conditions for a backend to work."""
 
     name: str
     module: str | None  # imported by SGLang, None where nothing beyond SGLang is needed

@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class HasConnection(Protocol):
-    """What holds a connection, and more beside it."""
+    """An object that holds a connection."""
 
     @property
     def connection(self) -> socket.socket:
@@ -44,7 +44,7 @@ class IdleLinks(Generic[Link]):
             return sum(map(len, self._links.values()))
 
     def take(self, peer: str) -> Link | None:
-        """A link for the caller alone; None: make one. Raises ConnectionError once closed."""
+        """Return an idle link, which then belongs to the caller, or None. Raises ConnectionError once closed."""
         with self._lock:
             if self._closed:
                 raise ConnectionError("the transport is closed")
@@ -91,7 +91,7 @@ class IdleLinks(Generic[Link]):
             self._drop(link)
 
     def close(self) -> None:
-        """Drop all of them, and whatever is put aside later."""
+        """Drop all of them, and every link that is put aside later."""
         with self._lock:
             self._closed = True
             links = [link for of_peer in self._links.values() for link in of_peer]

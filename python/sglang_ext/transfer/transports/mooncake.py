@@ -213,7 +213,7 @@ class _MooncakeLink(StagedLink):
             self._request_copy(request)
 
     def _await_write(self) -> CopyRequest | None:
-        """What the receiver may copy now, if anything is new to it."""
+        """Return what the receiver may copy now, if anything is new to it."""
         if self._writing is None:
             return None
         write, request = self._writing
@@ -227,7 +227,7 @@ class _MooncakeLink(StagedLink):
 
 
 class MooncakeTransport(StagedTransport):
-    """Of host memory. One engine per process; listens on `host`.
+    """Moves host memory. One engine per process; listens on `host`.
 
     Raises ImportError without Mooncake, and ValueError where it does not start.
     """
@@ -275,7 +275,7 @@ class MooncakeTransport(StagedTransport):
 
 
 class MooncakeDeviceTransport:
-    """Of a GPU's memory, and the metadata in the host's: a sender writes into the receiver's memory."""
+    """Moves a GPU's memory, and the metadata in the host's: a sender writes into the receiver's memory."""
 
     name = "mooncake"
     can_fence = False

@@ -191,5 +191,5 @@ class NixlTransport:
 def _described(
     addresses: npt.NDArray[np.uint64], lengths: npt.NDArray[np.uint64], device: int
 ) -> npt.NDArray[np.uint64]:
-    """As NIXL takes them: address, length, device."""
+    """Return pieces as NIXL takes them: address, length, device."""
     return np.stack([addresses, lengths, np.full_like(lengths, device)], axis=1)

@@ -57,7 +57,7 @@ class SlotIndex:
 
     @property
     def is_one_run(self) -> bool:
-        """Whether they all follow each other."""
+        """Return whether all slots follow each other."""
         return self._run_count == 1
 
     @property
@@ -136,7 +136,7 @@ class RowWindow:
         self._items[self._places(first, count)] = staged.view(self._items.dtype)
 
     def _numbers(self, first: int, count: int, staged: Bytes) -> tuple[int, int, int, int, int, int]:
-        """What `native_rows` wants, which checks nothing. The caller keeps all of this memory."""
+        """Return the arguments of `native_rows`, which checks nothing. The caller keeps all of this memory."""
         slots = self._index.relative_slots[first : first + count]
         if len(slots) != count or staged.nbytes != count * self.length_bytes or not staged.flags.c_contiguous:
             raise ValueError(f"{staged.nbytes} bytes are not {count} rows of {self.length_bytes} from row {first} on")

@@ -119,7 +119,7 @@ def _move_vectors(connection: socket.socket, vectors: Vectors, call: _VectorCall
 
 
 def _wait(connection: socket.socket, descriptor: int, event: int, number: int) -> None:
-    """After a call has failed with the error `number`: return where it may be tried again."""
+    """Return when a call that has failed with the error `number` may be tried again, else raise that error."""
     if number == errno.EINTR:
         return
     if number not in (errno.EAGAIN, errno.EWOULDBLOCK):

@@ -65,7 +65,7 @@ class StagedLink(ABC):
         self._await_answers(0)
 
     def give_up(self) -> None:
-        """After a write has failed: return when nothing of it is under way, as far as the peer still answers."""
+        """Return, after a write has failed, when nothing of it is under way, as far as the peer still answers."""
         try:
             while self._unanswered:
                 try:
@@ -84,7 +84,7 @@ class StagedLink(ABC):
         self._unanswered += 1
 
     def _await_answers(self, left: int) -> None:
-        """Until so many are missing, oldest first. Raises TransferError when one says that it has been refused."""
+        """Wait until only `left` answers are missing, oldest first. Raises TransferError for a refusal."""
         while self._unanswered > left:
             status = receive_exactly(self.connection, 1)[0]
             self._unanswered -= 1
