@@ -66,10 +66,10 @@ class CudaRecorder:
             yield
 
     def warm_up(self, compute: Callable[[], None]) -> None:
-        """Run, and free what that took of memory: the pool of the graphs has its own.
+        """Run, and free the memory that this took: the pool of the graphs has its own.
 
-        Twice before the first recording, when kernels are compiled, loaded and tuned; then once for those that a
-        further shape needs.
+        Runs twice before the first recording, when kernels are compiled, loaded and tuned; then once, for the kernels
+        that a further shape needs.
         """
         for _ in range(1 if self._has_recorded else 2):
             compute()

@@ -110,7 +110,7 @@ def merge_states_(out: torch.Tensor, lse: torch.Tensor, other_out: torch.Tensor,
     """Take a further block into `out` [T, H, D] and `lse` [T, H], both float32 and changed in place.
 
     `other_out` may be in half precision: it is widened as it is read. A query that has seen nothing yet has lse -inf;
-    one that saw nothing in either keeps output 0.
+    a row that saw nothing in either keeps output 0.
     """
     if triton_support.runs_on(out) and out.is_contiguous() and lse.is_contiguous():
         from sglang_ext_kernels.on_gpu import attention_kernels as kernel

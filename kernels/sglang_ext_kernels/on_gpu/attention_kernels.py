@@ -3,7 +3,7 @@
 """Triton kernels of attention: one shard's queries over another's keys by explicit positions, and the joining of parts.
 
 Attention is the usual online softmax, twice: over the key blocks that all queries of a block see, without a mask, and
-over those that some see. Scores are in units of log2, as exp2 is what the hardware has. Joining reads both parts in one
+over the keys that some see. Scores are in units of log2, as the hardware has exp2. Joining reads both parts in one
 pass and writes one.
 """
 

@@ -2,9 +2,10 @@
 # ruff: noqa: N803 (capitals are Triton's compile-time constants)
 """Triton kernels of the attention of a few new tokens behind long prefixes: programs share a prefix, parts are joined.
 
-A few new tokens make few programs, and each would read its prefix from end to end. So the query heads that read the same keys
-are rows of one tile, which reads them once, and a prefix is divided among several programs. A single program writes the
-result; else each program leaves its part, and a second kernel joins the parts of a row. The number of programs follows from the length of the prefix, which both kernels read, so a captured pass adapts by itself.
+A few new tokens make few programs, and each would read its prefix from end to end. So the query heads that read the
+same keys are rows of one tile, which reads them once, and a prefix is divided among several programs. A single program
+writes the result; else each program leaves its part, and a second kernel joins the parts of a row. The number of
+programs follows from the length of the prefix, which both kernels read, so a captured pass adapts by itself.
 """
 
 from __future__ import annotations

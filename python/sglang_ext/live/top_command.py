@@ -128,7 +128,7 @@ class TerminalView:
         return bool(self._head) and len(self._instances) >= self._head["instances_known"]
 
     def take(self, message: Mapping[str, Any]) -> None:
-        """The next message; a hello begins anew."""
+        """Take the next message; a hello begins from scratch."""
         if message["kind"] == "hello":
             self.__init__()  # type: ignore[misc]
             self.has_begun, self._hello = True, message
@@ -168,9 +168,9 @@ class TerminalView:
         return "; ".join(parts)
 
     def _elsewhere(self) -> str:
-        """Beside what is in flight in the process that answers: what the others report of theirs."""
-        told = self._head.get("elsewhere")
-        return f" here, {told['in_flight']:,} elsewhere" if told else ""
+        """Return what other processes report to be in flight."""
+        elsewhere = self._head.get("elsewhere")
+        return f" here, {elsewhere['in_flight']:,} elsewhere" if elsewhere else ""
 
     def screen(self, columns: int, rows: int, has_colours: bool) -> list[str]:
         """Return at most `rows` lines of at most `columns` characters; instances that do not fit are counted."""

@@ -1,7 +1,7 @@
 """Recent work of a prefill instance, for the lanes of the live page: kept by the instance, read by the router.
 
-The instance keeps a bounded number of records, whether anybody looks or not, and answers with those that are newer than
-whether anybody looks or not, and answers with the records after
+The instance keeps a bounded number of records, whether they are read or not, and answers with the records after a
+cursor. Times are on the instance's clock, and every answer names that clock's time: a reader needs no other.
 """
 
 from __future__ import annotations

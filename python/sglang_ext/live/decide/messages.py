@@ -152,8 +152,8 @@ FRAME_FIELDS = {
     "deferred": "rows that did not fit and come with the next frames",
     "dropped": "rows that were left out since the stream began, as too many came",
     "elsewhere": "of the router's other processes, or the other routers of its group, as of a second ago: `routers`, "
-    "how many; `in_flight`, sent or waiting there; `ended` and `failed` since the stream began, null where they do not "
-    "tell; null without any",
+    "how many; `in_flight`, sent or waiting there; `ended` and `failed` since the stream began, null where that "
+    "is unknown; null without any",
     "lanes": "of prefill instances: `telling`, how many report their work; `silent`, how many answer without it; "
     "`missed`, batches, parked times and transfers since the stream began that have no span, as they were too "
     "many; null in a simulation",

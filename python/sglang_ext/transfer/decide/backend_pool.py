@@ -39,7 +39,7 @@ class BackendPool:
         return self._is_unlimited or self._find(transfer_id, now_s) is not None
 
     def take(self, transfer_id: TransferId, now_s: float) -> int | None:
-        """Make a backend busy for `transfer_id`: one that it holds, a free one, or one idle for too long elsewhere.
+        """Make a backend busy for `transfer_id`: its own, a free one, or one idle for too long elsewhere.
 
         None where there is no limit. Raises ValueError when `can_take` is false.
         """

@@ -20,8 +20,8 @@ class HandshakeOptions:
     hold_idle_s: float | None = field(
         default=1.0,
         metadata={
-            "help": "A request keeps the backends it got until it is complete, but one that it has not used for this "
-            "long goes to a request that waits. None: it keeps them whatever happens, as the Tetris paper has it."
+            "help": "A request keeps its backends until it is complete, but a backend that was idle for this long goes "
+            "to a request that waits. None: it keeps them, as the Tetris paper has it."
         },
     )
     retry_s: float = field(default=0.2, metadata={"help": "Retransmit what has not been answered after this."})

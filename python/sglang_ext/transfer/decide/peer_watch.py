@@ -2,8 +2,8 @@
 
 A sender's reports and a receiver's answers show that both are there while a request moves. Between two attempts, before
 the handshake and while an instance is idle nothing does: a rank that is stopped or gone would hold a request until
-`stall_timeout_s`, or be found out by the next one. So peers that were needed lately are probed. One is lost that has
-left a probe unanswered for `lease_s`, not one that was quiet: this process may itself have been stopped.
+`stall_timeout_s`, or the next request would find out. So peers that were needed recently are probed. A peer is lost
+when it left a probe unanswered for `lease_s`, not when it was quiet: this process may itself have been stopped.
 """
 
 from __future__ import annotations

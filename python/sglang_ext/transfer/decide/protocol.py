@@ -26,7 +26,7 @@ class TransferOutcome(StrEnum):
     STALLED = "stalled"
     REFUSED = "refused"  # what was offered is not what was asked for
     WRITE_FAILED = "write_failed"
-    RESTARTED = "restarted"  # this attempt: the request is sent anew
+    RESTARTED = "restarted"  # this attempt: the request is sent again
 
 
 class ReceiveRecord(NamedTuple):
@@ -105,7 +105,7 @@ class SenderStopped(ControlRecord, frozen=True):
     sender: str
     sender_epoch: int
     reason: str
-    restarts: bool = False  # the request is to be sent anew
+    restarts: bool = False  # the request is to be sent again
 
 
 class ReceiverReport(ControlRecord, frozen=True):
@@ -132,7 +132,7 @@ class ReceiverAbort(ControlRecord, frozen=True):
     receiver_epoch: int
     sender_epoch: int
     reason: str
-    restarts: bool = False  # the request is to be sent anew
+    restarts: bool = False  # the request is to be sent again
 
 
 class ReceiverClosed(ControlRecord, frozen=True):

@@ -6,7 +6,7 @@
 
 Which request gets a backend (Tetris, section "CDSP Cache Transfer Management"; arXiv 2511.06247):
 
-* A free backend goes to the request with the earliest *first handshake* among those that have a chunk waiting.
+* A free backend goes to the request with the earliest *first handshake* among the requests with a chunk waiting.
   So a later sender of an old request overtakes younger requests, and none overtakes an older one.
 * A request keeps the backends it got until it is complete or has failed, or has fewer senders left (where their
   number is known). Its senders take turns on them, chunk by chunk, longest waiting first: one backend is enough for
@@ -135,7 +135,7 @@ class Receiver:
         return self._finish_event(request, now_s)
 
     def on_peer_lost(self, transfer_id: TransferId, address: str, reason: str, now_s: float) -> ReceiverActions:
-        """A prefill rank that was invited does not answer. One that has shaken hands has its lease."""
+        """End the request of an invited prefill rank that does not answer. After the handshake its lease counts."""
         request = self._requests.get(transfer_id)
         if request is None or request.phase is not ReceivePhase.OPEN or address in request.senders:
             return ()
@@ -303,7 +303,7 @@ class Receiver:
         self._end(request, TransferOutcome.COMPLETE, "", now_s)
 
     def _fail(self, request: ReceiveRequest, outcome: TransferOutcome, reason: str, now_s: float) -> None:
-        """Tell all senders to stop; the request ends when no write can happen."""
+        """Send all senders an abort; the request ends when no write can happen."""
         if request.phase is ReceivePhase.CLOSING:
             return
         if request.phase is ReceivePhase.OPEN:

@@ -62,7 +62,7 @@ class Sender:
         is_helper: bool = False,
         may_have_helpers: bool = False,
     ) -> None:
-        """`is_helper`: the request is another instance's, which sends it alone where this one fails.
+        """`is_helper`: the request is another instance's, which sends all of it where this instance fails.
 
         `may_have_helpers`: others may send parts of it. A write may then fail because one of them has, and it is over
         only when the receiver has everything from all senders.
@@ -199,7 +199,7 @@ class Sender:
         if (chunk, part) not in self._in_flight:
             return ()
         self._in_flight.remove((chunk, part))
-        # Decode takes permits back before it asks for everything anew.
+        # Decode takes permits back before it asks for everything again.
         outcome = TransferOutcome.RESTARTED if self.may_have_helpers else TransferOutcome.WRITE_FAILED
         self._stop(self._own_failure(outcome), reason, now_s)
         self._stop_when_still(now_s)
@@ -255,7 +255,7 @@ class Sender:
             self._phase = SenderPhase.OVER
             if self._outcome[0] is TransferOutcome.RESTARTED:
                 if message.is_complete:
-                    self._outcome = (TransferOutcome.COMPLETE, "")  # there is nothing to be sent anew
+                    self._outcome = (TransferOutcome.COMPLETE, "")  # there is nothing to be sent again
                 elif self._receiver_epoch not in (None, message.receiver_epoch):
                     self._outcome = (TransferOutcome.PEER_LOST, f"{self.receiver} has been started again")
         return ()
@@ -267,7 +267,7 @@ class Sender:
             if now_s - self._stopped_s >= self.options.lease_s:
                 self._phase = SenderPhase.OVER
                 if self._outcome[0] is TransferOutcome.RESTARTED:
-                    # The receiver, which could ask for it anew, has not acknowledged.
+                    # The receiver, which could ask for it again, has not acknowledged.
                     self._outcome = (TransferOutcome.PEER_LOST, f"lost {self.receiver} at a restart")
             elif since_sent_s >= self.options.retry_s:
                 self._retransmissions += 1
@@ -408,7 +408,7 @@ class Sender:
 
 
 class Part(NamedTuple):
-    """A piece of a chunk that is written at once. `cells` is 0 for metadata alone."""
+    """A piece of a chunk that is written at once. `cells` is 0 for metadata only."""
 
     cells: int
     has_aux: bool = False

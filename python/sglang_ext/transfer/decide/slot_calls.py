@@ -1,6 +1,6 @@
 """When a prefill instance calls for decode's slots: shortly before the turn of a long prompt, not while it queues.
 
-    long prompt arrives ──▶ decode invites without slots ──▶ waits ──due──▶ called ──▶ decode takes slots, invites anew
+    long prompt arrives ──▶ decode invites without slots ──▶ waits ──due──▶ called ──▶ decode takes slots, invites again
 
 Decode's room still admits a request to prefill's own queue, so nothing is computed that decode cannot take. What a
 long prompt does without is room at decode while more than `lookahead_tokens` are to be computed before it.
@@ -37,7 +37,7 @@ class LatePrompt(NamedTuple):
 class SlotCalls:
     """Which late prompts are called, in the order of their arrival. Clocks are the caller's.
 
-    Only what arrived before a prompt counts as before it, so it comes nearer to its turn whatever arrives later, and is
+    Only what arrived before a prompt counts as before it, so later arrivals do not move it away from its turn, and is
     called in the end. Without `lookahead_tokens` each is called as soon as decode knows of it.
     """
 

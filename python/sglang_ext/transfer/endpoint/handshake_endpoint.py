@@ -150,7 +150,7 @@ class HandshakeEndpoint:
 
     def announce(self, need: Need, addresses: Iterable[str], last: Iterable[str] = ()) -> None:
         """Invite the prefill endpoints at `addresses` to a request that has no slots yet, `last` as for `expect`:
-        `slot_call` tells when it needs them, and `expect` follows. `cancel` and `expect` without slots end it, as any
+        `slot_call` reports when it needs them, and `expect` follows. `cancel` and `expect` without slots end it, as any
         that is not expected."""
         with self._lock:
             now_s, invited = self._clock(), tuple(addresses)
@@ -182,7 +182,7 @@ class HandshakeEndpoint:
     # ---- prefill side ----
 
     def invitations(self, transfer_id: TransferId) -> tuple[Invitation, ...]:
-        """Which decode ranks want KV of a request, and what of it; one that is withdrawn has the reason."""
+        """Return the invitations for a request; a withdrawn invitation has the reason."""
         with self._lock:
             return self._received_invitations.of(transfer_id)
 
@@ -207,8 +207,8 @@ class HandshakeEndpoint:
     ) -> OutgoingTransfer:
         """Shake hands for a request with the decode rank at `receiver`. Raises ValueError when that is under way.
 
-        `is_helper`: the request is another instance's, which sends it alone where this one fails; `may_have_helpers`:
-        it is this one's, and others may send parts of it.
+        `is_helper`: the request is another instance's, which sends all of it where this instance fails;
+        `may_have_helpers`: it is this instance's, and others may send parts of it.
         """
         with self._lock:
             if self._closing or (transfer_id, receiver) in self._outgoing:
@@ -493,7 +493,7 @@ class HandshakeEndpoint:
         self._end_write(turn.outgoing, turn.todo, turn.total_bytes, None)
 
     def _end_write(self, outgoing: OutgoingTransfer, todo: WritePart, written_bytes: int, problem: str | None) -> None:
-        """Tell the machine what came of a part; `problem`: why it has failed."""
+        """Report the end of a part to the machine; `problem`: why it has failed."""
         machine = outgoing.machine
         with self._lock:
             now_s = self._clock()

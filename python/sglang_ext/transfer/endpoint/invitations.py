@@ -3,11 +3,11 @@
 An invitation says what this decode rank wants (tokens from the first that it has not cached, its heads, its layers)
 and where its endpoint is. With several decode ranks a prefill rank gets one from each that it holds heads of.
 
-Of an instance in pipeline stages the first one is invited when all others have acknowledged: whatever it begins, they
-can send.
+Of an instance in pipeline stages the first one is invited when all others have acknowledged: they can send all that it
+begins.
 
 A long prompt comes without slots at first, so that decode holds no room for what waits in prefill's queue. The prefill
-instance calls for them shortly before its turn, and is invited anew.
+instance calls for them shortly before its turn, and is invited again.
 
     decode rank                                            prefill rank
       invitation without slots, repeated ────────────────▶   the request waits in prefill's queue
@@ -77,7 +77,7 @@ class SlotCall(ControlRecord, frozen=True):
 
 
 class _SentInvitation:
-    """An invitation, the prefill ranks that have not acknowledged it, and those that get it after all others."""
+    """An invitation, the prefill ranks that have not acknowledged it, and the ranks that get it after all others."""
 
     def __init__(self, invitation: Invitation, addresses: Iterable[str], last: Iterable[str], now_s: float) -> None:
         self.invitation = invitation
@@ -126,8 +126,8 @@ class SentInvitations:
     def invite(
         self, need: Need, addresses: Iterable[str], now_s: float, *, has_slots: bool = True, last: Iterable[str] = ()
     ) -> Iterator[tuple[str, Invitation]]:
-        """Tell all addresses that the KV of a request may come, or that it may once prefill has called for slots; those
-        of them that are `last` when all others have acknowledged (`seen`)."""
+        """Invite all addresses to send the KV of a request, or to call for slots before they do. The `last` addresses
+        are invited when all others have acknowledged (`seen`)."""
         invitation = Invitation(
             *(need.transfer_id, self._receiver, need.whole, None, need.first_token, self._decode_rank),
             has_slots=has_slots,
@@ -138,7 +138,7 @@ class SentInvitations:
 
     def on_call(self, message: SlotCall) -> bool:
         """A prefill rank calls for slots, or has given the request up; whether that was awaited. The first call of any
-        rank counts, and one that gives up counts for more."""
+        rank counts, and a call that gives up counts for more."""
         pending = self._pending.get(message.transfer_id)
         if pending is None or not pending.invitation.awaits_call:
             return False
@@ -152,7 +152,7 @@ class SentInvitations:
         return None if pending is None else pending.call
 
     def withdraw(self, transfer_id: TransferId, reason: str, now_s: float) -> Iterator[tuple[str, Invitation]]:
-        """Tell all invited ranks that nothing is wanted any more."""
+        """Withdraw the invitation: notify all invited ranks that nothing is wanted any more."""
         pending = self._pending.get(transfer_id)
         if pending is None or pending.invitation.withdrawn is not None:
             return iter(())
@@ -162,7 +162,7 @@ class SentInvitations:
         return self._send(pending, now_s)
 
     def seen(self, message: InvitationSeen, now_s: float) -> Iterator[tuple[str, Invitation]]:
-        """A prefill rank acknowledges an invitation or a withdrawal; what is sent then, to those that come last."""
+        """A prefill rank acknowledges an invitation or a withdrawal; return what is sent then to the last ranks."""
         pending = self._pending.get(message.transfer_id)
         if (
             pending is None

@@ -39,7 +39,7 @@ class PartRows(NamedTuple):
 
 
 class DeviceEvent(Protocol):
-    """A point in what a device has been told to do; CUDA's events are such."""
+    """A point in the work given to a device, such as a CUDA event."""
 
     def synchronize(self) -> None:
         """Return once the device has come there."""
@@ -93,7 +93,7 @@ class OutgoingTransfer:
 
     @property
     def stored_chunks(self) -> int:
-        """The first so many chunks are in the receiver's memory: their source slots are not read any more."""
+        """Return how many leading chunks are in the receiver's memory: their source slots are not read any more."""
         with self._lock:
             return self.machine.stored_chunks
 

@@ -188,7 +188,7 @@ class OwnerTransfer:
 
     def send_metadata(self, first_token: int, slots: Slots) -> None:
         """Others have sent all that is wanted before `first_token`: the metadata are in place, and so is what is left,
-        in `slots`. Good for this attempt alone."""
+        in `slots`. Good only for this attempt."""
         self.offer_rest([range(first_token)])
         if self._is_first:
             self._deliver(_Rows(first_token, slots if self._source.head_count else slots[:0], True))
@@ -237,7 +237,7 @@ class OwnerTransfer:
         if lost is not None:
             return TransferStatus(Stage.FAILED, TransferOutcome.PEER_LOST, lost, True)
         if waited_s >= limit_s:
-            reason = f"{self._receiver} has not asked anew for {limit_s:g} s"
+            reason = f"{self._receiver} has not asked again for {limit_s:g} s"
             return TransferStatus(Stage.FAILED, TransferOutcome.STALLED, reason, True)
         return None
 

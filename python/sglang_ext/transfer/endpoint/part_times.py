@@ -35,7 +35,7 @@ class LayerRange(NamedTuple):
 
 
 def layer_ranges(parts: Iterable[PartTime]) -> list[LayerRange]:
-    """Ranges of about as many parts each, at most `MAX_RANGES` where so many tokens came apart, by time.
+    """Return ranges of about as many parts each, by time; at most `MAX_RANGES`.
 
     Parts of one layer come one by one and are joined; a part of all layers is a range of its own.
     """

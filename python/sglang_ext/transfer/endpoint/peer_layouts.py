@@ -71,5 +71,5 @@ class PeerLayouts:
                 return newest is not None and newest.receiver_epoch == epoch
 
             if not self._changed.wait_for(is_here, timeout_s):
-                raise TransferError(f"{receiver} does not tell where its pool lies")
+                raise TransferError(f"{receiver} has not sent the layout of its pool")
             return self._replies[receiver]

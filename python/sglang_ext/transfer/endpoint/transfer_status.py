@@ -47,4 +47,4 @@ class EndpointTotals(NamedTuple):
     receiving_early: int  # shaken hands, no slots yet
     unsettled_permits: int
     free_backends: int
-    silent_peers: int  # needed lately, and do not answer
+    silent_peers: int  # needed recently, and do not answer

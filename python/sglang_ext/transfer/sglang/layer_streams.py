@@ -42,7 +42,7 @@ def run_batch(original: Callable[..., Any], scheduler: Any, batch: Any, *args: A
 
 
 def _begin(batch: Any) -> tuple[list[LayerStream], list[LayerStream]]:
-    """Streams of those chunks of a batch that are long enough, and of those that leave with it."""
+    """Return the streams of the chunks of a batch that are long enough, and of the chunks that leave with it."""
     by_layer: list[LayerStream] = []
     whole: list[LayerStream] = []
     slots = None

@@ -49,7 +49,7 @@ class HandshakeKVManager(PrefillRestarts, CommonKVManager):  # type: ignore[misc
     heads: HeadLayout
     transport_name: str
     stream_layer_bytes: int | None = None  # of a chunk that leaves by layer, at least; None: none does
-    late_slots_tokens: int | None = None  # decode: a prompt of so many tokens takes slots when prefill calls for them
+    late_slots_tokens: int | None = None  # decode: a prompt of this many tokens takes slots when prefill calls for them
     slot_calls: SlotCalls | None = None  # prefill, on the rank that decides
     shared_from_tokens: int | None = None  # from which length on a request may be computed by a long pool
 
@@ -61,7 +61,7 @@ class HandshakeKVManager(PrefillRestarts, CommonKVManager):  # type: ignore[misc
             raise ValueError(problem)
         self._kv_heads = _kv_heads(server_args)
         self._is_on_cpu = server_args.device == "cpu"
-        self.attempts: dict[int, TransferAttempt] = {}  # decode: of rooms that are being received anew
+        self.attempts: dict[int, TransferAttempt] = {}  # decode: of rooms that are being received again
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         if disaggregation_mode == DisaggregationMode.DECODE:
             self._open_endpoint()
@@ -85,7 +85,7 @@ class HandshakeKVManager(PrefillRestarts, CommonKVManager):  # type: ignore[misc
         return int(getattr(self.kv_args, "prefill_start_layer", 0))
 
     def head_layout(self, tp_size: int) -> HeadLayout:
-        """How an instance of this model with so many ranks spreads its heads."""
+        """Return how an instance of this model with `tp_size` ranks spreads its heads."""
         return (cpu_head_layout if self._is_on_cpu else gpu_head_layout)(self._kv_heads, tp_size)
 
     def register_to_bootstrap(self) -> None:
@@ -205,7 +205,7 @@ class RefusedRooms:
         threading.Thread(target=self._watch, name="kv-refused-rooms", daemon=True).start()
 
     def refuse(self, room: TransferId, reason: str) -> None:
-        """Tell every decode rank that has invited for this room, and those that will."""
+        """Notify every decode rank that has invited for this room, or will."""
         with self._lock:
             self._rooms.pop(room, None)
             self._rooms[room] = _Refusal(reason, self._clock() + self._keep_s)

@@ -38,7 +38,7 @@ class PrefillRestarts:
             self._rank_addresses = {}
         before = self._rank_addresses.get(bootstrap_addr)
         self._rank_addresses[bootstrap_addr] = now
-        # With different numbers of ranks the one that is asked for may not be among the known ones: ask once only.
+        # With different numbers of ranks the rank asked for may not be known: ask only once.
         if before == now or (before is None and now in known):
             return
         logger.warning("the prefill instance at %s was started again", bootstrap_addr)
@@ -54,7 +54,7 @@ def cached_ranks(manager: Any, bootstrap_addr: str) -> tuple[str, set[RankAddres
 
 
 def registered_rank(manager: Any, bootstrap_addr: str, key: str) -> RankAddress | None:
-    """Where the rank that `key` (address_dp_cp_tp) names listens, by the bootstrap server; None if it does not tell."""
+    """Ask the bootstrap server where the rank `key` (address_dp_cp_tp) listens; None if it does not answer."""
     dp_rank, cp_rank, tp_rank = key.removeprefix(f"{bootstrap_addr}_").split("_")
     query = {
         "prefill_dp_rank": dp_rank,
@@ -66,9 +66,9 @@ def registered_rank(manager: Any, bootstrap_addr: str, key: str) -> RankAddress 
         session = manager.session_pool[bootstrap_addr]
     try:
         answer = session.get(f"http://{bootstrap_addr}/route", params=query, timeout=ANSWER_TIMEOUT_S)
-        told = answer.json() if answer.status_code == 200 else None
+        found = answer.json() if answer.status_code == 200 else None
     except (OSError, ValueError):  # requests' own errors are OSErrors
         return None
-    if not isinstance(told, dict) or "rank_ip" not in told or "rank_port" not in told:
+    if not isinstance(found, dict) or "rank_ip" not in found or "rank_port" not in found:
         return None
-    return str(told["rank_ip"]), str(told["rank_port"])
+    return str(found["rank_ip"]), str(found["rank_port"])

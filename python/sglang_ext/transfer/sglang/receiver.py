@@ -1,4 +1,4 @@
-"""The decode side of one request: tells where its KV shall go, invites the prefill ranks, and waits for all of it.
+"""The decode side of one request: it fixes where the KV shall go, invites the prefill ranks, and waits for all of it.
 
 Where one of several senders fails, an attempt ends; when no sender writes any more, the next one begins in the same
 slots.
@@ -67,7 +67,7 @@ class HandshakeKVReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is 
         if self._is_expected and self.kv_mgr.request_status.get(self.bootstrap_room) != KVPoll.Success:
             self._give_up()
         super().clear()
-        # While a sender may still write to its slots, the attempt is what tells so: see `is_abort_release_safe`.
+        # While a sender may still write to its slots, the attempt shows it: see `is_abort_release_safe`.
         self.kv_mgr.forget_attempt(self.bootstrap_room)
 
     # ---- called by the common class ----
@@ -160,7 +160,7 @@ class HandshakeKVReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is 
         attempt = next_attempt(self._room) if status.outcome is TransferOutcome.RESTARTED else None
         if attempt is not None:
             if status.is_released:
-                logger.warning("the KV of room %d is received anew: %s", room, status.reason)
+                logger.warning("the KV of room %d is received again: %s", room, status.reason)
                 self.kv_mgr.endpoint.forget(self._room)
                 self.kv_mgr.attempts[room] = attempt
                 self._expect()

@@ -53,7 +53,7 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
     supports_host_tensor_indices = False
 
     _transfer_start_time: float | None
-    _early_send_wait_event: DeviceEvent | None = None  # SGLang sets it before `send`, and means that one alone
+    _early_send_wait_event: DeviceEvent | None = None  # SGLang sets it before `send`, and means only that one
     _shared_s: float | None = None  # when it was offered to a pool
     _computed_s: float | None = None  # when the last of it was there
     transfer_times: tuple[float, float] | None = None
@@ -67,7 +67,7 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
         for room in attempts_of(bootstrap_room):
             mgr.refused_rooms.forget(room)
         self._made_s = time.perf_counter()
-        self._watched_s = float("-inf")  # when it was last asked whether those that have no slots yet are there
+        self._watched_s = float("-inf")  # when the ranks without slots were last checked
         super().__init__(mgr, bootstrap_addr, bootstrap_room, *args, **kwargs)
 
     @property
@@ -365,7 +365,7 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
         )
 
     def _stop(self, reason: str) -> None:
-        """Nothing more is sent; every decode rank is told, also those that have not invited yet."""
+        """Send nothing more; notify every decode rank, also ranks that have not invited yet."""
         for outgoing in self._outgoing or ():
             outgoing.transfer.abort(reason)
         self.kv_mgr.refused_rooms.refuse(self.bootstrap_room, reason)

@@ -11,7 +11,7 @@ from sglang_ext.engine.device import Device
 
 TCP = "sglang_ext_tcp"
 HANDSHAKE = "handshake"
-STAND_IN = "sglang_ext_stand_in"  # of benchmarks alone, which start engines themselves
+STAND_IN = "sglang_ext_stand_in"  # only of benchmarks, which start engines themselves
 OWN_BACKENDS = (TCP, HANDSHAKE, STAND_IN)  # that SGLang does not know
 
 
@@ -47,7 +47,7 @@ BACKENDS = {
 
 
 def default_backend(device: Device) -> str:
-    """TCP where there is no GPU; where there is one mooncake (as in SGLang), or NIXL if that alone is installed."""
+    """TCP where there is no GPU; where there is one mooncake (as in SGLang), or NIXL if only that is installed."""
     if device is Device.CPU:
         return TCP
     has_nixl_alone = find_spec("mooncake") is None and find_spec("nixl") is not None

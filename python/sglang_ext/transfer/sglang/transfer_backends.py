@@ -66,9 +66,9 @@ def _handshake_classes() -> Mapping[KVClassType, type]:
 
 
 def _stand_in_classes() -> Mapping[KVClassType, type]:
-    """A prefill instance whose KV goes nowhere, to measure prefill alone.
+    """A prefill instance whose KV goes nowhere, to measure only prefill.
 
-    SGLang has the classes for its warm-up requests, but no prefill instance that has these alone; and a request that
+    SGLang has the classes for its warm-up requests, but no prefill instance that has only these; and a request that
     names SGLang's own stand-in (host 2.2.2.2) is kept out of the prefix cache.
     """
     from sglang.srt.disaggregation.base import KVArgs

@@ -27,7 +27,7 @@ VERSION = 4
 LENGTH = struct.Struct("<I")
 MAX_GREETING_BYTES = 256
 _BLOCK_BYTES, _MAX_ROW_SET_BYTES, _SLOT_BYTES = 16, 28, 4
-_MAX_FIELD_BYTES = 64  # of a batch beside its table and slots
+_MAX_FIELD_BYTES = 64  # of a batch without its table and slots
 
 _Record = TypeVar("_Record")
 
@@ -162,7 +162,7 @@ def receive(
 ) -> _Record:
     """Receive one record; `length` where its first four bytes have been read already.
 
-    Raises RecordError for one that is malformed or longer than `max_bytes`, and OSError when the peer has gone.
+    Raises RecordError for a record that is malformed or longer than `max_bytes`, and OSError when the peer has gone.
     """
     size_bytes: int = LENGTH.unpack(length or receive_exactly(connection, LENGTH.size))[0]
     if size_bytes > max_bytes:

@@ -28,7 +28,7 @@ from sglang_ext.transfer.transports.transport import GpuBuffers, TransferError
 _HOST_MEMORY, _DEVICE_MEMORY = "DRAM", "VRAM"
 _MAX_PIECES = 1 << 14  # posted at a time
 _POLL_S = 0.0002
-_PEER_IDLE_S = 300.0  # not written to for so long, a peer is forgotten when there is a new one
+_PEER_IDLE_S = 300.0  # a peer that was not written to for this long is forgotten when a new one comes
 
 
 @dataclass
@@ -174,7 +174,7 @@ class NixlTransport:
 
     def _forget(self, address: str) -> None:
         peer = self._peers.pop(address)
-        # One that has registered more memory has another address, and is the same agent.
+        # An agent that has registered more memory has another address.
         if not self._closed and all(known.name != peer.name for known in self._peers.values()):
             self._agent.remove_remote_agent(peer.name)
 
@@ -184,8 +184,8 @@ class NixlTransport:
             device, metadata = int(number), base64.b85decode(encoded)
         except (ValueError, binascii.Error) as error:
             raise TransferError(f"not an address of NIXL: {error}") from error
-        told = self._agent.add_remote_agent(metadata)
-        return _Peer(told.decode() if isinstance(told, bytes) else str(told), device, time.monotonic())
+        name = self._agent.add_remote_agent(metadata)
+        return _Peer(name.decode() if isinstance(name, bytes) else str(name), device, time.monotonic())
 
 
 def _described(

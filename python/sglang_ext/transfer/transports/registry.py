@@ -45,7 +45,7 @@ def _mooncake_problem() -> str | None:
 def create_transport(name: str, host: str, device_memory: GpuBuffers | None = None) -> Transport:
     """Make the transport `name`, one of TRANSPORTS, which listens on `host`.
 
-    Raises ValueError, in one line, for an unknown or unavailable transport, and for one that does not move
+    Raises ValueError, in one line, for an unknown or unavailable transport, and for a transport that does not move
     `device_memory`.
     """
     problem = unavailable_reason(name)

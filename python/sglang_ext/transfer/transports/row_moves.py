@@ -6,7 +6,7 @@ other, move from and to their place, as vectors that the kernel takes a thousand
 one `SlotIndex`, so slots are looked at once and not per layer.
 
 Where the C++ module `_rows` is built (`native/rows.cpp`) it copies: it fetches rows before it gathers them, and writes
-those that it scatters past the processor's cache. Without it numpy copies the same bytes.
+scattered rows past the processor's cache. Without it numpy copies the same bytes.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ except ImportError:  # no C++ compiler where this was installed
 
 Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 
-# Rows, or runs of them, of so many bytes are moved from and to their place: for what a vector costs at either end, some
-# thousand bytes are copied in C++, and some hundred by numpy.
+# Rows, or runs of them, of at least this many bytes are moved from and to their place: a vector costs as much at either
+# end as some thousand bytes copied in C++, or some hundred by numpy.
 DIRECT_BYTES = 1024 if native_rows is None else 4096
 # What is gathered before it is sent, and what is received before it is scattered. A larger one leaves the processor's
 # cache, with a smaller one a sender waits more often.
@@ -95,12 +95,12 @@ class RowWindow:
         run_bytes = rows.length_bytes * (index.mean_run if rows.stride == rows.length_bytes else 1)
         self.is_direct = run_bytes >= DIRECT_BYTES
         self._step, rest = divmod(rows.stride, rows.length_bytes)
-        self._is_dense = not rest  # so that the rows of one slot and the next are so many rows apart
+        self._is_dense = not rest  # so that the rows of one slot and the next are whole rows apart
         if rest:
             self._step = 1
 
     @cached_property
-    def _items(self) -> npt.NDArray[Any]:  # numpy has no type for an item of so many bytes
+    def _items(self) -> npt.NDArray[Any]:  # numpy has no type for an item of any size
         kind = np.dtype((np.void, self.length_bytes))
         if self._is_dense:
             return np.frombuffer(self._view, kind)

@@ -97,7 +97,7 @@ def _move_vectors(connection: socket.socket, vectors: Vectors, call: _VectorCall
     ends: npt.NDArray[np.uint64] | None = None
     position, moved_bytes = 0, 0
     while position < len(left):
-        # Asked for anew each time: a number of a socket that has been closed may be another file's.
+        # Asked for each time: a number of a socket that has been closed may be another file's.
         descriptor = connection.fileno()
         count = call(descriptor, left[position:].ctypes.data, min(len(left) - position, MAX_BUFFERS_PER_CALL))
         if count < 0:

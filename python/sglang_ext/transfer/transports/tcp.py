@@ -99,7 +99,7 @@ class _StagedConnection:
 
 
 class _Turns:
-    """So many batches at a time go to one peer."""
+    """A limit on the batches that go to one peer at a time."""
 
     def __init__(self, count: int) -> None:
         self.free = threading.BoundedSemaphore(count)
@@ -251,7 +251,7 @@ class TcpTransferEngine:
         connection = socket.create_connection((host.strip("[]"), int(port)), timeout=self._options.connect_timeout_s)
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            # The end of a peer whose machine has gone is told, too.
+            # The end of a peer whose machine has gone is noticed, too.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             if connection.getsockname()[0] == connection.getpeername()[0]:
                 # What is on its way to a peer on this machine stays in the processor's cache; the network would want
