@@ -32,22 +32,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=Path, required=True, metavar="FILE|DIR", help=".jsonl (.gz, .zst), .parquet, or a folder"
     )
-    parser.add_argument("--endpoint", required=True, metavar="URL", help="the router, or any OpenAI-compatible server")
-    parser.add_argument("--api-key", metavar="KEY", help=f"of the endpoint (or from {API_KEY_VARIABLE})")
     parser.add_argument(
-        "--mode", choices=[mode.value for mode in Mode], default=Mode.GENERATE.value, help="what to ask"
+        "--endpoint", required=True, metavar="URL", help="URL of the router, or of any OpenAI-compatible server"
     )
-    parser.add_argument("--top-logprobs", type=int, default=0, metavar="K", help=f"score: 0 to {MAX_TOP_LOGPROBS}")
-    parser.add_argument("--model", metavar="NAME", help="for lines that name none")
-    parser.add_argument("--defaults", metavar="JSON", help='fields for lines that lack them, as {"max_tokens": 64}')
+    parser.add_argument("--api-key", metavar="KEY", help=f"API key of the endpoint (default: {API_KEY_VARIABLE})")
     parser.add_argument(
-        "--format", choices=[output_format.value for output_format in OutputFormat], help="of the output (by its name)"
+        "--mode",
+        choices=[mode.value for mode in Mode],
+        default=Mode.GENERATE.value,
+        help="ask for new tokens, or for scores",
     )
-    parser.add_argument("--vocabulary", type=int, default=0, metavar="N", help="tokens of the model, for distillkit")
-    parser.add_argument("--engine", choices=["local", "ray"], default="local", help="this process, or Ray Data")
-    parser.add_argument("--retry-failed", action="store_true", help="send lines again that have failed before")
+    parser.add_argument(
+        "--top-logprobs",
+        type=int,
+        default=0,
+        metavar="K",
+        help=f"candidates per scored position, 0 to {MAX_TOP_LOGPROBS}",
+    )
+    parser.add_argument("--model", metavar="NAME", help="model of lines that name none")
+    parser.add_argument("--defaults", metavar="JSON", help='fields of lines that lack them, as {"max_tokens": 64}')
+    parser.add_argument(
+        "--format",
+        choices=[output_format.value for output_format in OutputFormat],
+        help="format of the output (default: by its name)",
+    )
+    parser.add_argument(
+        "--vocabulary", type=int, default=0, metavar="N", help="size of the model's vocabulary, for distillkit"
+    )
+    parser.add_argument(
+        "--engine", choices=["local", "ray"], default="local", help="send from this process, or by Ray Data"
+    )
+    parser.add_argument("--retry-failed", action="store_true", help="send lines again that failed in an earlier run")
     add_sending_arguments(parser)
-    parser.add_argument("--store", type=Path, metavar="FILE", help="what the run knows (OUTPUT.store)")
+    parser.add_argument(
+        "--store", type=Path, metavar="FILE", help="file with the run's lines and results (default: OUTPUT.store)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -43,7 +43,7 @@ class ServeError(Exception):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `sglang-ext batch serve` to `parser`."""
     add = parser.add_argument
-    add("--endpoint", required=True, metavar="URL", help="the router, or any OpenAI-compatible server")
+    add("--endpoint", required=True, metavar="URL", help="URL of the router, or of any OpenAI-compatible server")
     add("--store", type=Path, required=True, metavar="DIR", help="folder for uploaded files, requests and results")
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on")
     add("--port", type=int, default=30100, metavar="N", help="port to listen on")
@@ -51,19 +51,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--api-key",
         default="",
         metavar="KEY",
-        help=f"clients must send it as a bearer token; also read from {API_KEY_VARIABLE}",
+        help=f"key that clients must send as a bearer token (default: {API_KEY_VARIABLE})",
     )
     add(
         "--endpoint-api-key",
         default="",
         metavar="KEY",
-        help=f"what the endpoint wants; also read from {ENDPOINT_KEY_VARIABLE} (default: --api-key)",
+        help=f"API key of the endpoint (default: {ENDPOINT_KEY_VARIABLE}, then --api-key)",
     )
-    add("--model", metavar="NAME", help="for lines that name none")
-    add("--max-lines", type=int, default=50_000, metavar="N", help="requests in one batch")
-    add("--max-file-mb", type=int, default=200, metavar="N", help="size of an uploaded file, in MiB")
+    add("--model", metavar="NAME", help="model of lines that name none")
+    add("--max-lines", type=int, default=50_000, metavar="N", help="largest number of requests in a batch")
+    add("--max-file-mb", type=int, default=200, metavar="N", help="largest size of an uploaded file, in MiB")
     add_sending_arguments(parser)
-    add("--log-level", default="info", choices=("debug", "info", "warning", "error"), help="what is logged")
+    add(
+        "--log-level", default="info", choices=("debug", "info", "warning", "error"), help="lowest level that is logged"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

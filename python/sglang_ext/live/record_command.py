@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("url", metavar="URL", help="address of the router, such as http://127.0.0.1:30000")
     add("--out", type=Path, metavar="FILE", default=Path("recording.jsonl"), help="file to write, one message a line")
-    add("--seconds", type=float, metavar="S", help="for how long; without it until Ctrl-C, or the router ends")
+    add("--seconds", type=float, metavar="S", help="seconds to record (default: until Ctrl-C, or the router ends)")
     add("--api-key", default="", metavar="TEXT", help=KEY_HELP)
 
 

@@ -50,7 +50,7 @@ def check_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
         elif kind not in {"hello", "frame"}:
             raise RecordingError(f"line {number} is neither a frame nor a hello")
         elif kind == "frame" and not isinstance(message.get("at_s"), int | float):
-            raise RecordingError(f"line {number}: at_s is no number")
+            raise RecordingError(f"line {number}: at_s must be a number")
         is_first = False
         yield message
     if is_first:
@@ -59,7 +59,9 @@ def check_lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
 
 def _check_hello(message: Any, kind: object) -> None:
     if kind != "hello":
-        raise RecordingError("line 1 is no hello: not a recording of `sglang-ext live record` or `simulate --record`")
+        raise RecordingError(
+            "line 1 is not a hello: not a recording of `sglang-ext live record` or `simulate --record`"
+        )
     if message.get("version") != VERSION:
         raise RecordingError(f"line 1: version {message.get('version')!r} is not {VERSION}")
     fields = message.get("fields")

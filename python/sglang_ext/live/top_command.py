@@ -39,7 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `sglang-ext live top`."""
     add = parser.add_argument
     add("url", metavar="URL", nargs="?", default="http://127.0.0.1:30000", help="address of the router")
-    add("--interval", type=float, metavar="S", default=5.0, help="between two lines where the output is no terminal")
+    add(
+        "--interval",
+        type=float,
+        metavar="S",
+        default=5.0,
+        help="seconds between two lines where the output is not a terminal",
+    )
     add("--lines", type=int, metavar="N", help="end after this number of lines, or of pictures of a terminal")
     add("--api-key", default="", metavar="TEXT", help=KEY_HELP)
 

@@ -41,7 +41,7 @@ def needed(
     if slots.typecode != "I":
         raise ValueError("slots must be an array of type 'I'")
     if min(first_token, first_head, head_count, first_layer) < 0 or layer_count < 1:
-        raise ValueError("a range of tokens, heads or layers makes no sense")
+        raise ValueError("a range of tokens, heads or layers is empty or negative")
     tokens = (TokenSpan(first_token, first_token + len(slots)),) if len(slots) else ()
     whole = KVShard(tokens, first_head, head_count, first_layer, layer_count, aux_slot is not None)
     return Need(transfer_id, whole, slots, aux_slot, state_slots, first_token)

@@ -201,12 +201,12 @@ def test_it_takes_one_run(recording: Path, capsys: pytest.CaptureFixture[str]) -
     [
         ([], "it is empty"),
         ([b"no json"], "line 1 is not JSON"),
-        ([b"{}"], "line 1 is no hello"),
+        ([b"{}"], "line 1 is not a hello"),
         ([b'{"kind":"hello","version":7}'], "line 1: version 7 is not 1"),
         ([b'{"kind":"hello","version":1,"fields":{}}'], "line 1: the fields are not those of this version"),
         (["hello", b"{", b"{}"], "line 2 is not JSON"),
         (["hello", b"[]"], "line 2 is neither"),
-        (["hello", b'{"kind":"frame"}'], "line 2: at_s is no number"),
+        (["hello", b'{"kind":"frame"}'], "line 2: at_s must be a number"),
         (["hello", b" " * (2 << 20) + b"1"], "line 2 is longer than"),
     ],
 )
@@ -348,7 +348,14 @@ def test_what_cannot_be_recorded_is_one_line(
     lines = capsys.readouterr().err.splitlines()
     for line, words in zip(
         lines,
-        ("is not of the form", "--seconds", "(--api-key)", "it has no live page", "line 1 is no hello", "No such file"),
+        (
+            "is not of the form",
+            "--seconds",
+            "(--api-key)",
+            "it has no live page",
+            "line 1 is not a hello",
+            "No such file",
+        ),
         strict=True,
     ):
         assert line.startswith("sglang-ext live record: ")

@@ -180,7 +180,7 @@ def test_what_cannot_be_shown_is_one_line(router: StreamingRouter, capsys: pytes
     assert main(["live", "top", router.url]) == 1
     lines = capsys.readouterr().err.splitlines()
     for line, words in zip(
-        lines, ("is not of the form", "--interval", "(--api-key)", "line 1 is no hello"), strict=True
+        lines, ("is not of the form", "--interval", "(--api-key)", "line 1 is not a hello"), strict=True
     ):
         assert line.startswith("sglang-ext live top: ")
         assert words in line
