@@ -136,7 +136,7 @@ lint: env
 	@$(BIN)/lint-imports
 	@$(BIN)/python tools/check_structure.py
 
-check: lint
+check: lint $(NATIVE)
 	@$(BIN)/python -m pytest -q -n $$(nproc) -m 'not slow' tests/unit $(PYTEST_ARGS)
 
 test: lint $(NATIVE)

@@ -42,7 +42,7 @@ class CompileHotPath(BuildHookInterface):  # type: ignore[type-arg]
 
         command = compiler()
         if command is None:
-            self.app.display_warning("no C++ compiler: this wheel cannot make CDSP plans, and moves KV by numpy")
+            self.app.display_warning("no C++ compiler: this wheel plans in Python and moves KV by numpy")
             return []
         for module in NATIVE_MODULES:
             build(module, command, Path(self._folder) / module.built())

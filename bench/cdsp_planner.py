@@ -42,6 +42,7 @@ from sglang_ext.long_pool.decide.price_planner import PrefillSnapshot, PriceOpti
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
 from sglang_ext.long_pool.decide.table1 import LARGEST_SIZE, fitted_candidates
 from support.cdsp_optimum import unrestricted_optimum_s
+from support.compiled import use_compiled_modules
 from support.result import machine, print_result, progress
 
 NODE_SIZE = 8
@@ -176,6 +177,7 @@ def measure_quality(snapshots: int, rate: float) -> dict[str, float]:
 
 
 def main() -> None:
+    use_compiled_modules()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--sizes", type=int, nargs="+", default=[8, 16, 32, 64, 128, 256, 1024], help="largest SP sizes"

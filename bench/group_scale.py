@@ -54,6 +54,7 @@ from sglang_ext_router.instances.workers import Worker
 from sglang_ext_router.observe.metrics import MetricsSnapshot
 from sglang_ext_router.request.prompt import measure
 from sglang_ext_router.request.routing import RoutePlanner
+from support.compiled import use_compiled_modules
 from support.group_peers import BLOCKS_PER_PROMPT, PeerFigures, PeerLoad, run_instances, run_peers
 from support.processor_time import OtherLoad
 from support.result import machine, print_result, progress, versions
@@ -98,6 +99,7 @@ class LinkedStandIn:
 
 
 def main() -> None:
+    use_compiled_modules()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=8.0, help="of each measurement (default %(default)s)")
     parser.add_argument(

@@ -40,6 +40,7 @@ from sglang_ext.transfer.endpoint.outgoing_transfer import PartRows, SourceChunk
 from sglang_ext.transfer.endpoint.transfer_status import Stage
 from sglang_ext.transfer.pool_layout import ItemBuffer, LayerBuffers, PoolLayout
 from sglang_ext.transfer.transports.registry import create_transport
+from support.compiled import use_compiled_modules
 from support.processor_time import OtherLoad
 from support.result import give_up, machine, print_result, progress, write_json
 
@@ -208,6 +209,7 @@ class Transfers:
 
 def main() -> None:
     """Run the benchmark and print the result line."""
+    use_compiled_modules()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=25, help="timed rounds (default %(default)s)")
     parser.add_argument("--output", type=Path, help="also write the result to this file")

@@ -26,6 +26,7 @@ from sglang_ext_router.decide.pool_choice import FixedBoundary, choose_pool, is_
 from sglang_ext_router.decide.prefill_choice import PREFILL_POLICIES, prefill_policy
 from sglang_ext_router.decide.prefix_index import BLOCK_BYTES, BLOCK_ENDS, PrefixIndex, block_hashes
 from sglang_ext_router.decide.token_estimate import TokenEstimator
+from support.compiled import use_compiled_modules
 
 Decision = Callable[[], object]
 PROMPT_BYTES = 480
@@ -141,6 +142,7 @@ def measure_us(decision: Decision, seconds: float, repeats: int) -> float:
 
 
 def main() -> None:
+    use_compiled_modules()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 16, 128], help="numbers of instances")
     parser.add_argument("--seconds", type=float, default=0.05, help="length of one run")

@@ -40,6 +40,7 @@ from pathlib import Path
 from statistics import median
 
 from sglang_ext.cluster.ports import pick_free_ports
+from support.compiled import use_compiled_modules
 from support.processor_time import OtherLoad
 from support.result import give_up, machine, print_result, progress, versions, write_json
 from support.routers import COMMANDS, OURS, RouterError, RunningRouter, Upstreams
@@ -247,6 +248,7 @@ class Bench:
 
 def main() -> None:
     """Run the comparison and print the result line."""
+    use_compiled_modules()
     arguments = _arguments()
     names = [name for name in COMMANDS if name in arguments.routers]
     if shutil.which("wrk") is None:

@@ -1,7 +1,7 @@
 """Build the C++ extension modules in place with the system's compiler and nanobind.
 
     python tools/build_native.py            # next to the sources, for an editable installation
-    python tools/build_native.py --remove   # without them the planner says that it is not built, numpy moves rows
+    python tools/build_native.py --remove   # without them Python plans and numpy moves rows
 
 A module carries the digest of what it was built from, so it is built again only when that has changed. CXX names the
 compiler (default c++).
@@ -118,11 +118,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Build the C++ extension modules in place.")
     parser.add_argument("--remove", action="store_true", help="remove what was built")
     parser.add_argument("--list", action="store_true", help="print the files whose change asks for a new build")
+    parser.add_argument("--check", action="store_true", help="exit with status 1 unless all modules are of the sources")
     arguments = parser.parse_args()
     if arguments.list:
         files = [Path(__file__).resolve(), *(file for module in NATIVE_MODULES for file in module.source_files())]
         print(*(file.relative_to(ROOT) for file in files))
         return 0
+    if arguments.check:
+        return 0 if all(is_built(module) for module in NATIVE_MODULES) else 1
     if arguments.remove:
         for module in NATIVE_MODULES:
             module.in_place().unlink(missing_ok=True)
@@ -130,7 +133,7 @@ def main() -> int:
     command = compiler()
     if command is None:
         print(
-            "no C++ compiler found: CDSP plans cannot be made, KV transfers are slower (install g++ or set CXX)",
+            "no C++ compiler found: planning and KV transfers are slower (install g++ or set CXX)",
             file=sys.stderr,
         )
         return 0

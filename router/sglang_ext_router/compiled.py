@@ -1,6 +1,6 @@
-"""Whether the modules that run for every request are compiled, and of the sources that are there.
+"""Reports whether the modules that run for every request are compiled, and from which sources.
 
-Imports nothing that may be compiled: what it warns of would be loaded with it.
+Imports nothing that may be compiled, since a stale module would be loaded with it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ MANIFEST = Path(__file__).with_name("compiled_sources.json")
 
 
 def describe_compiled() -> tuple[bool, str]:
-    """Whether something is wrong, and what to say of it."""
-    # First: modules that were compiled of sources which have moved since shadow what is there now.
+    """Return whether compiled modules are stale, and one line about them."""
+    # First: modules that were compiled from sources which have moved since shadow the present ones.
     if MANIFEST.exists():
         for source, digest in json.loads(MANIFEST.read_text()).items():
             if _digest(source) != digest:
-                return True, f"the compiled request path is not of this {source}: run `make compiled`"
+                return True, f"the compiled request path is older than {source}: run `make compiled` or `make plain`"
     spec = find_spec(WITNESS)
     if spec is None or spec.origin is None or spec.origin.endswith(".py"):
         return False, "the request path is plain Python: `make compiled` compiles it"

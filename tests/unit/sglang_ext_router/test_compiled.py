@@ -73,7 +73,7 @@ def test_a_module_that_was_compiled_and_has_moved_since_is_noticed_and_removed(
     monkeypatch.setattr(compiled, "MANIFEST", tmp_path / "manifest.json")
     assert compiled.describe_compiled() == (
         True,
-        "the compiled request path is not of this sglang_ext_router/moved.py: run `make compiled`",
+        "the compiled request path is older than sglang_ext_router/moved.py: run `make compiled` or `make plain`",
     )
 
 

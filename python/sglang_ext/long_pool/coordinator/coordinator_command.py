@@ -24,6 +24,7 @@ from sglang_ext.long_pool.coordinator.pool_cost import (
 from sglang_ext.long_pool.coordinator.pool_protocol import PoolProtocol
 from sglang_ext.long_pool.coordinator.pool_settings import PoolSettings
 from sglang_ext.long_pool.decide.pool_schedule import PrefillOrder
+from sglang_ext.long_pool.decide.price_planner import IS_NATIVE
 from sglang_ext.long_pool.decide.sharding import Interleaving
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate
 from sglang_ext.shared_key import KeyFileError, read_key_file
@@ -214,8 +215,8 @@ async def serve(options: CoordinatorOptions) -> None:
     try:
         http_port = await _serve_http(runner, options.host, options.http_port)
         logger.info(
-            "cdsp: coordinator of a long pool on %s:%d, http://%s:%d/status",
-            *(options.host, port, options.host, http_port),
+            "cdsp: coordinator of a long pool on %s:%d, http://%s:%d/status; it plans in %s",
+            *(options.host, port, options.host, http_port, "C++" if IS_NATIVE else "Python"),
         )
         # A coordinator in which something has gone wrong must not look alive: its members go on alone without it.
         ticking = asyncio.create_task(server.run())

@@ -1,4 +1,4 @@
-"""The planners' C++ core, or one line that says how to get it (ImportError)."""
+"""The planners' C++ core. Importing this module raises ImportError with one line where the core is not built."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ try:
     from sglang_ext.long_pool.decide._core import PricePlanner as NativePricePlanner
 except ImportError as error:
     raise ImportError(
-        f"the CDSP planner's C++ core is not usable ({error}): with a C++ compiler run `make env` in a checkout or "
-        "install sglang-ext from source"
+        f"the CDSP planner's C++ core is not usable ({error}): with a C++ compiler run `make compiled` in a checkout "
+        "or install sglang-ext from source"
     ) from None
 
 __all__ = ["CoreCost", "NativePlanner", "NativePricePlanner", "core_candidates"]

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from sglang_ext.long_pool.decide.native_core import NativePlanner, core_candidates
 from sglang_ext.long_pool.decide.price_planner import PrefillSnapshot
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, check_candidates
 
@@ -90,6 +89,9 @@ class CdspPlanner:
     """
 
     def __init__(self, config: PlannerConfig) -> None:
+        """Raises ImportError where the C++ core is not built: this baseline has no other search."""
+        from sglang_ext.long_pool.decide.native_core import NativePlanner, core_candidates
+
         self.config = config
         self._core = NativePlanner(
             *core_candidates(config.candidates),

@@ -29,14 +29,14 @@ def load(name: str, file: Path) -> object:
 def test_the_core_is_of_these_sources() -> None:
     script = load("build_native_under_test", BUILD_SCRIPT)
     module = script.NATIVE_MODULES[0]  # type: ignore[attr-defined]
-    assert script.source_digest(module) == _core.SOURCE_DIGEST, "run `make env`"  # type: ignore[attr-defined]
+    assert script.source_digest(module) == _core.SOURCE_DIGEST, "run `make compiled`"  # type: ignore[attr-defined]
     assert script.is_built(module)  # type: ignore[attr-defined]
 
 
 def test_without_the_core_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sglang_ext.long_pool.decide._core", None)
     assert native_core.__file__ is not None
-    with pytest.raises(ImportError, match=r"^the CDSP planner's C\+\+ core is not usable .*`make env`") as caught:
+    with pytest.raises(ImportError, match=r"^the CDSP planner's C\+\+ core is not usable .*`make compiled`") as caught:
         load("planner_without_core", Path(native_core.__file__))
     assert "\n" not in str(caught.value)
     assert caught.value.__cause__ is None

@@ -1,4 +1,4 @@
-"""The price planner against every choice there is, and by hand."""
+"""The price planner: its C++ core against the search in Python, which lists every choice; and by hand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from sglang_ext.long_pool.decide.price_planner import (
 )
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
 from support.cdsp_cases import PLENTY, Case, cases, scaling_cases
-from support.price_reference import PriceReference
 
 # One instance computes 1,000 tokens in 1 s, two in 0.6 s, four in 0.4 s.
 COSTS = tuple(
@@ -80,8 +79,8 @@ def test_equals_the_best_of_all_choices(
     decision: tuple[PriceOptions, PrefillSnapshot, list[WaitingPrompt], float],
 ) -> None:
     options, snapshot, prompts, others = decision
-    found = PricePlanner(options).place(snapshot, prompts, others)
-    expected = PriceReference(options, snapshot).place(prompts, others)
+    found = PricePlanner(options, is_native=True).place(snapshot, prompts, others)
+    expected = PricePlanner(options, is_native=False).place(snapshot, prompts, others)
     assert found == expected
     for one in found:
         kind = (

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -415,7 +416,8 @@ def test_the_other_size_than_was_posted(make: Callable[..., list[PeerLinks]], th
     sent = threads.submit(send)
     with pytest.raises(MeshError, match="40 bytes instead of 36"):
         receive()
-    sent.result(SOON_S)
+    with suppress(MeshError):  # the receiver's failure may reach the sender before its own wait has ended
+        sent.result(SOON_S)
     swap_all(threads, links, 2)
 
 

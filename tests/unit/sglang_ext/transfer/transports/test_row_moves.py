@@ -56,7 +56,7 @@ def copier(request: pytest.FixtureRequest) -> Iterator[None]:
         if request.param == "numpy":
             patch.setattr(row_moves, "native_rows", None)
         else:
-            assert row_moves.native_rows is not None, "run `make env`"
+            assert row_moves.native_rows is not None, "run `make compiled`"
         yield
 
 
@@ -185,7 +185,7 @@ def test_more_rows_than_there_are_slots_are_refused() -> None:
 
 
 def test_the_native_copier_is_of_these_sources() -> None:
-    assert row_moves.native_rows is not None, "run `make env`"
+    assert row_moves.native_rows is not None, "run `make compiled`"
     script = runpy.run_path(str(Path(__file__).parents[5] / "tools/build_native.py"))
     module = next(module for module in script["NATIVE_MODULES"] if module.name == "_rows")
-    assert script["source_digest"](module) == row_moves.native_rows.SOURCE_DIGEST, "run `make env`"
+    assert script["source_digest"](module) == row_moves.native_rows.SOURCE_DIGEST, "run `make compiled`"
