@@ -26,7 +26,7 @@ from support.tiny_model import tiny_model
 
 pytestmark = pytest.mark.integration
 
-OWN_IMPORTS = "sglang-ext: imports anew, for another "
+OWN_IMPORTS = "sglang-ext: imports SGLang again, for another "
 
 
 @pytest.fixture

@@ -185,7 +185,7 @@ class Cluster:
 
     @contextmanager
     def kept_running(self) -> Iterator[None]:
-        """For the duration of the block, keep the programs running from a thread of its own."""
+        """During the block, keep the programs running from a thread of its own."""
         is_over = threading.Event()
         thread = threading.Thread(target=self.serve, args=(is_over.is_set,), name="cluster")
         thread.start()

@@ -1,4 +1,4 @@
-"""What a cluster is made of, resolved once into frozen records; field metadata is the reference text."""
+"""The configuration of a cluster, resolved once into frozen records; field metadata is the reference text."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class PoolConfig:
 
     @property
     def ranks(self) -> int:
-        """Of each instance: every one has a device, or threads of its own."""
+        """Return the ranks of each instance, each with a device or threads of its own."""
         return self.tp * self.pp
 
     def port_of(self, index: int) -> int:
@@ -347,7 +347,7 @@ class ClusterConfig:
 
     @property
     def folder(self) -> Path:
-        """Where this cluster keeps its logs and state."""
+        """Return the folder of this cluster's logs and state."""
         return Path(self.run_dir) / self.name
 
     def _check_ports_differ(self) -> None:

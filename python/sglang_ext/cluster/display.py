@@ -1,4 +1,4 @@
-"""What a person sees of a cluster: a live table on a terminal, plain lines elsewhere."""
+"""Progress of a cluster for a person: a live table on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

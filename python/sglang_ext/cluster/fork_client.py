@@ -114,12 +114,12 @@ class ForkClient:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it may start engines, now or once its imports are made."""
+        """Return whether it may start engines, now or once its imports are made."""
         return not self._is_broken and self.process.poll() is None
 
     @property
     def is_ready(self) -> bool:
-        """Whether its imports are made; does not wait."""
+        """Return whether its imports are made; does not wait."""
         with suppress(ForkServerError), self._lock:
             self._await_imports(0.0)
         return self._has_imports and self.is_alive

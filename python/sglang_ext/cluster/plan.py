@@ -33,10 +33,10 @@ _KEY_OPTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What the plan needs to know about the machine."""
+    """Facts of the machine that the plan depends on."""
 
     core_ids: frozenset[int]
-    gpu_count: int  # those that the installed torch can use
+    gpu_count: int  # GPUs that the installed torch can use
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +63,10 @@ class ClusterPlan:
     admin_key: str
     model_name: str
     page_url: str | None = None  # the router's live page; None: it is off
-    coordinator: Program | None = None  # None: long instances compute alone
+    coordinator: Program | None = None  # None: long instances do not share prompts
     # Where the key is to be that they and the coordinator prove to each other; None: there is none, or it is given.
     pool_key_file: Path | None = None
-    # What the instances have in common, where they are forked from one process; None: each imports SGLang anew.
+    # What the instances have in common, where they are forked from one process; None: each imports SGLang itself.
     fork_environment: Mapping[str, str] | None = None
 
     @property
@@ -85,7 +85,7 @@ class ClusterPlan:
 
 
 def is_secret(variable: str) -> bool:
-    """Whether an environment variable holds a key."""
+    """Return whether an environment variable holds a key."""
     return variable.endswith("API_KEY")
 
 
@@ -113,7 +113,7 @@ def resolve_device(config: ClusterConfig, machine: Host) -> str:
 
 
 def count_ports(config: ClusterConfig) -> int:
-    """Return how many ports have to be picked: those that the configuration leaves open."""
+    """Return how many ports have to be picked: the ports that the configuration leaves open."""
     open_ports = int(config.router.port == 0)
     if config.coordinator.enabled:
         open_ports += [config.coordinator.port, config.coordinator.http_port].count(0)
@@ -273,7 +273,7 @@ def _memory_share(users: int) -> tuple[str, ...]:
 
 
 def _decides_boundary(arguments: Sequence[str]) -> bool:
-    """Whether these arguments of an instance say where short ends, or that its scheduler does not ask."""
+    """Return whether these arguments of an instance say where short ends, or that its scheduler does not ask."""
     if last_value(arguments, "--laps-mode") == "off":
         return True
     return any(argument.startswith("--laps-boundary-tokens") for argument in arguments)
@@ -334,7 +334,7 @@ def _router(
 
 
 def _page_url(config: ClusterConfig, router_url: str) -> str | None:
-    """Where the router has its live page by its own arguments."""
+    """Return the path of the live page by the router's own arguments."""
     arguments = config.router.args
     if "--disable-ui" in arguments:
         return None

@@ -27,7 +27,7 @@ class NoFreePortError(RuntimeError):
 
 
 def is_port_free(host: str, port: int) -> bool:
-    """Whether a server could listen on `host`:`port` at this moment."""
+    """Return whether a server could listen on `host`:`port` at this moment."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -78,7 +78,7 @@ class RunningProgram:
 
 
 def answers_ok(url: str, path: str) -> bool:
-    """Whether GET `url``path` is answered with 200 within PROBE_TIMEOUT_S."""
+    """Return whether GET `url``path` is answered with 200 within PROBE_TIMEOUT_S."""
     parts = urlsplit(url)
     assert parts.hostname is not None
     connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=PROBE_TIMEOUT_S)
@@ -92,9 +92,9 @@ def answers_ok(url: str, path: str) -> bool:
 
 
 def answers_anything(url: str, timeout_s: float) -> bool:
-    """Whether a server process answers a request at all, with whatever status.
+    """Return whether a server process answers a request at all, with any status.
 
-    A connection that is refused or closed is an answer, too: of a kernel whose process ends, not of one that is frozen.
+    A connection that is refused or closed is an answer, too: of a kernel whose process ends, not of a frozen process.
     """
     parts = urlsplit(url)
     assert parts.hostname is not None

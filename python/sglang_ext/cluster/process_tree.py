@@ -79,7 +79,7 @@ def session_processes(session_id: int) -> list[int]:
 
 
 def send_signal(pids: Collection[int], signal_number: int) -> None:
-    """Send a signal to each; those that are gone are passed over."""
+    """Send a signal to each process that still exists."""
     for pid in pids:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal_number)
@@ -112,7 +112,7 @@ WATCHDOG_GRACE_S = 5.0
 
 
 class Watchdog:
-    """The supervisor's end: starts the process and tells it what to watch."""
+    """The supervisor's side: start the process and send it the sessions to watch."""
 
     def __init__(self, cluster_id: str) -> None:
         self._process = subprocess.Popen(

@@ -1,10 +1,10 @@
 """Starts a cluster's programs, keeps them running, and ends them.
 
-One thread owns everything; health and liveness probes alone run on others, since a program that is busy may leave a
+One thread owns everything; only health and liveness probes run on others, since a program that is busy may leave a
 connection waiting.
 
-A program that is ready and answers nothing any more is frozen: it is killed, and goes the way of one that died. So does
-one that was started again and does not become ready in time.
+A program that is ready and answers nothing any more is frozen: it is killed and started again like a program that
+died. So is a program that was started again and does not become ready in time.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ProgramPhase(StrEnum):
 
 
 class StartError(RuntimeError):
-    """The cluster did not come up; `log_lines` are the last lines of the log of the one that failed."""
+    """The cluster did not come up; `log_lines` are the last lines of the log of the program that failed."""
 
     def __init__(self, message: str, log: Path, log_lines: list[str]) -> None:
         super().__init__(message)
@@ -208,7 +208,7 @@ class Supervisor:
         self._probes.shutdown(wait=False, cancel_futures=True)
 
     def _can_launch(self, member: SupervisedProgram) -> bool:
-        """Whether starting it now does not wait for the fork server; one that is of no use any more is dropped."""
+        """Return whether `member` can start without waiting for the fork server; drop a fork server that has failed."""
         forks = self._forks
         if member.program.role is None or forks is None or forks.is_ready:
             return True

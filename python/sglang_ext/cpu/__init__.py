@@ -1,6 +1,6 @@
-"""What SGLang imports but a machine without a GPU lacks.
+"""Stand-ins for packages that SGLang imports and a machine without a GPU lacks.
 
-SGLang imports `triton`, `torchvision`, `torchaudio` and `sgl_kernel` whatever the device. No CPU build of
+SGLang imports `triton`, `torchvision`, `torchaudio` and `sgl_kernel` on every device. No CPU build of
 `sgl_kernel` is published, and the other three are large and never run on the CPU path. `install()` puts a
 stand-in in place of each that is really absent: code that a served path reaches is implemented, everything
 else raises an error that names what is missing.

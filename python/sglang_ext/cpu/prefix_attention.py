@@ -21,7 +21,7 @@ STOCK_ATTENTION_VARIABLE = "SGLANG_EXT_STOCK_CPU_ATTENTION"
 
 
 def is_stock_wanted(environment: Mapping[str, str]) -> bool:
-    """Whether the user leaves attention to SGLang.
+    """Return whether the user leaves attention to SGLang.
 
     Asked at each call, not once: an engine may be forked from a process that had another environment.
     """

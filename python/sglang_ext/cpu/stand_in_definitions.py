@@ -1,4 +1,4 @@
-"""What of the absent packages runs on a CPU: the part of `triton` that defines kernels, and functions of `sgl_kernel`.
+"""Parts of absent packages that run on a CPU: `triton`'s definitions of kernels, and functions of `sgl_kernel`.
 
 SGLang decorates kernels and calls small helpers of `triton` while it is imported, and imports about ten CPU functions
 from `sgl_kernel` at module level. Ordinary serving calls only `assign_req_to_token_pool_cpu`; the others belong to

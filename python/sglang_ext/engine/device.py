@@ -1,4 +1,4 @@
-"""What this machine offers an engine: a CUDA device or only cores, and how many."""
+"""The devices of this machine: GPUs, or only cores, and how many."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class MachineFacts:
     """The facts that launch flags depend on."""
 
     device: Device
-    core_ids: tuple[int, ...]  # those that this process may use
+    core_ids: tuple[int, ...]  # cores that this process may use
     memory_bytes: int  # of the machine, or of its container where that is less
 
     def __post_init__(self) -> None:
@@ -49,7 +49,7 @@ def cuda_device_count() -> int:
 
 
 def torch_has_cuda() -> bool:
-    """Whether the installed torch was built with CUDA, read from its metadata without importing it."""
+    """Return whether the installed torch was built with CUDA, read from its metadata without importing it."""
     try:
         version = metadata.version("torch")
     except metadata.PackageNotFoundError:

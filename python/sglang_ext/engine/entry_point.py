@@ -1,4 +1,4 @@
-"""What SGLang calls in each of its processes (entry point group `sglang.srt.plugins`)."""
+"""The plugin that SGLang calls in each of its processes (entry point group `sglang.srt.plugins`)."""
 
 from __future__ import annotations
 

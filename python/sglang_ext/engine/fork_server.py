@@ -95,7 +95,7 @@ def _engine(
         environment = command.full_environment(os.environ)
         conflicts = imports.conflicts(environment)
         if conflicts:
-            print(f"sglang-ext: imports anew, for another {', '.join(conflicts)}", file=sys.stderr)
+            print(f"sglang-ext: imports SGLang again, for another {', '.join(conflicts)}", file=sys.stderr)
             return worker.replace_process(command)
         become_engine(environment, imports)
         sys.argv = list(command.argv[2:])
@@ -108,7 +108,7 @@ def _engine(
 
 
 def _wait_for_adoption(client: int) -> bool:
-    """Whether `client` becomes the parent, which it is as soon as the process between has ended."""
+    """Return whether `client` becomes the parent, which it is as soon as the process between has ended."""
     deadline_s = time.monotonic() + ADOPTION_TIMEOUT_S
     while os.getppid() != client:
         if time.monotonic() > deadline_s:

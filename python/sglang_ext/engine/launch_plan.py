@@ -49,13 +49,13 @@ HANDSHAKE_KV_RELEASE_TIMEOUT_S = 86400
 class StartMethod(StrEnum):
     """How the processes of an engine start."""
 
-    FORK = "fork"  # from one that has imported SGLang; CPU only
-    SPAWN = "spawn"  # as SGLang does it: each imports anew
+    FORK = "fork"  # from a process that has imported SGLang; CPU only
+    SPAWN = "spawn"  # as SGLang does it: each process imports SGLang itself
 
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """What the user of `sglang-ext worker` asks for."""
+    """The settings of `sglang-ext worker`."""
 
     role: Role
     model_path: str
@@ -69,7 +69,7 @@ class WorkerOptions:
     kv_memory_mib: int = 512
     start_method: StartMethod | None = None  # None: fork on a CPU, spawn elsewhere
     laps: LapsOptions | None = None  # None: SGLang's own scheduler
-    cdsp: CdspOptions | None = None  # None: it computes its prefills alone
+    cdsp: CdspOptions | None = None  # None: no other instance shares its prefills
     transfer: TransferOptions | None = None  # None: another KV transfer backend than the handshake
     graphs: GraphOptions | None = None  # None: prefills are not captured by length and batch size
     revision: str = ""
@@ -89,7 +89,7 @@ class LaunchCommand:
         return {**self.default_environment, **inherited, **self.environment}
 
     def __str__(self) -> str:
-        """As a line for a POSIX shell."""
+        """Return the command as a line for a POSIX shell."""
         added = {**self.default_environment, **self.environment}
         assignments = [f"{name}={shlex.quote(value)}" for name, value in sorted(added.items())]
         return " ".join([*assignments, shlex.join(self.argv)])
@@ -211,14 +211,14 @@ _CPU_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     # numpy's library starts its threads when it is imported, and a process with threads must not be forked.
     "OPENBLAS_NUM_THREADS": "1",
-    # SGLang compiles a few small functions whatever the flags: without this, each engine with tensor parallelism
+    # SGLang compiles a few small functions under any flags: without this, each engine with tensor parallelism
     # needs a C++ compiler and a minute of start-up.
     "TORCHDYNAMO_DISABLE": "1",
 }
 
 
 def shared_cpu_environment(*, is_offline: bool) -> dict[str, str]:
-    """What CPU engines have in common: the environment of a process that they are forked from."""
+    """Return the environment that CPU engines have in common: that of the process that they are forked from."""
     offline = {"HF_HUB_OFFLINE": "1"} if is_offline else {}
     return {**_CPU_ENVIRONMENT, **offline, "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
 
@@ -242,7 +242,7 @@ def _bind_ranks(core_ids: Sequence[int], ranks: int, threads: int) -> str:
 
 
 def data_parallel_problem(size: int) -> str | None:
-    """Why an instance with so many data-parallel ranks is refused; None for one rank."""
+    """Return why an instance with `size` data-parallel ranks is refused; None for one rank."""
     if size == 1:
         return None
     return (
@@ -252,7 +252,7 @@ def data_parallel_problem(size: int) -> str | None:
 
 
 def pipeline_problem(stages: int, role: Role, model: ModelFacts | None) -> str | None:
-    """Why an instance of so many pipeline stages is refused; None where it is not."""
+    """Return why an instance with `stages` pipeline stages is refused; None where it is not."""
     if stages == 1:
         return None
     if not role.is_prefill:
@@ -265,7 +265,7 @@ def pipeline_problem(stages: int, role: Role, model: ModelFacts | None) -> str |
 
 
 def decode_context_problem(worker: WorkerOptions, device: Device) -> str | None:
-    """Why an instance whose ranks share out the KV of a decode (`--dcp-size`) is refused; None where it is not.
+    """Return why an instance whose ranks share out the KV of a decode (`--dcp-size`) is refused; None where it is not.
 
     Which models go with it, `decode_context_model_problem` says.
     """
@@ -299,11 +299,13 @@ def decode_context_problem(worker: WorkerOptions, device: Device) -> str | None:
 
 
 def decode_context_model_problem(arguments: Sequence[str], architecture: str | None) -> str | None:
-    """Why a model does not go with `--dcp-size`; None where it does. `architecture` None: its config cannot be read.
+    """Return why a model does not go with `--dcp-size`; None where it does.
+
+    `architecture` is None where the model's config cannot be read.
 
     The ranks of a group must have the same KV heads. With latent attention (MLA) all have; of other models SGLang
     divides the heads among the ranks all the same, but for Qwen3.5, and stores wrong KV. To these no prefill instance
-    without `--dcp-size` can send, either: SGLang deals the KV out for latent attention alone.
+    without `--dcp-size` can send, either: SGLang divides the KV only for latent attention.
     """
     size = size_of(arguments, DECODE_CONTEXT_FLAGS)
     if size == 1 or architecture in DECODE_CONTEXT_MODELS:
@@ -319,7 +321,7 @@ def decode_context_model_problem(arguments: Sequence[str], architecture: str | N
 
 
 def last_value(arguments: Sequence[str], flag: str) -> str | None:
-    """What the last `FLAG VALUE` or `FLAG=VALUE` gives; None where there is none."""
+    """Return the value of the last `FLAG VALUE` or `FLAG=VALUE`; None where there is none."""
     found = None
     for position, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
@@ -329,7 +331,7 @@ def last_value(arguments: Sequence[str], flag: str) -> str | None:
 
 
 def size_of(arguments: Sequence[str], flags: Sequence[str]) -> int:
-    """The number behind the last of these flags; 1 without any. Raises ValueError for one that is no number."""
+    """Return the number behind the last of these flags; 1 without any. Raises ValueError for anything else."""
     size = 1
     for position, argument in enumerate(arguments):
         flag, equals, value = argument.partition("=")

@@ -1,4 +1,4 @@
-"""What launch flags need to know of a model, read from its config.json."""
+"""Facts of a model that launch flags depend on, read from its config.json."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def read_architecture(model_path: str) -> str | None:
 
 
 def has_tied_embeddings(model_path: str) -> bool:
-    """Whether the config of a model in a local folder says that its head is its embeddings."""
+    """Return whether the config of a model in a local folder says that its head is its embeddings."""
     return bool((_read_config(model_path) or {}).get("tie_word_embeddings"))
 
 

@@ -33,15 +33,15 @@ class ExtensionOptions:
     role: Role
     device: Device
     laps: LapsOptions | None = None  # None: SGLang's own scheduler
-    cdsp: CdspOptions | None = None  # None: it computes its prefills alone
+    cdsp: CdspOptions | None = None  # None: no other instance shares its prefills
     transfer: TransferOptions | None = None  # None: another KV transfer backend than the handshake
     graphs: GraphOptions | None = None  # None: prefills are not captured by length and batch size
-    revision: str = ""  # KV cache passes between instances of one revision alone
+    revision: str = ""  # KV cache passes only between instances of one revision
     stages: int = 1  # of a pipeline; each has a part of the layers
 
     @property
     def streams_layers(self) -> bool:
-        """Whether this is a prefill instance whose KV leaves for decode by layer, or with its batch."""
+        """Return whether this is a prefill instance whose KV leaves for decode by layer, or with its batch."""
         if not self.role.is_prefill or self.transfer is None:
             return False
         return self.transfer.stream_layer_bytes is not None or self.stages > 1

@@ -1,6 +1,6 @@
 """An engine's imports, made once in a process that its own processes, or whole engines, are forked from.
 
-SGLang spawns a scheduler per rank and a detokenizer, and each of them imports torch and SGLang anew: on a CPU that
+SGLang spawns a scheduler per rank and a detokenizer, and each of them imports torch and SGLang again: on a CPU that
 is most of an engine's start. Here they are forked instead. That is sound while the process that forks has one
 thread, has run no torch operation on several threads, and has imported nothing that read a setting which the child
 has otherwise; threads and settings are checked. A GPU engine is never forked: its imports initialise CUDA.
@@ -54,7 +54,7 @@ class CannotForkError(RuntimeError):
 
 @dataclass(frozen=True)
 class Imports:
-    """What the imports saw of the environment."""
+    """The part of the environment that the imports read."""
 
     read_variables: frozenset[str]
     environment: Mapping[str, str]  # before
@@ -150,7 +150,7 @@ def fork_instead_of_spawn() -> None:
 
 
 def why_spawn(server_args: Any) -> str | None:
-    """Why an engine with these arguments has to spawn its processes, None when they can be forked."""
+    """Return why an engine with these arguments has to spawn its processes, None when they can be forked."""
     if server_args.dp_size > 1:
         return "--dp-size above 1 starts its schedulers from threads"
     if getattr(server_args, "ep_join_mode", None) == "scale":
@@ -161,7 +161,7 @@ def why_spawn(server_args: Any) -> str | None:
 
 
 class _Child:
-    """Whether a process that was just forked is one of those that SGLang meant to spawn."""
+    """Return whether a process that was just forked is one of those that SGLang meant to spawn."""
 
     is_ours = False
 

@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them, also when that one is killed with SIGKILL (Linux)."""
+"""Processes that end with the process that started them, also when that process is killed with SIGKILL (Linux)."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def _problem(hook: Hook, target: str) -> str | None:
 
 
 def _in_chain(function: object, implementation: object) -> bool:
-    """Whether a function wrapped by SGLang's hook registry, once or more, calls `implementation`."""
+    """Return whether a function wrapped by SGLang's hook registry, once or more, calls `implementation`."""
     while function is not None:
         function = getattr(function, "__func__", function)
         cells = getattr(function, "__closure__", None) or ()

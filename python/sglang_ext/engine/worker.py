@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--revision",
         default="",
-        help="name of what is rolled out: routers pair prefill and decode instances of one revision alone "
+        help="name of what is rolled out: routers pair only prefill and decode instances of one revision "
         "(SGLang's option of this name goes after --)",
     )
     parser.add_argument("--device", choices=["auto", *Device], default="auto", help="what to run on")
@@ -143,7 +143,7 @@ def _worker_options(arguments: argparse.Namespace, device: Device) -> WorkerOpti
     graphs, engine_arguments = graph_options(arguments.role, arguments, arguments.engine_arguments)
     laps, engine_arguments = laps_options(arguments.role, arguments, engine_arguments)
     name = f"{arguments.advertise_host or arguments.host}:{arguments.port}"
-    cdsp = cdsp_options(arguments, arguments.role, name)
+    cdsp = cdsp_options(arguments, arguments.role, name, arguments.advertise_host)
     if cdsp is not None and laps is None:
         raise ValueError("--cdsp-coordinator: needs --laps-mode other than off")
     return WorkerOptions(
@@ -168,9 +168,9 @@ def _worker_options(arguments: argparse.Namespace, device: Device) -> WorkerOpti
 
 
 def _problem(options: WorkerOptions, machine: MachineFacts) -> str | None:
-    """Why this worker cannot start on this machine, found before SGLang's slow imports."""
+    """Return why this worker cannot start on this machine, found before SGLang's slow imports."""
     if installed_sglang() is None:
-        return "SGLang is not installed; `sglang-ext doctor` tells how to get it"
+        return "SGLang is not installed; `sglang-ext doctor` says how to install it"
     if options.model_path.startswith((".", "/", "~")) and not options.model_is_local:
         return f"--model-path {options.model_path}: there is no such folder"
     if options.start_method is StartMethod.FORK and machine.device is not Device.CPU:

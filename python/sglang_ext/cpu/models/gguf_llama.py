@@ -103,7 +103,7 @@ class GgufLlama:
 
     @property
     def has_tied_embeddings(self) -> bool:
-        """Whether the output projection is the embedding table."""
+        """Return whether the output projection is the embedding table."""
         return all(tensor.name != "output.weight" for tensor in self._reader.tensors)
 
     def tensors(self) -> Iterator[tuple[str, FloatArray]]:

@@ -57,7 +57,7 @@ class GgufVocabulary:
 
 
 def _smollm_pre_tokenizer() -> pre_tokenizers.PreTokenizer:
-    # Each digit alone, then GPT-2's own pattern.
+    # Each digit by itself, then GPT-2's own pattern.
     return pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),

@@ -94,5 +94,5 @@ def family(rid: str, known: Iterable[str]) -> list[str]:
 
 
 def is_member_suffix(suffix: str) -> bool:
-    """Whether `suffix` is `_3`, `_3_0` and the like."""
+    """Return whether `suffix` is `_3`, `_3_0` and the like."""
     return suffix.startswith("_") and all(part.isdecimal() for part in suffix[1:].split("_"))

@@ -26,7 +26,7 @@ from sglang_ext.laps.sglang.request_hints import check_hints
 def normalize_batch_and_arguments(stock: Callable[[Any], None], request: Any) -> None:
     """AROUND `GenerateReqInput.normalize_batch_and_arguments()`: normalises `request` in place.
 
-    Raises ValueError (answered with 400) for rooms that cannot be told apart.
+    Raises ValueError (answered with 400) for rooms that cannot be distinguished.
     """
     rooms, rids = request.bootstrap_room, request.rid
     if isinstance(rooms, list):
@@ -93,7 +93,7 @@ def add_request_to_queue(stock: Callable[..., None], scheduler: Any, request: An
 
 
 def room_in_use(scheduler: Any, room: int | None) -> bool:
-    """Whether a request that this scheduler holds has this room."""
+    """Return whether a request that this scheduler holds has this room."""
     return room is not None and any(
         request.bootstrap_room == room and not request.finished() for request in live_requests(scheduler)
     )

@@ -1,8 +1,8 @@
-"""Scores from the prefill leg alone: a request with SGLang's own warm-up address as its decode instance.
+"""Scores from the prefill leg only: a request with SGLang's own warm-up address as its decode instance.
 
 A prefill instance finishes such a request without a peer: its sender is a fake one, nothing is transferred, no slot is
 taken elsewhere. The log-probabilities of its prompt, also of one in chunks, are those that SGLang computes for any
-request; positions that are cached are computed anew from `logprob_start_len` on. What is left to do here:
+request; positions that are cached are computed again from `logprob_start_len` on. What is left to do here:
 
 * not to prepare for decode what has no place there: the metadata buffer holds 128 alternatives of the first token, and
   stock SGLang ends the whole engine when a request asks for more;
@@ -21,7 +21,7 @@ from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 
 
 def is_without_decode(request: Any) -> bool:
-    """Whether this request ends with its prefill.
+    """Return whether this request ends with its prefill.
 
     SGLang's own health checks and warm-ups on a prefill instance are such requests, too.
     """
@@ -48,7 +48,7 @@ def set_metadata(stock: Callable[..., None], buffers: Any, request: Any) -> None
 
 
 def excess_top_logprobs(scheduler: Any, request: Any) -> str | None:
-    """Why this request must be refused: its alternatives would not fit into what prefill sends to decode.
+    """Return why this request must be refused: its alternatives would not fit into what prefill sends to decode.
 
     None where they fit, or where nothing is sent.
     """
@@ -74,7 +74,7 @@ def stream_output(stock: Callable[..., None], streamer: Any, requests: Sequence[
             request.sampling_params.max_new_tokens = getattr(request, _WANTED, 1)
             request.update_finish_state()
             if request.return_logprob and request.finished_len == 0:
-                # Prefill tells all that it has sampled, not what lies before the end.
+                # Prefill reports every token that it has sampled, also those after the end.
                 request.logprob.output_token_logprobs_val.clear()
                 request.logprob.output_token_logprobs_idx.clear()
             if request.finished_reason is None:  # a warm-up that asked for more

@@ -20,7 +20,7 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 POLL_S = 0.1
 IDLE_S = 1.0  # without a request: what is on its way to decode or to a client has left
-# Longer than a router takes to notice by health checks alone. Whatever is still sent then is served elsewhere.
+# Longer than a router takes to notice by its health checks. Requests that it still sends then are served elsewhere.
 NEW_REQUESTS_FOR_S = 15.0
 ABORT_PATH = "/abort_request"
 FORCE_VARIABLE = "SGL_FORCE_SHUTDOWN"  # SGLang's own: do not wait
@@ -28,7 +28,7 @@ REFUSAL = b'{"error":{"message":"this instance is ending","type":"service_unavai
 
 
 class ShutdownGate:
-    """Counts the HTTP requests that are being served, and answers 503 to those that come too late."""
+    """Count the HTTP requests that are being served, and answer 503 to requests that come too late."""
 
     def __init__(self) -> None:
         self.in_flight = 0

@@ -145,7 +145,7 @@ def _without_captures(
 
 
 def _agree_among_ranks() -> Callable[[bool], bool]:
-    """Whether a thing is so on all tensor-parallel ranks; where there are several, a collective call on the CPU."""
+    """Return a function that ands a flag over the tensor-parallel ranks, by a collective call on the CPU."""
     from sglang.srt.distributed.parallel_state import get_tp_group
 
     group = get_tp_group()

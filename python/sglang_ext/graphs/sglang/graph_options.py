@@ -130,7 +130,7 @@ _TOKENS_HEADS_SIZE = 3
 
 
 def conflict(model_runner: Any) -> str | None:
-    """Why the prefills of this model runner are not captured; None when they can be."""
+    """Return why the prefills of this model runner are not captured; None when they can be."""
     config, arguments = model_runner.model_config, model_runner.server_args
     names = getattr(config.hf_config, "architectures", None) or ["a model without a name"]
     pool = model_runner.token_to_kv_pool
@@ -185,7 +185,7 @@ def conflict(model_runner: Any) -> str | None:
 
 
 def _why_not(architecture: str, config: Any) -> str:
-    """Of a model that is not captured: what is in its way, where the config tells."""
+    """Return why a model is not captured, as far as its config says."""
     text = getattr(config, "hf_text_config", config.hf_config)
     for field, reason in (
         ("kv_lora_rank", "its attention is latent (MLA)"),

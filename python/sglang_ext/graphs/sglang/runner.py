@@ -1,7 +1,7 @@
 """Stands in SGLang's model runner where its prefill runner stands, and takes the batches that fit a captured shape.
 
 Captured is the body of the model, attention included. The tail (last rows, vocabulary, logprobs) runs on the batch
-itself, while the graph is still computing, so it costs nothing and does whatever the request asks for.
+itself, while the graph is still computing, so it costs nothing and does all that the request asks for.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class GridPrefillRunner:
         self._static: dict[GraphShape, tuple[CapturedAttention, Any]] = {}
 
     def __getattr__(self, name: str) -> Any:
-        # what SGLang asks of its runner beside these methods
+        # other attributes that SGLang reads from its runner
         return getattr(self.__dict__["_stock"], name)
 
     def use(self, graphs: PrefillGraphs | None) -> None:
@@ -46,7 +46,7 @@ class GridPrefillRunner:
         return GraphGrid() if self._graphs is None else self._graphs.grid
 
     def can_run_graph(self, forward_batch: Any) -> bool:
-        """SGLang asks this once for each prefill, which is where those that do not fit are counted."""
+        """Return whether a graph runs this prefill, which SGLang asks once each; others are counted here."""
         choice = self._choose(forward_batch)
         self.replayed = None
         if isinstance(choice, GraphShape):
@@ -56,7 +56,7 @@ class GridPrefillRunner:
         return bool(self._stock.can_run_graph(forward_batch))
 
     def execute(self, forward_batch: Any, **kwargs: Any) -> Any:
-        """What `model.forward` returns for this batch."""
+        """Return the output of `model.forward` for this batch."""
         shape = self._choose(forward_batch)
         self.replayed = None
         if not isinstance(shape, GraphShape) or self._graphs is None:
@@ -77,7 +77,7 @@ class GridPrefillRunner:
         """The body of the model on static tensors: hidden states of all tokens of the shape. This is recorded."""
         from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-        if shape not in self._static:  # in the run before the recording, which then has the computation alone
+        if shape not in self._static:  # in the run before the recording, which then has only the computation
             attention = CapturedAttention(self._model_runner, batch, shape)
             self._static[shape] = attention, _static_forward_batch(self._model_runner, shape, batch)
         attention, forward_batch = self._static[shape]

@@ -78,7 +78,7 @@ def _add_argument(group: Any, field: Field[Any], kind: Any) -> None:
 
 
 def _unit(name: str) -> str:
-    """What an option's name ends with: its unit, which may be a rate (`gb_per_s`)."""
+    """Return the unit that an option's name ends with, which may be a rate (`gb_per_s`)."""
     words = name.split("_")
     return "_".join(words[-3:] if words[-2:-1] == ["per"] else words[-1:])
 
@@ -95,7 +95,7 @@ def _choice(kind: type[StrEnum]) -> Callable[[str], StrEnum]:
 
 
 def conflict(server_args: Any) -> str | None:
-    """Why these SGLang arguments and LAPS exclude each other; None when they do not.
+    """Return why these SGLang arguments and LAPS exclude each other; None when they do not.
 
     They may be ServerArgs that SGLang has not resolved yet: what it derives from another argument is looked for there.
     """

@@ -17,7 +17,7 @@ _DEFAULT_STEP_TIMEOUT_S = 30.0
 
 
 class MeshKind(StrEnum):
-    """What moves keys and values between members."""
+    """The transports of keys and values between members."""
 
     AUTO = "auto"  # on a CPU links, on GPUs NCCL where it connects a group, else links
     LINKS = "links"  # TCP; of GPUs through host memory
@@ -34,7 +34,9 @@ class CdspOptions:
     node: str
     min_tokens: int
     step_timeout_s: float
-    host: str | None = None  # at which other members reach this one; None: from where it reaches the coordinator
+    host: str | None = (
+        None  # at which other members reach this one; None: the address from which it reaches the coordinator
+    )
     key_file: str | None = None
     max_chunk_tokens: int | None = None  # that this instance computes at once; None: SGLang's --max-prefill-tokens
     mesh: MeshKind = MeshKind.AUTO
@@ -47,7 +49,7 @@ def add_cdsp_arguments(parser: argparse.ArgumentParser) -> None:
         "--cdsp-coordinator",
         metavar="HOST:PORT",
         default=None,
-        help="coordinator of the long pool that this prefill instance belongs to (default: none, it computes alone)",
+        help="coordinator of the long pool that this prefill instance belongs to (default: no pool)",
     )
     group.add_argument(
         "--cdsp-min-tokens",
@@ -79,13 +81,6 @@ def add_cdsp_arguments(parser: argparse.ArgumentParser) -> None:
         f"(default: {_DEFAULT_STEP_TIMEOUT_S:g})",
     )
     group.add_argument(
-        "--cdsp-host",
-        metavar="HOST",
-        default=None,
-        help="address of this machine at which other members reach this one (default: that from which it reaches the "
-        "coordinator)",
-    )
-    group.add_argument(
         "--cdsp-key-file",
         metavar="FILE",
         type=Path,
@@ -102,15 +97,15 @@ def add_cdsp_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def cdsp_options(arguments: argparse.Namespace, role: Role, name: str) -> CdspOptions | None:
-    """The options, or None where the instance computes alone. ValueError with one line that names the option."""
+def cdsp_options(arguments: argparse.Namespace, role: Role, name: str, host: str | None = None) -> CdspOptions | None:
+    """Return the options, or None outside a long pool. Raises ValueError with one line that names the option."""
     address = arguments.cdsp_coordinator
     if address is None:
         return None
     if not role.is_prefill:
         raise ValueError("--cdsp-coordinator: decode instances compute no prefills")
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+    coordinator_host, _, port = address.rpartition(":")
+    if not coordinator_host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(f"--cdsp-coordinator: {address!r} is not of the form HOST:PORT")
     if arguments.cdsp_min_tokens < 1:
         raise ValueError(f"--cdsp-min-tokens must be at least 1, got {arguments.cdsp_min_tokens}")
@@ -124,13 +119,13 @@ def cdsp_options(arguments: argparse.Namespace, role: Role, name: str) -> CdspOp
     except KeyFileError as error:
         raise ValueError(f"--cdsp-key-file {error}") from None
     return CdspOptions(
-        host.strip("[]"),
+        coordinator_host.strip("[]"),
         int(port),
         name,
         arguments.cdsp_node or socket.gethostname(),
         arguments.cdsp_min_tokens,
         arguments.cdsp_step_timeout_s,
-        arguments.cdsp_host,
+        host,
         None if key_file is None else str(key_file.absolute()),
         arguments.cdsp_max_chunk_tokens,
         arguments.cdsp_mesh,
@@ -157,7 +152,7 @@ _WHY_REFUSED = {
 
 
 def conflict(server_args: Any) -> str | None:
-    """Why these SGLang arguments and `--cdsp-coordinator` exclude each other; None when they do not."""
+    """Return why these SGLang arguments and `--cdsp-coordinator` exclude each other; None when they do not."""
     for is_conflicting, argument, reason in (
         (server_args.pp_size > 1, "--pp-size", "a member has all layers"),
         (server_args.dp_size > 1, "--dp-size", "a member has one scheduler"),
@@ -176,7 +171,7 @@ def conflict(server_args: Any) -> str | None:
 
 
 def architecture_conflict(name: str | None) -> str | None:
-    """Why a model of this architecture cannot be computed by several instances; None when it can."""
+    """Return why a model of this architecture cannot be computed by several instances; None when it can."""
     if name in SUPPORTED_ARCHITECTURES:
         return None
     why = _WHY_REFUSED.get(name or "", f"these do: {', '.join(sorted(SUPPORTED_ARCHITECTURES))}")
@@ -184,7 +179,7 @@ def architecture_conflict(name: str | None) -> str | None:
 
 
 def model_conflict(model_config: Any) -> str | None:
-    """The same of SGLang's ModelConfig, which tells more."""
+    """Return why a model cannot be computed by several instances, from SGLang's ModelConfig; None when it can."""
     architectures = getattr(model_config.hf_config, "architectures", None)
     name = architectures[0] if architectures else None
     if getattr(model_config, "sliding_window_size", None):

@@ -14,7 +14,7 @@ from sglang_ext.types import Role
 
 _DEFAULT_TRANSPORT = "tcp"
 _DEVICE_TRANSPORT = "nixl"
-# A part costs some tenths of a millisecond in Python, at either end and beside the engine: as long as this moves.
+# A part costs some tenths of a millisecond of Python at either end: as long as 1 MiB takes to move.
 _STREAM_LAYER_BYTES = 1 << 20
 # About a second of prefill for a model of 8B on a current GPU: to take slots late costs an iteration of decode.
 _LATE_SLOTS_TOKENS = 16_384
@@ -23,13 +23,13 @@ _NEVER = "never"
 
 @dataclass(frozen=True)
 class TransferOptions:
-    """What the handshake backend is told."""
+    """Settings of the handshake backend."""
 
     transport: str = _DEFAULT_TRANSPORT
     receive_backends: int | None = None  # None: no limit
-    # A chunk with so many bytes of keys and values in a layer leaves layer by layer; None: all layers together.
+    # A chunk with at least this many bytes of keys and values in a layer leaves layer by layer; None: none does.
     stream_layer_bytes: int | None = _STREAM_LAYER_BYTES
-    # Decode: a prompt with so many tokens takes slots when its turn in prefill is near; None: all when they arrive.
+    # Decode: a prompt of at least this length takes slots when its turn in prefill is near; None: none does.
     late_slots_tokens: int | None = _LATE_SLOTS_TOKENS
     # Prefill: its turn is near when no more tokens are to be computed before it.
     slots_lookahead_tokens: int = _LATE_SLOTS_TOKENS
@@ -58,7 +58,7 @@ def add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
         "--transfer-stream-layer-kib",
         metavar="N",
         default=None,
-        help="prefill: a chunk of a prompt with at least so many KiB of keys and values in a layer is sent layer by "
+        help="prefill: a chunk of a prompt with at least N KiB of keys and values in a layer is sent layer by "
         f"layer while it is computed, others once they are; {_NEVER}: none is "
         f"(default: {_STREAM_LAYER_BYTES >> 10})",
     )
@@ -135,7 +135,7 @@ _PREFIX = "does not go with --transfer-backend handshake"
 
 
 def conflict(server_args: Any, *, has_staging_buffer: bool) -> str | None:
-    """Why these SGLang arguments exclude the backend, before the engine starts; None when they do not."""
+    """Return why these SGLang arguments exclude the backend, before the engine starts; None when they do not."""
     return _first(
         (server_args.attn_cp_size > 1, "--attn-cp-size", "a rank holds every token of its heads"),
         (server_args.dcp_size > 1, "--dcp-size", "a decode rank holds every token of its heads"),
@@ -152,7 +152,7 @@ def conflict(server_args: Any, *, has_staging_buffer: bool) -> str | None:
 
 
 def model_conflict(kv_args: Any, is_mla: bool) -> str | None:
-    """Why a model's KV pool cannot be transferred; None when it can."""
+    """Return why a model's KV pool cannot be transferred; None when it can."""
     kinds = ", ".join(str(getattr(kind, "value", kind)) for kind in kv_args.state_types)
     return _first(
         (is_mla, "a model with latent attention (MLA)", "its KV is not keys and values of heads"),

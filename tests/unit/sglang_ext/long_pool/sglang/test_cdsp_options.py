@@ -41,8 +41,8 @@ def test_everything_given() -> None:
         *("--cdsp-coordinator", "[::1]:8990", "--cdsp-min-tokens", "1024"),
         *("--cdsp-node", "rack-7", "--cdsp-step-timeout-s", "2.5", "--cdsp-max-chunk-tokens", "4096"),
     )
-    assert cdsp_options(given, Role.BOTH, "here:1") == CdspOptions(
-        "::1", 8990, "here:1", "rack-7", 1024, 2.5, max_chunk_tokens=4096
+    assert cdsp_options(given, Role.BOTH, "here:1", "here") == CdspOptions(
+        "::1", 8990, "here:1", "rack-7", 1024, 2.5, "here", max_chunk_tokens=4096
     )
 
 
