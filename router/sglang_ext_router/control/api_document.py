@@ -1,7 +1,7 @@
-"""The router's OpenAPI document: the control plane's paths as FastAPI knows them, and the generation paths.
+"""The router's OpenAPI document: the paths of the control plane from FastAPI, and the generation paths.
 
-Beside what a path answers itself stands what every path may answer: the gate in front of it judges keys, sizes and
-time (`http/access.py`, `http/http1.py`).
+Every path also lists the errors that the HTTP server may answer before the path is reached, for keys, sizes and time
+limits (`http/access.py`, `http/http1.py`).
 """
 
 from __future__ import annotations
@@ -12,38 +12,34 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from sglang_ext_router.request.request_fields import (
-    CHAT_FIELDS,
-    COMPLETION_FIELDS,
-    DETOKENISE_FIELDS,
-    GENERATE_FIELDS,
-    RESPONSES_FIELDS,
-    TOKENISE_FIELDS,
-    Schema,
-)
+from sglang_ext_router.request.request_fields import BODIES, Schema
 
-ERROR: Schema = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["integer", "string", "null"]},
-            },
-        }
-    },
-}
+
+def _object(required: str, **properties: Schema) -> Schema:
+    """Return the schema of an object; `required` names the required properties, separated by spaces."""
+    schema: Schema = {"type": "object"}
+    if required:
+        schema["required"] = required.split()
+    return {**schema, "properties": properties} if properties else schema
+
+
+_TEXT: Schema = {"type": "string"}
+_INTEGER: Schema = {"type": "integer"}
+_TEXT_OR_NULL: Schema = {"type": ["string", "null"]}
+_ERROR_FIELDS = _object(
+    "message type param code",
+    message=_TEXT,
+    type=_TEXT,
+    param=_TEXT_OR_NULL,
+    code={"type": ["integer", "string", "null"]},
+)
+ERROR = _object("error", error=_ERROR_FIELDS)
 # An instance's own error: in OpenAI's shape, flat, or a line about a field.
 INSTANCE_ERROR: Schema = {
     "anyOf": [
         {"$ref": "#/components/schemas/Error"},
-        {"type": "object", "required": ["message"], "properties": {"message": {"type": "string"}}},
-        {"type": "object", "required": ["error"], "properties": {"error": {"type": ["object", "string"]}}},
+        _object("message", message=_TEXT),
+        _object("error", error={"type": ["object", "string"]}),
     ]
 }
 WORKER_URL_PATTERN = r"^https?://[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?:[1-9][0-9]{0,3}$"
@@ -64,139 +60,83 @@ _GENERATION_ERRORS = {
     504: "the request took longer than the router allows",
 }
 _ADMIN_ERRORS = {403: "changes are off, or this key may not change anything"}
-# Who may use a path of the control plane; a client where it has neither.
+# Marks of a path that only the administrator may use, and of a path that needs no key; others are for clients.
 ADMIN_ONLY: dict[str, Any] = {"x-admin": True}
 NO_KEY: dict[str, Any] = {"x-open": True}
 _NEEDS_KEY: dict[str, list[str]] = {"ApiKey": []}
 _NEEDS_ADMIN_KEY: dict[str, list[str]] = {"AdminKey": []}
 
-_USAGE: Schema = {
-    "type": "object",
-    "required": ["prompt_tokens", "completion_tokens", "total_tokens"],
-    "properties": {
-        "prompt_tokens": {"type": "integer"},
-        "completion_tokens": {"type": ["integer", "null"]},
-        "total_tokens": {"type": "integer"},
-    },
-}
+_USAGE = _object(
+    "prompt_tokens completion_tokens total_tokens",
+    prompt_tokens=_INTEGER,
+    completion_tokens={"type": ["integer", "null"]},
+    total_tokens=_INTEGER,
+)
 
 
-def _one_of(given: str, other: str) -> Schema:
-    """`given` is there and `other` is not; null is not there."""
-    return {"required": [given], "properties": {given: {"not": {"type": "null"}}, other: {"type": "null"}}}
-
-
-def _body(fields: dict[str, Schema], further: Schema) -> dict[str, Any]:
-    schema = {
-        "type": "object",
-        "properties": fields,
-        "description": "Further fields are passed on to the instances.",
-        **further,
-    }
-    return {"required": True, "content": {"application/json": {"schema": schema}}}
-
-
-def _completion(choice: dict[str, Schema], kind: str) -> Schema:
-    return {
-        "type": "object",
-        "required": ["id", "object", "created", "model", "choices", "usage"],
-        "properties": {
-            "id": {"type": "string"},
-            "object": {"const": kind},
-            "created": {"type": "integer"},
-            "model": {"type": "string"},
-            "choices": {
-                "type": "array",
-                "items": {
-                    "type": "object",
-                    "required": ["index", "finish_reason", *choice],
-                    "properties": {
-                        "index": {"type": "integer"},
-                        "finish_reason": {"type": ["string", "null"]},
-                        **choice,
-                    },
-                },
-            },
-            "usage": _USAGE,
-        },
-    }
-
-
-_OUTPUT: Schema = {
-    "type": "object",
-    "required": ["text", "meta_info"],
-    "properties": {
-        "text": {"type": "string"},
-        "output_ids": {"type": "array", "items": {"type": "integer"}},
-        "meta_info": {"type": "object", "required": ["id", "finish_reason"]},
-    },
-}
-_RESPONSE: Schema = {
-    "type": "object",
-    "required": ["id", "object", "created_at", "model", "output", "status"],
-    "properties": {
-        "id": {"type": "string"},
-        "object": {"const": "response"},
-        "created_at": {"type": "integer"},
-        "model": {"type": ["string", "null"]},
-        "output": {"type": "array", "items": {"type": "object"}},
-        "status": {"enum": ["completed", "incomplete", "failed"]},
-        "usage": {"type": ["object", "null"]},
-    },
-}
-
-TOKENISE_BODIES: dict[str, dict[str, Any]] = {
-    path: _body(fields, further)
-    for paths, fields, further in (
-        (
-            ("/v1/tokenize", "/tokenize"),
-            TOKENISE_FIELDS,
-            {"oneOf": [{"required": ["prompt"]}, {"required": ["messages"]}]},
-        ),
-        (("/v1/detokenize", "/detokenize"), DETOKENISE_FIELDS, {"required": ["tokens"]}),
+def _completion(kind: str, field: str, content: Schema) -> Schema:
+    """Return the schema of a completion whose choices have their `content` in `field`."""
+    choice = {"index": _INTEGER, "finish_reason": _TEXT_OR_NULL, field: content}
+    return _object(
+        "id object created model choices usage",
+        id=_TEXT,
+        object={"const": kind},
+        created=_INTEGER,
+        model=_TEXT,
+        choices={"type": "array", "items": _object(f"index finish_reason {field}", **choice)},
+        usage=_USAGE,
     )
-    for path in paths
-}
-# Path, what it is, fields of the body, what else holds for the body, the reply that is not streamed
-_GENERATION: tuple[tuple[str, str, dict[str, Schema], Schema, Schema], ...] = (
+
+
+_OUTPUT = _object(
+    "text meta_info",
+    text=_TEXT,
+    output_ids={"type": "array", "items": _INTEGER},
+    meta_info=_object("id finish_reason"),
+)
+_RESPONSE = _object(
+    "id object created_at model output status",
+    id=_TEXT,
+    object={"const": "response"},
+    created_at=_INTEGER,
+    model=_TEXT_OR_NULL,
+    output={"type": "array", "items": _object("")},
+    status={"enum": ["completed", "incomplete", "failed"]},
+    usage={"type": ["object", "null"]},
+)
+# Path, summary and reply (without streaming) of each generation path; the body's schema is in `BODIES`.
+_GENERATION: tuple[tuple[str, str, Schema], ...] = (
     (
         "/v1/chat/completions",
-        "A chat's next message.",
-        CHAT_FIELDS,
-        {"required": ["messages"]},
-        _completion({"message": {"type": "object", "required": ["role"]}}, "chat.completion"),
+        "The next message of a chat.",
+        _completion("chat.completion", "message", _object("role")),
     ),
-    (
-        "/v1/completions",
-        "What follows a text.",
-        COMPLETION_FIELDS,
-        {"required": ["prompt"]},
-        _completion({"text": {"type": "string"}}, "text_completion"),
-    ),
+    ("/v1/completions", "The continuation of a text.", _completion("text_completion", "text", _TEXT)),
     (
         "/generate",
         "SGLang's own generation request.",
-        GENERATE_FIELDS,
-        {"anyOf": [_one_of("text", "input_ids"), _one_of("input_ids", "text")]},
         {"anyOf": [_OUTPUT, {"type": "array", "items": _OUTPUT}]},
     ),
     (
         "/v1/responses",
         "A reply in OpenAI's newer form. It is not kept: no previous_response_id, conversation or background.",
-        RESPONSES_FIELDS,
-        {"required": ["model", "input"]},
         _RESPONSE,
     ),
 )
 
 
+def request_body(path: str) -> dict[str, Any]:
+    """Return the document's `requestBody` of a path in `BODIES`."""
+    return {"required": True, "content": {"application/json": {"schema": BODIES[path]}}}
+
+
 def answers(**errors: str) -> dict[int | str, dict[str, Any]]:
-    """What a path of the control plane may answer beside what every path may: `answers(_404="no such thing")`."""
+    """Return the errors of one path of the control plane in FastAPI's form: `answers(_404="no such thing")`."""
     return {int(status.removeprefix("_")): _error_answer(text) for status, text in errors.items()}
 
 
 def describe_api(app: FastAPI, needs_client_key: bool) -> dict[str, Any]:
-    """The document of the whole API; `needs_client_key` is whether clients have to send a key."""
+    """Return the document of the whole API; `needs_client_key`: clients have to send a key."""
     document = get_openapi(
         title=app.title, version=app.version, openapi_version="3.1.0", description=app.description, routes=app.routes
     )
@@ -210,9 +150,9 @@ def describe_api(app: FastAPI, needs_client_key: bool) -> dict[str, Any]:
     if needs_client_key:
         components["securitySchemes"]["ApiKey"] = {"type": "http", "scheme": "bearer", "description": "a client's key"}
     paths = document["paths"]
-    for operation in _operations(paths):
+    for path, operation in _operations(paths):
         replies = operation["responses"]
-        if operation.get("requestBody") in TOKENISE_BODIES.values():
+        if path in BODIES:  # an instance answers
             replies["400"] = _error_answer(_EVERYWHERE[400], "InstanceError")
         replies.pop("422", None)  # bad input is 400 here
         is_admin = operation.pop("x-admin", False)
@@ -223,14 +163,15 @@ def describe_api(app: FastAPI, needs_client_key: bool) -> dict[str, Any]:
         elif needs_client_key and not operation.pop("x-open", False):
             operation["security"] = [_NEEDS_KEY]
         operation.pop("x-open", None)
-    for path, summary, fields, further, reply in _GENERATION:
-        paths[path] = {"post": _generation(path, summary, fields, further, reply, needs_client_key)}
+    for path, summary, reply in _GENERATION:
+        paths[path] = {"post": _generation(path, summary, reply, needs_client_key)}
     return document
 
 
-def _operations(paths: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for methods in paths.values():
-        yield from methods.values()
+def _operations(paths: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for path, methods in paths.items():
+        for operation in methods.values():
+            yield path, operation
 
 
 def _error_answer(text: str, schema: str = "Error") -> dict[str, Any]:
@@ -240,14 +181,12 @@ def _error_answer(text: str, schema: str = "Error") -> dict[str, Any]:
     }
 
 
-def _generation(
-    path: str, summary: str, fields: dict[str, Schema], further: Schema, reply: Schema, needs_client_key: bool
-) -> dict[str, Any]:
+def _generation(path: str, summary: str, reply: Schema, needs_client_key: bool) -> dict[str, Any]:
     name = path.rsplit("/", 1)[1] if path != "/v1/chat/completions" else "chat"
     operation: dict[str, Any] = {
         "summary": summary,
         "operationId": f"create_{name}",
-        "requestBody": _body(fields, further),
+        "requestBody": request_body(path),
         "responses": {
             "200": {
                 "description": "the reply; with `stream` as server-sent events",

@@ -22,10 +22,10 @@ from sglang_ext_router.config import RouterConfig, RouterConfigError, WorkerAddr
 from sglang_ext_router.control.api_document import (
     ADMIN_ONLY,
     NO_KEY,
-    TOKENISE_BODIES,
     WORKER_URL_PATTERN,
     answers,
     describe_api,
+    request_body,
 )
 from sglang_ext_router.control.controller import PoolController
 from sglang_ext_router.control.pools import add_pool_routes, worker_id, worker_state
@@ -277,10 +277,9 @@ def build_app(router: ControlTarget) -> FastAPI:
                 return _json_error(400, str(error), error.param)
         return await ask_any(request.url.path, body, _model_named_in(body))
 
-    for tokenise_path, described in TOKENISE_BODIES.items():
-        app.add_api_route(
-            tokenise_path, tokenise, methods=["POST"], dependencies=client, openapi_extra={"requestBody": described}
-        )
+    for tokenise_path in ("/v1/tokenize", "/tokenize", "/v1/detokenize", "/detokenize"):
+        described = {"requestBody": request_body(tokenise_path)}
+        app.add_api_route(tokenise_path, tokenise, methods=["POST"], dependencies=client, openapi_extra=described)
 
     def add_not_served(path: str, what: str) -> None:
         async def not_served() -> Response:

@@ -1,4 +1,4 @@
-"""What a request's body says about its prompt: its size, its blocks, and how many sequences it makes."""
+"""Read from a request's body what routing needs: the prompt's size, its blocks, and the number of sequences."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import orjson
 
 from sglang_ext_router.decide.prefix_index import block_hashes
 
-# How many items a batch may hold: each takes one room on both instances.
-MAX_SEQUENCES = 4096
+MAX_SEQUENCES = 4096  # of one request: each takes a bootstrap room on both instances
 IMAGES_OF_VIDEO = 16
 _IMAGE_PARTS = ("image_url", "input_image")
 _AUDIO_PARTS = ("audio_url", "input_audio")
 
 
 class BadRequestError(ValueError):
-    """The body cannot be served; `param` names the field."""
+    """The request cannot be served; `param` names the field at fault."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -25,23 +24,23 @@ class BadRequestError(ValueError):
 
 
 class Prompt(NamedTuple):
-    """The prompt of one request. For a batch, bytes and tokens are those of all items together."""
+    """The prompt of one request. Of a batch, bytes and tokens are sums over all items."""
 
     text_bytes: int  # length of the text that has to be tokenised
-    known_tokens: int | None  # exact number where the client sent token ids
+    known_tokens: int | None  # exact number if the client sent token ids
     longest_bytes: int  # of a single item
     longest_known_tokens: int | None
-    hashes: list[int]  # of the first item's blocks: what a prefix cache can share
-    sequence_count: int  # batch size times n: rooms that the request takes
+    hashes: list[int]  # of the first item's blocks, which a prefix cache can share
+    sequence_count: int  # batch size times n
     samples_per_prompt: int
     is_stream: bool
-    texts: tuple[str, ...]  # for exact tokenisation, should the class be in doubt
-    images: int = 0  # what a processor makes of them is not known here
+    texts: tuple[str, ...]  # for exact tokenisation, if the length class is in doubt
+    images: int = 0  # the tokens that a processor makes of them are not known here
     audios: int = 0
 
 
 def parse_body(raw: bytes | bytearray) -> dict[str, Any]:
-    """The body as a JSON object; BadRequestError says what is wrong."""
+    """Return the body, which must be a JSON object. Raise BadRequestError if it is not."""
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -52,7 +51,7 @@ def parse_body(raw: bytes | bytearray) -> dict[str, Any]:
 
 
 def measure(path: bytes, body: dict[str, Any]) -> Prompt:
-    """Read what routing needs; the body's other fields are the instances' business."""
+    """Read the prompt; the body's other fields are left to the instances."""
     if path == b"/v1/chat/completions":
         items: list[str | list[int]] = [_chat_text(body, "messages")]
     elif path == b"/v1/responses":
@@ -72,54 +71,42 @@ def measure(path: bytes, body: dict[str, Any]) -> Prompt:
     sequences = len(items) * samples
     if sequences > MAX_SEQUENCES:
         raise BadRequestError(f"the request makes {sequences} sequences, more than {MAX_SEQUENCES}", "n")
-    first = items[0]
-    if len(items) == 1 and type(first) is str:
-        encoded = first.encode("utf-8", "replace")
-        size = len(encoded)
-        images, audios = count_media(path, body)
-        return Prompt(
-            size,
-            None,
-            size,
-            None,
-            block_hashes(encoded),
-            sequences,
-            samples,
-            body.get("stream") is True,
-            (first,),
-            images,
-            audios,
-        )
-    return _measure_items(items, sequences, samples, body.get("stream") is True)
-
-
-def _measure_items(items: list[str | list[int]], sequences: int, samples: int, is_stream: bool) -> Prompt:
-    texts = tuple(item for item in items if type(item) is str)
-    sizes = [len(text.encode("utf-8", "replace")) for text in texts]
-    counts = [len(item) for item in items if type(item) is not str]
-    first = items[0]
-    if type(first) is str:
-        encoded = first.encode("utf-8", "replace")
-    else:
-        try:
-            encoded = array("q", first).tobytes()
-        except (TypeError, OverflowError):
-            raise BadRequestError("token ids must be integers", "input_ids") from None
+    texts: list[str] = []
+    sizes: list[int] = []
+    counts: list[int] = []
+    hashes: list[int] = []
+    for index, item in enumerate(items):
+        if type(item) is str:
+            encoded = item.encode("utf-8", "replace")
+            texts.append(item)
+            sizes.append(len(encoded))
+        else:
+            counts.append(len(item))
+            if index == 0:
+                try:
+                    encoded = array("q", item).tobytes()
+                except (TypeError, OverflowError):
+                    raise BadRequestError("token ids must be integers", "input_ids") from None
+        if index == 0:
+            hashes = block_hashes(encoded)
+    images, audios = count_media(path, body) if len(items) == 1 and texts else (0, 0)
     return Prompt(
         sum(sizes),
         sum(counts) if counts else None,
-        max(sizes, default=0),
+        max(sizes) if sizes else 0,
         max(counts) if counts else None,
-        block_hashes(encoded),
+        hashes,
         sequences,
         samples,
-        is_stream,
-        texts,
+        body.get("stream") is True,
+        tuple(texts),
+        images,
+        audios,
     )
 
 
 def _items(value: Any, name: str) -> list[str | list[int]]:
-    """One string, one list of token ids, or a list of either."""
+    """Return the prompts of a batch: `value` is a string, a list of token ids, or a list of either."""
     if type(value) is str:
         return [value]
     if type(value) is not list or not value:
@@ -129,13 +116,13 @@ def _items(value: Any, name: str) -> list[str | list[int]]:
     for item in value:
         if type(item) is not str and type(item) is not list:
             raise BadRequestError(f"{name} holds an item that is neither a string nor a list of token ids", name)
-        if type(item) is list and (not item or type(item[0]) is not int):  # an instance ends at one without tokens
+        if type(item) is list and (not item or type(item[0]) is not int):  # an instance exits on an empty prompt
             raise BadRequestError(f"{name} holds a list that does not begin with a token id", name)
     return list(value)
 
 
 def _embedded(value: Any) -> list[str | list[int]]:
-    """Prompts given as embeddings: one matrix, or a list of them; only their lengths matter here."""
+    """Return prompts as long as the given embeddings: one matrix, or a list of matrices."""
     matrices = value if type(value) is list and value and _depth(value) == 3 else [value]
     if not all(type(matrix) is list and matrix for matrix in matrices):
         raise BadRequestError("input_embeds must be a non-empty matrix or a list of these", "input_embeds")
@@ -151,14 +138,14 @@ def _depth(value: Any) -> int:
 
 
 def _response_text(body: dict[str, Any]) -> str:
-    """What /v1/responses makes a chat of: instructions, then a text or a list of messages and other items."""
+    """Return the text of the chat that /v1/responses makes: instructions, then a text or a list of messages."""
     given, instructions = body.get("input"), body.get("instructions")
     text = given if type(given) is str else _chat_text(body, "input")
     return f"{instructions}\n{text}" if type(instructions) is str else text
 
 
 def _chat_text(body: dict[str, Any], field: str) -> str:
-    """Roles and texts of all messages, which are in `field`; tools are part of the prompt too."""
+    """Return roles and texts of the messages in `field`, and of the tools, which are part of the prompt too."""
     messages = body.get(field)
     if type(messages) is not list or not messages:
         wanted = "a non-empty list" if field == "messages" else "a string or a non-empty list"
@@ -184,11 +171,11 @@ def _chat_text(body: dict[str, Any], field: str) -> str:
 
 
 def count_media(path: bytes, body: dict[str, Any]) -> tuple[int, int]:
-    """Images and pieces of audio of a request with one prompt; a video counts as 16 images."""
+    """Return the numbers of images and audio clips of a request with one prompt; a video counts as 16 images."""
     if path == b"/generate":
         return (
-            _given(body.get("image_data")) + IMAGES_OF_VIDEO * _given(body.get("video_data")),
-            _given(body.get("audio_data")),
+            _media_count(body.get("image_data")) + IMAGES_OF_VIDEO * _media_count(body.get("video_data")),
+            _media_count(body.get("audio_data")),
         )
     images = audios = 0
     messages = body.get("input" if path == b"/v1/responses" else "messages")
@@ -209,14 +196,15 @@ def count_media(path: bytes, body: dict[str, Any]) -> tuple[int, int]:
     return images, audios
 
 
-def _given(data: Any) -> int:
-    """How many there are in one of SGLang's fields for media: one, a list, or a list of lists."""
+def _media_count(data: Any) -> int:
+    """Return the number of items in one of SGLang's media fields: a single item, a list, or a list of lists."""
     if type(data) is not list:
         return 0 if data is None else 1
-    return sum(_given(item) for item in data)
+    return sum(_media_count(item) for item in data)
 
 
 def _samples(path: bytes, body: dict[str, Any]) -> int:
+    """Return how many sequences the request asks for per prompt."""
     if path == b"/v1/responses":
         return 1
     if path == b"/generate":
@@ -236,7 +224,7 @@ def _samples(path: bytes, body: dict[str, Any]) -> int:
 
 
 def dump(value: object) -> bytes:
-    """JSON text; BadRequestError for what is nested too deeply."""
+    """Return JSON text. Raise BadRequestError for a value that is nested too deeply."""
     try:
         return orjson.dumps(value)
     except orjson.JSONEncodeError:

@@ -1,8 +1,8 @@
-"""The fields of requests that the router knows: what each may be, for its document and for its check.
+"""The fields of request bodies that the router knows: one declaration per endpoint, for the document and the checks.
 
-An instance makes a number of `true` and of `"1"`, and then its idea of a request is another than the router's; it ends
-at a `top_k` that is none of its integers. What is of another type than its field says, or out of its range, is refused
-before two instances are asked. What is not listed here is passed on as it came.
+An instance reads `true` and `"1"` as numbers, and would then understand a request differently from the router; it exits
+on a `top_k` beyond its integers. A field of another type than declared here, or out of its range, is refused before it
+reaches two instances. Fields that are not declared here are passed on unchanged.
 """
 
 from __future__ import annotations
@@ -17,30 +17,33 @@ Schema = dict[str, Any]
 
 MAX_INT32 = 2**31 - 1
 MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
-
-_TEXT: Schema = {"type": "string"}
-_FLAG: Schema = {"type": "boolean"}
-_TOKEN_ID: Schema = {"type": "integer", "minimum": 0, "maximum": 2**32 - 1}
-_TOKEN_IDS: Schema = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_STOP: Schema = {"type": ["string", "array", "null"], "items": _TEXT}
-_SEED: Schema = {"type": ["integer", "null"], "minimum": MIN_INT64, "maximum": MAX_INT64}
-_PENALTY: Schema = {"type": "number", "minimum": -2, "maximum": 2}
-_COUNT: Schema = {"type": "integer", "minimum": 1, "maximum": MAX_INT32}
+MAX_LOGIT_BIAS = 1e30  # an instance exits on infinite logits
 
 
 def _or_null(schema: Schema) -> Schema:
     return {**schema, "type": [schema["type"], "null"]}
 
 
-_TEMPERATURE: Schema = {"type": "number", "minimum": 0, "description": "0 is greedy"}
-_TOP_P: Schema = {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
-_MIN_P: Schema = {"type": "number", "minimum": 0, "maximum": 1}
-_TOP_K: Schema = {"type": "integer", "minimum": -1, "maximum": MAX_INT32, "not": {"const": 0}, "description": "-1: all"}
-# Logits that a smaller one divides are infinite, at which an instance ends; so are they with a larger bias.
-_REPETITION: Schema = {"type": "number", "minimum": 0.001, "maximum": 2}
-MAX_LOGIT_BIAS = 1e30
-_STREAM_OPTIONS: Schema = {"type": ["object", "null"], "properties": {"include_usage": _FLAG}}
-_MODEL: Schema = {"type": "string", "description": "one of those of /v1/models; default: what the instances serve"}
+def _integer(low: int, high: int, **further: Any) -> Schema:
+    return {"type": "integer", "minimum": low, "maximum": high, **further}
+
+
+def _all_or_null(fields: dict[str, Schema]) -> dict[str, Schema]:
+    return {name: _or_null(schema) for name, schema in fields.items()}
+
+
+def _list_of(items: Schema) -> Schema:
+    return {"type": "array", "items": items, "minItems": 1}
+
+
+_TEXT: Schema = {"type": "string"}
+_FLAG: Schema = {"type": "boolean"}
+_NULL: Schema = {"type": "null"}
+_COUNT = _integer(1, MAX_INT32)
+_SEED = _or_null(_integer(MIN_INT64, MAX_INT64))
+_TOKEN_IDS = _list_of({"type": "integer", "minimum": 0})
+_TEXTS: list[Schema] = [{**_TEXT, "minLength": 1}, _list_of({**_TEXT, "minLength": 1})]
+_IDS: list[Schema] = [_TOKEN_IDS, _list_of(_TOKEN_IDS)]
 
 _PART: Schema = {
     "type": "object",
@@ -48,263 +51,239 @@ _PART: Schema = {
     "properties": {"type": {"const": "text"}, "text": _TEXT},
 }
 _CONTENT: list[Schema] = [_TEXT, {"type": "array", "items": _PART}]
-_MESSAGE: Schema = {
-    "type": "object",
-    "anyOf": [
-        {
-            "required": ["role", "content"],
-            "properties": {"role": {"const": "user"}, "content": {"anyOf": _CONTENT}},
-        },
-        {
-            "required": ["role"],
-            "properties": {
-                "role": {"enum": ["system", "developer", "assistant"]},
-                "content": {"anyOf": [*_CONTENT, {"type": "null"}]},
-            },
-        },
-    ],
-}
-_INPUT_MESSAGE: Schema = {
-    "type": "object",
-    "properties": {"type": {"enum": ["message", None]}},
-    "anyOf": [
-        {"required": ["role", "content"], "properties": {"role": {"const": "user"}, "content": _TEXT}},
-        {
-            "required": ["role"],
-            "properties": {
-                "role": {"enum": ["system", "developer", "assistant"]},
-                "content": {"type": ["string", "null"]},
-            },
-        },
-    ],
-}
 
-CHAT_FIELDS: dict[str, Schema] = {
-    "model": _MODEL,
-    "messages": {"type": "array", "items": _MESSAGE, "minItems": 1},
-    "max_tokens": _or_null(_COUNT),
-    "max_completion_tokens": _or_null(_COUNT),
-    "temperature": _or_null(_TEMPERATURE),
-    "top_p": _or_null(_TOP_P),
-    "top_k": _or_null(_TOP_K),
-    "min_p": _or_null(_MIN_P),
-    "frequency_penalty": _PENALTY,
-    "presence_penalty": _PENALTY,
-    "repetition_penalty": _or_null(_REPETITION),
-    "n": _COUNT,
-    "seed": _SEED,
-    "stop": _STOP,
-    "stream": _FLAG,
-    "stream_options": _STREAM_OPTIONS,
-    "logprobs": _FLAG,
-    "ignore_eos": _FLAG,
-    "skip_special_tokens": _FLAG,
-    "user": _or_null(_TEXT),
-}
-COMPLETION_FIELDS: dict[str, Schema] = {
-    "model": _MODEL,
-    "prompt": {
+
+def _message(content: list[Schema]) -> Schema:
+    """Return the schema of a message: only a user's must have content."""
+    user = {"role": {"const": "user"}, "content": {"anyOf": content}}
+    other = {"role": {"enum": ["system", "developer", "assistant"]}, "content": {"anyOf": [*content, _NULL]}}
+    return {
+        "type": "object",
         "anyOf": [
-            {**_TEXT, "minLength": 1},
-            {"type": "array", "items": {**_TEXT, "minLength": 1}, "minItems": 1},
-            _TOKEN_IDS,
-            {"type": "array", "items": _TOKEN_IDS, "minItems": 1},
-        ]
-    },
-    "max_tokens": _COUNT,
-    "temperature": _TEMPERATURE,
-    "top_p": _TOP_P,
-    "top_k": _TOP_K,
-    "min_p": _MIN_P,
-    "frequency_penalty": _PENALTY,
-    "presence_penalty": _PENALTY,
-    "repetition_penalty": _REPETITION,
-    "n": _COUNT,
-    "seed": _SEED,
+            {"required": ["role", "content"], "properties": user},
+            {"required": ["role"], "properties": other},
+        ],
+    }
+
+
+_MESSAGES = _list_of(_message(_CONTENT))
+_INPUT_MESSAGE: Schema = {**_message([_TEXT]), "properties": {"type": {"enum": ["message", None]}}}
+
+_SAMPLING: dict[str, Schema] = {
+    "temperature": {"type": "number", "minimum": 0, "description": "0 is greedy"},
+    "top_p": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+    "top_k": _integer(-1, MAX_INT32, description="-1: all", **{"not": {"const": 0}}),
+    "min_p": {"type": "number", "minimum": 0, "maximum": 1},
+    "repetition_penalty": {"type": "number", "minimum": 0.001, "maximum": 2},  # smaller ones make logits infinite
+}
+_PENALTY: Schema = {"type": "number", "minimum": -2, "maximum": 2}
+_PENALTIES: dict[str, Schema] = {"frequency_penalty": _PENALTY, "presence_penalty": _PENALTY}
+_STOP: Schema = {"type": ["string", "array", "null"], "items": _TEXT}
+_OPENAI: dict[str, Schema] = {
+    "model": {"type": "string", "description": "a name from /v1/models; default: what the instances serve"},
     "stop": _STOP,
     "stream": _FLAG,
-    "stream_options": _STREAM_OPTIONS,
-    "echo": _FLAG,
-    "logprobs": {
-        "type": ["integer", "null"],
-        "minimum": 0,
-        "maximum": MAX_TOP_LOGPROBS,
-        "description": "alternatives for each token",
-    },
+    "user": _or_null(_TEXT),
+    **_PENALTIES,
+}
+_CHOICES: dict[str, Schema] = {
+    "n": _COUNT,
+    "seed": _SEED,
+    "stream_options": {"type": ["object", "null"], "properties": {"include_usage": _FLAG}},
     "ignore_eos": _FLAG,
     "skip_special_tokens": _FLAG,
-    "user": _or_null(_TEXT),
 }
-SAMPLING_FIELDS: dict[str, Schema] = {
-    "max_new_tokens": {"type": ["integer", "null"], "minimum": 0, "maximum": MAX_INT32},
-    "temperature": _or_null(_TEMPERATURE),
-    "top_p": _or_null(_TOP_P),
-    "top_k": _or_null(_TOP_K),
-    "min_p": _or_null(_MIN_P),
-    "frequency_penalty": _or_null(_PENALTY),
-    "presence_penalty": _or_null(_PENALTY),
-    "repetition_penalty": _or_null(_REPETITION),
+_SGLANG_SAMPLING: dict[str, Schema] = {
+    "max_new_tokens": _or_null(_integer(0, MAX_INT32)),
     "n": _COUNT,
     "sampling_seed": _SEED,
     "stop": _STOP,
-    "ignore_eos": _or_null(_FLAG),
+    **_all_or_null({**_SAMPLING, **_PENALTIES, "ignore_eos": _FLAG}),
 }
-GENERATE_FIELDS: dict[str, Schema] = {
-    "text": {
-        "anyOf": [
-            {**_TEXT, "minLength": 1},
-            {"type": "array", "items": {**_TEXT, "minLength": 1}, "minItems": 1},
-            {"type": "null"},
-        ]
+
+
+def _only(given: str, other: str) -> Schema:
+    """Require the field `given` and forbid `other`; null counts as absent."""
+    return {"required": [given], "properties": {given: {"not": _NULL}, other: _NULL}}
+
+
+def _body(fields: dict[str, Schema], **further: Any) -> Schema:
+    description = "Further fields are passed on to the instances."
+    return {"type": "object", "properties": fields, "description": description, **further}
+
+
+_TOKENISE = _body(
+    {
+        "prompt": {"type": ["string", "array"], "items": _TEXT},
+        "messages": _MESSAGES,
+        "add_special_tokens": _FLAG,
     },
-    "input_ids": {"anyOf": [_TOKEN_IDS, {"type": "array", "items": _TOKEN_IDS, "minItems": 1}, {"type": "null"}]},
-    "sampling_params": {
-        "type": ["object", "null"],
-        "properties": SAMPLING_FIELDS,
-        "description": "and SGLang's further ones; the instances refuse names that they do not know",
+    oneOf=[{"required": ["prompt"]}, {"required": ["messages"]}],
+)
+_TOKEN_ID_LIST: Schema = {"type": "array", "items": _integer(0, 2**32 - 1)}
+_DETOKENISE = _body(
+    {
+        "tokens": {
+            "description": "ids, or lists of them",
+            "anyOf": [_TOKEN_ID_LIST, {"type": "array", "items": _TOKEN_ID_LIST}],
+        },
+        "skip_special_tokens": _FLAG,
     },
-    "stream": _FLAG,
-}
-RESPONSES_FIELDS: dict[str, Schema] = {
-    "model": _MODEL,
-    "input": {"anyOf": [_TEXT, {"type": "array", "items": _INPUT_MESSAGE, "minItems": 1}]},
-    "instructions": _or_null(_TEXT),
-    "max_output_tokens": {
-        "type": ["integer", "null"],
-        "minimum": 3,
-        "maximum": MAX_INT32,
-        "description": "SGLang generates two fewer",
-    },
-    "temperature": _or_null(_TEMPERATURE),
-    "top_p": _or_null(_TOP_P),
-    "top_k": _or_null(_TOP_K),
-    "min_p": _or_null(_MIN_P),
-    "frequency_penalty": _PENALTY,
-    "presence_penalty": _PENALTY,
-    "repetition_penalty": _or_null(_REPETITION),
-    "stop": _STOP,
-    "stream": _FLAG,
-    "store": {**_or_null(_FLAG), "description": "replies are never kept, whatever it says"},
-    "user": _or_null(_TEXT),
-}
-
-TOKENISE_FIELDS: dict[str, Schema] = {
-    "prompt": {"type": ["string", "array"], "items": _TEXT},
-    "messages": {"type": "array", "items": _MESSAGE, "minItems": 1},
-    "add_special_tokens": _FLAG,
-}
-DETOKENISE_FIELDS: dict[str, Schema] = {
-    "tokens": {
-        "description": "ids, or lists of them",
-        "anyOf": [
-            {"type": "array", "items": _TOKEN_ID},
-            {"type": "array", "items": {"type": "array", "items": _TOKEN_ID}},
-        ],
-    },
-    "skip_special_tokens": _FLAG,
-}
-
-_TYPES: dict[str, tuple[type, ...]] = {
-    "string": (str,),
-    "boolean": (bool,),
-    "integer": (int,),
-    "number": (int, float),
-    "array": (list,),
-    "object": (dict,),
-    "null": (type(None),),
-}
-_WORDS: dict[str, str] = {
-    "string": "a string",
-    "boolean": "true or false",
-    "integer": "an integer",
-    "number": "a number",
-    "array": "a list",
-    "object": "an object",
-    "null": "null",
+    required=["tokens"],
+)
+# The schema of every body that goes to the instances, by its path.
+BODIES: dict[str, Schema] = {
+    "/v1/chat/completions": _body(
+        {
+            "messages": _MESSAGES,
+            "max_tokens": _or_null(_COUNT),
+            "max_completion_tokens": _or_null(_COUNT),
+            "logprobs": _FLAG,
+            **_OPENAI,
+            **_CHOICES,
+            **_all_or_null(_SAMPLING),
+        },
+        required=["messages"],
+    ),
+    "/v1/completions": _body(
+        {
+            "prompt": {"anyOf": [*_TEXTS, *_IDS]},
+            "max_tokens": _COUNT,
+            "echo": _FLAG,
+            "logprobs": _or_null(_integer(0, MAX_TOP_LOGPROBS, description="alternatives for each token")),
+            **_OPENAI,
+            **_CHOICES,
+            **_SAMPLING,
+        },
+        required=["prompt"],
+    ),
+    "/generate": _body(
+        {
+            "text": {"anyOf": [*_TEXTS, _NULL]},
+            "input_ids": {"anyOf": [*_IDS, _NULL]},
+            "sampling_params": {
+                "type": ["object", "null"],
+                "properties": _SGLANG_SAMPLING,
+                "description": "SGLang has further ones; the instances refuse names that they do not know",
+            },
+            "stream": _FLAG,
+        },
+        anyOf=[_only("text", "input_ids"), _only("input_ids", "text")],
+    ),
+    "/v1/responses": _body(
+        {
+            "input": {"anyOf": [_TEXT, _list_of(_INPUT_MESSAGE)]},
+            "instructions": _or_null(_TEXT),
+            "max_output_tokens": _or_null(_integer(3, MAX_INT32, description="SGLang generates two fewer")),
+            "store": {**_or_null(_FLAG), "description": "has no effect: replies are never kept"},
+            **_OPENAI,
+            **_all_or_null(_SAMPLING),
+        },
+        required=["model", "input"],
+    ),
+    **dict.fromkeys(("/v1/tokenize", "/tokenize"), _TOKENISE),
+    **dict.fromkeys(("/v1/detokenize", "/detokenize"), _DETOKENISE),
 }
 
+# JSON's name of a type, the types of its values, and its name in a message
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "string": ((str,), "a string"),
+    "boolean": ((bool,), "true or false"),
+    "integer": ((int,), "an integer"),
+    "number": ((int, float), "a number"),
+    "array": ((list,), "a list"),
+    "object": ((dict,), "an object"),
+    "null": ((type(None),), "null"),
+}
 
-class FieldTypes:
-    """Which types and ranges the fields of one kind of object may have."""
 
-    __slots__ = ("_allowed", "_named", "_nested", "_not_zero", "_ranges")
+class _FieldCheck:
+    """The types and the range that one field may have, from its schema."""
+
+    __slots__ = ("allowed", "high", "low", "nested", "refuses_zero", "wanted")
+
+    def __init__(self, schema: Schema) -> None:
+        given = schema["type"]
+        names: list[str] = [given] if isinstance(given, str) else given
+        self.allowed = frozenset(kind for name in names for kind in _TYPES[name][0])
+        self.wanted = " or ".join(_TYPES[name][1] for name in names)
+        # Integers stay exact: as floats the largest would be rounded.
+        self.low: Any = schema.get("minimum", schema.get("exclusiveMinimum", -math.inf))
+        self.high: Any = schema.get("maximum", math.inf)
+        self.refuses_zero = "not" in schema
+        self.nested = FieldChecks(schema["properties"]) if "properties" in schema else None
+
+
+class FieldChecks:
+    """Checks the fields of one object against their schemas."""
+
+    __slots__ = ("_checks",)
 
     def __init__(self, fields: dict[str, Schema]) -> None:
-        self._named: dict[str, list[str]] = {}
-        self._allowed: dict[str, frozenset[type]] = {}
-        self._ranges: dict[str, tuple[Any, Any]] = {}  # of numbers, exact: as floats the largest integers are rounded
-        self._not_zero = frozenset(name for name, schema in fields.items() if schema.get("not") == {"const": 0})
-        self._nested: dict[str, FieldTypes] = {}
-        for name, schema in fields.items():
-            if "properties" in schema:
-                self._nested[name] = FieldTypes(schema["properties"])
-            given = schema.get("type")
-            if given is None or name == "model":  # the prompt and the model are checked where they are read
-                continue
-            names = [given] if isinstance(given, str) else list(given)
-            self._named[name] = names
-            self._allowed[name] = frozenset(one for kind in names for one in _TYPES[kind])
-            if int in self._allowed[name]:
-                low = schema.get("minimum", schema.get("exclusiveMinimum"))
-                high = schema.get("maximum")
-                self._ranges[name] = (-math.inf if low is None else low, math.inf if high is None else high)
+        """Fields without one `type`, and `model`, are checked where they are read."""
+        self._checks = {
+            name: _FieldCheck(schema) for name, schema in fields.items() if "type" in schema and name != "model"
+        }
 
     def check(self, body: dict[str, Any], where: str = "") -> None:
-        """BadRequestError for a value of another type or out of range; `where` comes before the field's name."""
+        """Raise BadRequestError for a value of another type or out of range; `where` precedes the field's name."""
         for name, value in body.items():
-            allowed = self._allowed.get(name)
-            if allowed is None:
+            field = self._checks.get(name)
+            if field is None:
                 continue
             kind = type(value)
-            if kind not in allowed and not (kind is float and int in allowed and value.is_integer()):  # 16.0 is one
-                wanted = " or ".join(_WORDS[one] for one in self._named[name])
-                raise BadRequestError(f"{where}{name} must be {wanted}", f"{where}{name}")
+            # An integer may come as 16.0.
+            if kind not in field.allowed and not (kind is float and int in field.allowed and value.is_integer()):
+                raise BadRequestError(f"{where}{name} must be {field.wanted}", f"{where}{name}")
             if kind is dict:
-                nested = self._nested.get(name)
-                if nested is not None:
-                    nested.check(value, f"{where}{name}.")
+                if field.nested is not None:
+                    field.nested.check(value, f"{where}{name}.")
             elif kind is int or kind is float:
-                low, high = self._ranges[name]
-                if not low <= value <= high:
-                    raise BadRequestError(f"{where}{name} is {value}, not between {low} and {high}", f"{where}{name}")
-                if value == 0 and name in self._not_zero:
+                if not field.low <= value <= field.high:
+                    message = f"{where}{name} is {value}, not between {field.low} and {field.high}"
+                    raise BadRequestError(message, f"{where}{name}")
+                if value == 0 and field.refuses_zero:
                     raise BadRequestError(f"{where}{name} must not be 0", f"{where}{name}")
 
 
-_TOKENISE = FieldTypes(TOKENISE_FIELDS)
-_DETOKENISE = FieldTypes(DETOKENISE_FIELDS)
-_SAMPLING = FieldTypes(SAMPLING_FIELDS)
-_GENERATE = FieldTypes({"stream": _FLAG})
-_BY_PATH = {
-    b"/v1/chat/completions": FieldTypes(CHAT_FIELDS),
-    # With `prompt_logprobs` none: the prompt alone is scored. Otherwise the instance refuses 0.
-    b"/v1/completions": FieldTypes({**COMPLETION_FIELDS, "max_tokens": {**_COUNT, "minimum": 0}}),
-    b"/v1/responses": FieldTypes(RESPONSES_FIELDS),
+def _checks_of(path: str, **changed: Schema) -> FieldChecks:
+    return FieldChecks({**BODIES[path]["properties"], **changed})
+
+
+_CHECKS = {
+    b"/v1/chat/completions": _checks_of("/v1/chat/completions"),
+    # With `prompt_logprobs` 0 scores only the prompt; otherwise the instance refuses it.
+    b"/v1/completions": _checks_of("/v1/completions", max_tokens={**_COUNT, "minimum": 0}),
+    b"/v1/responses": _checks_of("/v1/responses"),
 }
+_GENERATE_CHECKS = FieldChecks({"stream": _FLAG})
+_SAMPLING_CHECKS = FieldChecks(_SGLANG_SAMPLING)
+_TOKENISE_CHECKS = _checks_of("/tokenize")
+_DETOKENISE_CHECKS = _checks_of("/detokenize")
 
 
 def check_field_types(path: bytes, body: dict[str, Any]) -> None:
-    """BadRequestError for a field whose value is of another type than its schema says."""
-    types = _BY_PATH.get(path)
-    if types is not None:
-        types.check(body)
-        if "logit_bias" in body:
-            _check_bias(body["logit_bias"], "logit_bias")
+    """Raise BadRequestError for a field of a generation request whose value is not as its schema says."""
+    checks = _CHECKS.get(path)
+    if checks is not None:
+        checks.check(body)
+        _check_bias(body, "")
         return
-    _GENERATE.check(body)
+    _GENERATE_CHECKS.check(body)
     parameters = body.get("sampling_params")
     for item in parameters if type(parameters) is list else [parameters]:
         if type(item) is dict:
-            _SAMPLING.check(item, "sampling_params.")
-            if "logit_bias" in item:
-                _check_bias(item["logit_bias"], "sampling_params.logit_bias")
+            _SAMPLING_CHECKS.check(item, "sampling_params.")
+            _check_bias(item, "sampling_params.")
         elif item is not None:
             raise BadRequestError("sampling_params must be an object", "sampling_params")
 
 
-def _check_bias(bias: Any, name: str) -> None:
+def _check_bias(body: dict[str, Any], where: str) -> None:
+    bias = body.get("logit_bias")
     if bias is None:
         return
+    name = f"{where}logit_bias"
     if type(bias) is not dict or any(type(value) is not float and type(value) is not int for value in bias.values()):
         raise BadRequestError(f"{name} must be an object of numbers", name)
     if any(abs(value) > MAX_LOGIT_BIAS for value in bias.values()):
@@ -312,18 +291,17 @@ def _check_bias(bias: Any, name: str) -> None:
 
 
 def check_tokenise(body: dict[str, Any]) -> None:
-    """BadRequestError for a body of /v1/tokenize that an instance would take for another, or fail at."""
-    _TOKENISE.check(body)
+    """Raise BadRequestError for a body of /v1/tokenize that an instance would misread or fail on."""
+    _TOKENISE_CHECKS.check(body)
     if ("prompt" in body) == ("messages" in body):
         raise BadRequestError("give either prompt or messages", "prompt")
 
 
 def check_detokenise(body: dict[str, Any]) -> None:
-    """BadRequestError for a body of /v1/detokenize that an instance would take for another, or fail at."""
-    _DETOKENISE.check(body)
+    """Raise BadRequestError for a body of /v1/detokenize that an instance would misread or fail on."""
+    _DETOKENISE_CHECKS.check(body)
     tokens = body.get("tokens")
-    if type(tokens) is not list:
-        raise BadRequestError("tokens must be a list of token ids, or a list of such lists", "tokens")
-    for ids in tokens if tokens and type(tokens[0]) is list else [tokens]:
-        if type(ids) is not list or any(type(one) is not int or not 0 <= one < 2**32 for one in ids):
+    lists = tokens if type(tokens) is list and tokens and type(tokens[0]) is list else [tokens]
+    for ids in lists:
+        if type(ids) is not list or any(type(token) is not int or not 0 <= token < 2**32 for token in ids):
             raise BadRequestError("tokens must be a list of token ids, or a list of such lists", "tokens")
