@@ -43,10 +43,10 @@ HOT_MODULES = (
         "access", "http1", "replies", "request_parser", "unread_replies",
     )),
     *(f"sglang_ext_router/instances/{name}.py" for name in ("registry", "workers")),
-    *(f"sglang_ext_router/observe/{name}.py" for name in ("histograms", "metrics")),
+    *(f"sglang_ext_router/observe/{name}.py" for name in ("histograms", "metrics", "request_record")),
     *(f"sglang_ext_router/request/{name}.py" for name in (
-        *("aborting", "admitted_request", "attempt", "prepared_request", "prompt", "relay", "request_body"),
-        *("request_fields", "request_ids", "routing", "services", "upstream", "waiting_request"),
+        *("aborting", "attempt", "flow", "prepared_request", "prompt", "relay", "request_body"),
+        *("request_fields", "request_ids", "routing", "services", "upstream"),
     )),
 )  # fmt: skip
 MANIFEST = ROOT / "router/sglang_ext_router/compiled_sources.json"

@@ -10,7 +10,7 @@ import json
 from importlib.util import find_spec
 from pathlib import Path
 
-WITNESS = "sglang_ext_router.request.admitted_request"
+WITNESS = "sglang_ext_router.request.flow"
 # Written by `tools/compile_hot_path.py`: source (package/module.py) → SHA-256. A wheel has none.
 MANIFEST = Path(__file__).with_name("compiled_sources.json")
 

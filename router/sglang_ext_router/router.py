@@ -53,13 +53,13 @@ from sglang_ext_router.observe.metrics import MetricsSnapshot, RouterMetrics
 from sglang_ext_router.observe.traces import Tracer
 from sglang_ext_router.request.aborting import Aborter
 from sglang_ext_router.request.body_reader import BodyReader
+from sglang_ext_router.request.flow import RequestFlow
 from sglang_ext_router.request.reply_builder import ReplyBuilder
 from sglang_ext_router.request.request_ids import RoomAllocator
 from sglang_ext_router.request.routing import RoutePlanner
-from sglang_ext_router.request.services import Admissible, Runnable, Services
+from sglang_ext_router.request.services import Services
 from sglang_ext_router.request.tokenising import Tokenisers
 from sglang_ext_router.request.upstream import UpstreamPools
-from sglang_ext_router.request.waiting_request import WaitingRequest
 
 logger = logging.getLogger(__name__)
 
@@ -104,8 +104,8 @@ class Router:
         self.long_pool = _long_pool_monitor(config, loop)
         self.discovery = Discovery(config, self, connect_kubernetes(config)) if config.service_discovery else None
         self.siblings: SiblingLink = siblings or NoSiblings()
-        self.running: dict[Runnable, None] = {}
-        self.admission: AdmissionQueue[Admissible] = AdmissionQueue(
+        self.running: dict[RequestFlow, None] = {}
+        self.admission: AdmissionQueue[RequestFlow] = AdmissionQueue(
             config.max_concurrent_requests or None, config.queue_size, config.queue_timeout_secs
         )
         self.access = Access(config, self.metrics)
@@ -151,7 +151,7 @@ class Router:
         self.is_draining = False
         self.app = build_app(self)
         self.access.methods_of = self._methods_of
-        self._admitted: deque[Admissible] = deque()
+        self._admitted: deque[RequestFlow] = deque()
         self._refused_before = 0  # requests that found the queue full, when the limit was divided last
         self._is_starting = False
         self.ports = ClientPorts(config, loop, self.access, self.access_log)
@@ -251,10 +251,10 @@ class Router:
                 return
             connection.respond_error(405, "use POST", extra=b"allow: POST\r\n")
             return
-        waiting = WaitingRequest(self.services, connection, request, self.loop.time())
-        # Before `begin`: a request that waits off the loop must learn that its client left.
-        connection.call = waiting
-        waiting.begin()
+        flow = RequestFlow(self.services, connection, request, self.loop.time())
+        # Before `begin`: a request that is read by another process must learn that its client left.
+        connection.call = flow
+        flow.begin()
 
     def _dispatch_control(self, connection: ClientConnection, request: Request) -> None:
         if self.access.is_preflight(request):
@@ -289,12 +289,12 @@ class Router:
         self._refused_before = self.admission.refused
         self._start(self.admission.set_limit(most, now_s), now_s)
 
-    def _on_ended(self, request: Runnable, now_s: float) -> None:
+    def _on_ended(self, request: RequestFlow, now_s: float) -> None:
         """A running request is over: its place goes to the next in the queue."""
         del self.running[request]
         self._start(self.admission.release(now_s), now_s)
 
-    def _start(self, admitted: Sequence[Admissible], now_s: float) -> None:
+    def _start(self, admitted: Sequence[RequestFlow], now_s: float) -> None:
         """Start what was admitted, in order."""
         self._admitted += admitted
         if self._is_starting:

@@ -35,7 +35,7 @@ class OnlineWaits:
     def __init__(self) -> None:
         self._waits: deque[tuple[float, str, float]] = deque(maxlen=MAX_WAITS)
 
-    def note(self, url: str, wait_s: float, now_s: float) -> None:
+    def record(self, url: str, wait_s: float, now_s: float) -> None:
         """A prefill at `url` has ended: it took `wait_s` longer, queues and KV transfer included, than it computes."""
         self._waits.append((now_s, url, wait_s if wait_s > 0 else 0.0))
 

@@ -130,7 +130,7 @@ class PoolOffers:
         task.add_done_callback(on_done)
         return task
 
-    def note_sent(self, room: int, prefill: Worker, prompt: Prompt) -> None:
+    def on_sent(self, room: int, prefill: Worker, prompt: Prompt) -> None:
         """The instance that was named gets it; whether it has it in its prefix cache is known later."""
         if prompt.hashes:
             self._uncached[room] = prefill, prompt

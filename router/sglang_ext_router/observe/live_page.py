@@ -35,8 +35,8 @@ from sglang_ext_router.instances.registry import ModelPools, WorkerRegistry
 from sglang_ext_router.instances.work_reader import WorkReader
 from sglang_ext_router.instances.workers import Worker
 from sglang_ext_router.observe.access_log import AccessEntry, peer_of
-from sglang_ext_router.request.admitted_request import AdmittedRequest
-from sglang_ext_router.request.services import Runnable, Services
+from sglang_ext_router.request.flow import RequestFlow
+from sglang_ext_router.request.services import Services
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class ViewedRouter(Protocol):
     access: Access
     services: Services
     siblings: SiblingLink
-    running: dict[Runnable, None]
+    running: dict[RequestFlow, None]
 
     @property
     def requests_queued(self) -> int: ...
@@ -284,7 +284,7 @@ class LivePage:
         running = tuple(self._router.running)
         step = -(-len(running) // MAX_SCANNED) or 1
         if step > 1:  # those that the part below leaves out
-            view.follow((one, one.seen()) for one in view.followed if isinstance(one, AdmittedRequest))
+            view.follow((one, one.seen()) for one in view.followed if isinstance(one, RequestFlow))
         view.take_in_flight(((one, one.seen()) for one in running[::step]), counts, now_s)
         frame = view.frame(now_s)
         if frame is not None:

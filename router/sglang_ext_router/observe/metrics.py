@@ -7,9 +7,9 @@ have.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from sglang_ext.types import LengthClass, RouteDecision
+from sglang_ext.types import LengthClass
 from sglang_ext_router.observe.histograms import (
     LOOP_LAG_BUCKETS_S,
     TOKEN_BUCKETS,
@@ -21,10 +21,9 @@ from sglang_ext_router.observe.histograms import (
 )
 
 if TYPE_CHECKING:
+    from sglang_ext_router.observe.request_record import RequestRecord
     from sglang_ext_router.request.routing import Route
 
-# What came of a request: a whole reply; the client left; an error, before anything of a reply was sent or after.
-RequestOutcome: TypeAlias = Literal["ok", "client_left", "error_before", "error_after"]
 Labels: TypeAlias = tuple[str, ...]
 
 
@@ -102,7 +101,7 @@ class ClassMetrics:
         self.slo_met = 0
         self.slo_missed = 0
 
-    def note_prefill(self, actual_s: float, predicted_s: float) -> None:
+    def record_prefill(self, actual_s: float, predicted_s: float) -> None:
         """A prefill took `actual_s` from when it was sent, waiting included, and was expected to take `predicted_s`."""
         if actual_s >= predicted_s:
             self.predicted_late_s.observe(actual_s - predicted_s)
@@ -140,10 +139,6 @@ class RouterMetrics:
         """The length classes and what was measured of each."""
         return (LengthClass.SHORT, self.short), (LengthClass.LONG, self.long)
 
-    def count_request(self, path: str, length_class: str, status: int, outcome: RequestOutcome) -> None:
-        key = (path, length_class, status, outcome)
-        self.requests[key] = self.requests.get(key, 0) + 1
-
     def count(self, counts: dict[str, int], key: str) -> None:
         """Add one to a counter of this object."""
         counts[key] = counts.get(key, 0) + 1
@@ -158,26 +153,25 @@ class RouterMetrics:
         if route.is_spilled:
             self.spilled += 1
 
-    def count_end(
-        self,
-        path: str,
-        decision: RouteDecision | None,
-        status: int,
-        outcome: RequestOutcome,
-        duration_s: float,
-        queue_s: float,
-        prompt_tokens: int,
-    ) -> None:
-        """An admitted request is over; without a decision no instance could take it."""
-        if decision is None:
-            self.count_request(path, "none", status, outcome)
-            return
-        one = self.of(decision.length_class)
-        one.duration_s.observe(duration_s)
-        one.queue_s.observe(queue_s)
-        one.prompt_tokens.observe(prompt_tokens)
-        one.new_tokens.observe(decision.new_tokens)
-        self.count_request(path, str.__str__(decision.length_class), status, outcome)
+    def record_end(self, record: RequestRecord) -> None:
+        """Count a request whose record is closed; without a route it has no length class."""
+        route, met_deadline = record.route, record.met_deadline()
+        length_class = "none"
+        if route is not None:
+            decision = route.decision
+            length_class = str.__str__(decision.length_class)
+            metrics = self.of(decision.length_class)
+            metrics.duration_s.observe(record.lived_s)
+            metrics.queue_s.observe(record.queue_s)
+            metrics.prompt_tokens.observe(decision.new_tokens + decision.cached_tokens)
+            metrics.new_tokens.observe(decision.new_tokens)
+            if met_deadline is not None:
+                metrics.slo_met += met_deadline
+                metrics.slo_missed += not met_deadline
+        elif met_deadline is not None:
+            self.unclassified_slo_missed += 1
+        key = (record.path.decode(), length_class, record.status, str(record.outcome))
+        self.requests[key] = self.requests.get(key, 0) + 1
 
     # -- reading them -----------------------------------------------------------------------------------
 

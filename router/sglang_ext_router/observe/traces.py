@@ -22,6 +22,7 @@ from sglang_ext.live.decide.view import SeenRequest
 from sglang_ext.types import LengthClass
 from sglang_ext_router.config import RouterConfig
 from sglang_ext_router.instances.long_pool import LongPoolMonitor
+from sglang_ext_router.observe.request_record import RequestRecord
 from sglang_ext_router.observe.trace_spans import Span, SpanMaker, TraceContext, add_pool, add_request
 from sglang_ext_router.request.prepared_request import ClientHeaders
 
@@ -101,14 +102,17 @@ class Tracer:
         context = TraceContext(trace_id, span_id, parent_id) if is_sampled else None
         return headers._replace(forwarded=b"".join(lines), trace=context)
 
-    def note_end(self, context: TraceContext, seen: SeenRequest, ended_s: float, request_id: bytes) -> None:
-        """The request has ended; `request_id` is the one that its latest attempt's room made, or empty."""
+    def record_end(self, record: RequestRecord) -> None:
+        """Keep a request whose record is closed until its spans are made, if it is sampled."""
+        context = None if record.request is None else record.request.headers.trace
+        if context is None or record.ended_s is None:
+            return
         if len(self._pending) >= MAX_PENDING:
             self._drop(1, "too many wait")
             return
-        may_be_shared = self._long_pool is not None and seen.length_class == LengthClass.LONG.value
-        room = int(request_id[-16:], 16) if may_be_shared and request_id else None
-        self._pending.append(Ended(context, seen, ended_s, time.time() - time.monotonic(), room))
+        may_be_shared = self._long_pool is not None and record.length_class is LengthClass.LONG
+        room = int(record.room_id[-16:], 16) if may_be_shared and record.room_id else None
+        self._pending.append(Ended(context, record.seen(), record.ended_s, time.time() - time.monotonic(), room))
         if self._task is None:
             self._task = self._loop.create_task(self._run())
 

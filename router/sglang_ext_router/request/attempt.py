@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from sglang_ext_router.decide.pd_actions import Leg
 from sglang_ext_router.instances.workers import Worker
+from sglang_ext_router.observe.request_record import RequestRecord
 from sglang_ext_router.request.prepared_request import PreparedRequest
+from sglang_ext_router.request.relay import end_error_status, find_int
 from sglang_ext_router.request.request_ids import abort_ids
 from sglang_ext_router.request.routing import PoolPlace, Route
 from sglang_ext_router.request.services import Services
@@ -13,10 +15,12 @@ from sglang_ext_router.request.upstream import LegOwner, UpstreamConnection
 _PREFILL, _DECODE = Leg.PREFILL, Leg.DECODE
 # SGLang's own warm-up address (`FAKE_BOOTSTRAP_HOST`): a prefill instance finishes such a request without a peer.
 WITHOUT_DECODE_JSON = b'"bootstrap_host":"2.2.2.2","bootstrap_room":'
+# Chunks of a stream that bring no token: `[DONE]`, the end of the body, a chat's role and finish reason.
+_OTHER_CHUNKS = {b"/v1/chat/completions": 4}
 
 
 class Attempt:
-    """Takes its load upon the instances, and off them leg by leg: every leg ends with exactly one verdict.
+    """Adds its load to the two instances, and takes it off leg by leg: every leg ends with exactly one verdict.
 
     The verdicts are `record_success`, `release_trial` and `record_failure`; the instances' circuit breakers and the
     planner's picture of their prefix caches learn from them.
@@ -26,22 +30,24 @@ class Attempt:
         "_has_first_byte",
         "_legs",
         "_new_tokens",
+        "_record",
         "_request",
         "_services",
         "predicted_s",
-        "request_id",
         "route",
         "started_s",
     )
 
-    def __init__(self, services: Services, request: PreparedRequest, route: Route, now_s: float) -> None:
+    def __init__(
+        self, services: Services, request: PreparedRequest, record: RequestRecord, route: Route, now_s: float
+    ) -> None:
         self._services = services
         self._request = request
-        self.started_s = now_s
+        self._record = record
+        self.started_s = record.sent_s = now_s
         self._has_first_byte = False
         self._legs: list[UpstreamConnection | None] = [None, None]
-        self.route = route
-        self.request_id = b""  # made of its room
+        self.route = record.route = route
         prompt, prompt_tokens = request.prompt, request.prompt_tokens
         self._new_tokens = new_tokens = route.decision.new_tokens * prompt.sequence_count
         prefill, decode = route.prefill, route.decode
@@ -63,18 +69,18 @@ class Attempt:
     # -- legs -------------------------------------------------------------------------------------------
 
     def send(self, owner: LegOwner, number: int, on_new_connections: bool, place: PoolPlace | None = None) -> None:
-        """Send the same body to each instance; what comes back is told to `owner` under this attempt's number.
+        """Send the same body to each instance; `owner` gets the events of the legs, under this attempt's number.
 
-        Under the room of its `place` in a long pool, where that has become the route, else under a new one.
+        The room is that of the `place` in a long pool where its instance has become the route, otherwise a new one.
         """
         services, request, route = self._services, self._request, self.route
         if place is not None and place.prefill is route.prefill and services.pool_offers is not None:
             room = place.room
-            services.pool_offers.note_sent(room, route.prefill, request.prompt)
+            services.pool_offers.on_sent(room, route.prefill, request.prompt)
         else:
             room = services.rooms.take(request.prompt.sequence_count)
             services.learn_prefix(request.prompt, route.prefill)
-        self.request_id = made_id = request.made_id(room)
+        self._record.room_id = made_id = request.made_id(room)
         decode_worker = route.decode
         bootstrap_json = WITHOUT_DECODE_JSON if decode_worker is None else route.prefill.bootstrap_json
         head, body, tail = request.message(bootstrap_json, room, made_id, self.started_s)
@@ -102,24 +108,88 @@ class Attempt:
             self._legs[leg.kind] = None
 
     def abort_leg(self, kind: Leg) -> None:
-        """Close the leg and tell the instance, which would notice a closed connection only later."""
+        """Close the leg and abort the request on its instance, which would notice a closed connection only later."""
         leg, self._legs[kind] = self._legs[kind], None
         if leg is None:
             return
         leg.abort()  # it may still be relayed: its last bytes tell whether an error event fits behind them
-        self.tell_aborted(leg.worker)
+        self.abort_on(leg.worker)
 
-    def tell_aborted(self, worker: Worker) -> None:
+    def abort_on(self, worker: Worker) -> None:
         """Have an instance drop the request, by the ids that it knows."""
         prompt = self._request.prompt
         ids = abort_ids(
             self._request.own_ids,
-            self.request_id,
+            self._record.room_id,
             prompt.sequence_count,
             prompt.samples_per_prompt,
             worker.aborts_families,
         )
         self._services.aborter.abort(worker, ids)
+
+    # -- what the replies say ---------------------------------------------------------------------------
+
+    def on_first_byte(self, *, is_relayed: bool) -> None:
+        """The first byte of the reply has come, so the KV has arrived: decode's next report counts it as used."""
+        self._has_first_byte = True
+        request, record, services = self._request, self._record, self._services
+        decode = self.route.decode
+        if decode is not None:
+            decode.reserved_tokens -= request.prompt_tokens
+            decode.reported_free_kv_tokens -= request.prompt_tokens
+            decode.reported_awaiting_tokens = max(0, decode.reported_awaiting_tokens - request.prompt_tokens)
+        if is_relayed:
+            record.first_byte_s = now_s = services.loop.time()
+            if request.prompt.is_stream:
+                record.first_token_s = now_s
+                services.metrics.of(self.route.decision.length_class).ttft_s.observe(now_s - record.started_s)
+
+    def learn_from_prefill(self, leg: UpstreamConnection) -> None:
+        """Prefill's reply is whole: learn how long it took, and how many tokens the prompt had."""
+        services, request, record = self._services, self._request, self._record
+        record.prefilled_s = now_s = leg.received_s
+        if not request.prompt.is_stream:
+            record.first_token_s = now_s
+        metrics = services.metrics.of(self.route.decision.length_class)
+        metrics.record_prefill(now_s - self.started_s, self.predicted_s)
+        if services.planner.wants_token_count():
+            tokens = find_int(leg.raw, b'"prompt_tokens":')
+            if tokens:
+                services.planner.learn_tokens(request.model, request.prompt, tokens)
+        if request.is_online:
+            services.online_waits.record(self.route.prefill.url, self.waited_s(now_s), now_s)
+
+    def learn_from_reply(self, leg: UpstreamConnection) -> None:
+        """The reply that the client gets is whole: count its tokens, and the pauses of a stream."""
+        services, request, record = self._services, self._request, self._record
+        prompt = request.prompt
+        record.reply_end_s = leg.received_s
+        end = leg.end_of_body()
+        if services.access_log is not None and prompt.sequence_count == 1:
+            record.known_prompt_tokens = find_int(end, b'"prompt_tokens":')
+        metrics = services.metrics.of(self.route.decision.length_class)
+        if not prompt.is_stream:
+            tokens = None
+            if prompt.sequence_count == 1 or request.path != b"/generate":  # which has a count for each sequence
+                tokens = find_int(end, b'"completion_tokens":')
+        elif record.error_status is None:
+            record.error_status = end_error_status(end)
+            tokens = find_int(end, b'"completion_tokens":') if prompt.sequence_count == 1 else None
+            if tokens is None:
+                tokens = leg.chunks - _OTHER_CHUNKS.get(request.path, 2)
+            metrics.stall_s.observe(leg.longest_gap_s)
+            if tokens > 1 and prompt.sequence_count == 1 and record.first_byte_s is not None:
+                metrics.tpot_s.observe((leg.received_s - record.first_byte_s) / (tokens - 1))
+        else:
+            return
+        record.output_tokens = tokens
+        if tokens is not None:
+            metrics.output_tokens.observe(tokens)
+
+    def waited_s(self, now_s: float) -> float:
+        """Return the time since the request came, without the time that computing its prefill should take."""
+        computing_s = self._new_tokens / self.route.prefill.rate.tokens_per_s
+        return now_s - self.started_s + self._record.queue_s - computing_s
 
     # -- the instances' account -------------------------------------------------------------------------
 
@@ -128,17 +198,6 @@ class Attempt:
         if leg is _PREFILL or decode is None:
             return self.route.prefill
         return decode
-
-    def note_first_byte(self) -> None:
-        """The KV has arrived: no longer on its way but used, which decode's next report will say."""
-        self._has_first_byte = True
-        prompt_tokens = self._request.prompt_tokens
-        decode = self.route.decode
-        if decode is None:
-            return
-        decode.reserved_tokens -= prompt_tokens
-        decode.reported_free_kv_tokens -= prompt_tokens
-        decode.reported_awaiting_tokens = max(0, decode.reported_awaiting_tokens - prompt_tokens)
 
     def record_success(self, leg: Leg) -> None:
         """The instance did its part."""

@@ -10,6 +10,7 @@ import orjson
 
 from sglang_ext_router.decide.pd_actions import FailureReason
 from sglang_ext_router.http import replies
+from sglang_ext_router.observe.request_record import RequestRecord
 from sglang_ext_router.request.reply_builder import BuildFailure, ReplyBuilder
 from sglang_ext_router.request.routing import Route
 from sglang_ext_router.request.scores import NO_SCORES, ScorePlan
@@ -43,7 +44,7 @@ _HOP_HEADER = re.compile(rb"(?<=\n)(?:connection|keep-alive):[^\n]*\n", re.IGNOR
 class Relay:
     """Writes one reply to one client; nothing is written once the client has it whole, or has left.
 
-    `status` is what the client was answered, 0 before; `request_id` and `route` go into the reply's head.
+    What the client was sent is written into the request's record; `route` goes into the head of the reply.
     """
 
     __slots__ = (
@@ -53,21 +54,18 @@ class Relay:
         "_is_own_head",
         "_joined",
         "_kept_alive_s",
+        "_record",
         "_scores",
         "_source",
-        "error",
-        "has_left",
-        "is_broken",
         "is_building",
-        "peer",
-        "queue_s",
-        "request_id",
         "route",
-        "status",
         "when_built",
     )
 
-    def __init__(self, client: ClientConnection, is_http_11: bool, builder: ReplyBuilder) -> None:
+    def __init__(
+        self, client: ClientConnection, is_http_11: bool, builder: ReplyBuilder, record: RequestRecord
+    ) -> None:
+        self._record = record
         self._is_own_head = False  # the client was sent the head of a stream before there was one
         self._kept_alive_s = 0.0  # when it was last sent an empty line
         self._builder = builder
@@ -78,14 +76,7 @@ class Relay:
         self._scores: ScorePlan = NO_SCORES
         self.is_building = False  # the client's reply is being made, and will be written
         self.when_built: Callable[[], None] | None = None  # called when it is written, or the client has left
-        self.has_left = False  # the client, before it had its whole reply
-        self.is_broken = False  # the reply ended otherwise than its beginning promised
-        self.error = ""  # what the client was told, if the router itself told it of an error
-        self.peer = ""  # the client's address, where it is logged
-        self.request_id = b""
-        self.route: Route | None = None  # None: the client is not told
-        self.queue_s = 0.0
-        self.status = 0
+        self.route: Route | None = None  # None: the client is not shown it
 
     @property
     def is_open(self) -> bool:
@@ -94,7 +85,7 @@ class Relay:
 
     def begin_attempt(self, request_id: bytes, route: Route | None, scores: ScorePlan) -> None:
         """The request is sent to instances; what an earlier attempt brought for a joined reply is void."""
-        self.request_id = request_id
+        self._record.request_id = request_id
         self.route = route
         self._scores = scores
         if scores.is_joined:
@@ -103,7 +94,7 @@ class Relay:
     def lose_client(self) -> None:
         """The client has left."""
         if self._client is not None:
-            self.has_left = True
+            self._record.has_left = True
         self._client = None
         self._note_built()
 
@@ -117,7 +108,7 @@ class Relay:
         client = self._client
         if client is None:
             return True
-        self.status = leg.status
+        self._record.status = leg.status
         if self._joined is not None and leg.status == 200:
             return True
         head, rest = split_head(leg.raw)
@@ -188,13 +179,13 @@ class Relay:
         """End a stream that the client has the head of by an error."""
         client = self._client
         if client is not None:
-            self.status, self.is_broken = status, True
+            self._record.status, self._record.is_broken = status, True
             event = b"data: %b\n\n" % error
             client.write(replies.chunk(event) + replies.chunk(b"data: [DONE]\n\n") + replies.CHUNKED_END)
             self._finish()
 
     def _id_header(self) -> bytes:
-        return b"x-request-id: %b\r\n" % self.request_id if self.request_id else b""
+        return b"x-request-id: %b\r\n" % self._record.request_id if self._record.request_id else b""
 
     def pause(self) -> None:
         """The client reads too slowly: read no more from the instance."""
@@ -242,24 +233,24 @@ class Relay:
             client.finish(client.keeps_alive)
 
     def _own_headers(self) -> bytes:
-        return route_headers(self.request_id, self.route, self.queue_s)
+        return route_headers(self._record.request_id, self.route, self._record.queue_s)
 
     # -- the router's own ends of a reply ---------------------------------------------------------------
 
     def answer_error(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         """Reply with an error of the router's own, unless the client has left."""
         if self._is_own_head:
-            self.error = message
+            self._record.error = message
             self._tell_error(status, replies.error_json(status, message, param, code))
             return
         client, self._client = self._client, None
         if client is None:
             return
-        self.status = status
-        self.error = message
+        self._record.status = status
+        self._record.error = message
         headers = b"retry-after: 1\r\n" if status in (429, 503) else b""
-        if self.request_id:
-            headers += b"x-request-id: %b\r\n" % self.request_id
+        if self._record.request_id:
+            headers += b"x-request-id: %b\r\n" % self._record.request_id
         client.respond_error(status, message, param, headers, code)
 
     def emit_error_event(self, reason: FailureReason) -> None:
@@ -288,9 +279,9 @@ class Relay:
             client.abort()
 
     def _break(self, reason: FailureReason) -> None:
-        self.is_broken = True
-        self.status = BROKEN_STATUS
-        self.error = REASON_TEXT[reason]
+        self._record.is_broken = True
+        self._record.status = BROKEN_STATUS
+        self._record.error = REASON_TEXT[reason]
 
 
 # -- reading an instance's reply --------------------------------------------------------------------------

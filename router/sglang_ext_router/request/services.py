@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from sglang_ext.live.decide.view import LiveView, SeenRequest
-from sglang_ext.types import LengthClass
+from sglang_ext.live.decide.view import LiveView
 from sglang_ext_router.config import RouterConfig
 from sglang_ext_router.decide.admission import AdmissionQueue
 from sglang_ext_router.decide.pd_protocol import RetryPolicy
@@ -30,47 +29,8 @@ from sglang_ext_router.request.request_ids import RoomAllocator
 from sglang_ext_router.request.routing import RoutePlanner
 from sglang_ext_router.request.upstream import UpstreamPools
 
-
-class Admissible(Protocol):
-    """A request that waits, as admission sees it."""
-
-    def __hash__(self) -> int: ...
-
-    def start(self, now_s: float) -> None:
-        """There is a place for it."""
-
-    def on_queue_timeout(self) -> None:
-        """It has waited too long."""
-
-    def online_wait_s(self, now_s: float) -> float | None:
-        """For how long it has waited, if for an online client."""
-
-    def keep_alive(self, now_s: float) -> None:
-        """Let its client, and what is between, know that it still waits."""
-
-
-class Runnable(Protocol):
-    """A request that was admitted, as time limits see it."""
-
-    started_s: float
-
-    def __hash__(self) -> int: ...
-
-    @property
-    def online_class(self) -> tuple[str, LengthClass] | None:
-        """Its model and length class if an online client waits for it: not of low priority, nor without instance."""
-
-    def online_wait(self, now_s: float) -> tuple[str, float] | None:
-        """Its prefill instance and what it has waited there so far, if an online client waits for its prefill."""
-
-    def on_timeout(self) -> None:
-        """It has run too long."""
-
-    def check_progress(self, now_s: float) -> None:
-        """See that its reply begins, and goes on."""
-
-    def seen(self) -> SeenRequest:
-        """It as the live page shows it."""
+if TYPE_CHECKING:
+    from sglang_ext_router.request.flow import RequestFlow
 
 
 @dataclass(slots=True)
@@ -86,7 +46,7 @@ class Services:
     prober: Prober
     pools: UpstreamPools
     aborter: Aborter
-    admission: AdmissionQueue[Admissible]
+    admission: AdmissionQueue[RequestFlow]
     rooms: RoomAllocator
     reply_builder: ReplyBuilder
     body_reader: BodyReader
@@ -95,8 +55,8 @@ class Services:
     retry_budget: RetryBudget
     max_retries: int
     siblings: SiblingLink
-    running: dict[Runnable, None]  # in order of their start
-    on_ended: Callable[[Runnable, float], None]
+    running: dict[RequestFlow, None]  # in order of their start
+    on_ended: Callable[[RequestFlow, float], None]
     authorization: bytes  # header line for the instances, in place of the client's; empty without a key for them
     relays_authorization: bool  # without any key the client's own header is for the instances
     access_log: AccessLog | None

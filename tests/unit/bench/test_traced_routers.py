@@ -45,7 +45,7 @@ def test_the_copy_lacks_the_branches_of_the_request_path_and_nothing_else(
             fewer[str(name)] = [line for line in lines if line not in left]
             kept = iter(lines)
             assert all(any(line == other for other in kept) for line in left), "in their order, and none is changed"
-    assert set(fewer) == {"request/admitted_request.py", "request/waiting_request.py"}
+    assert set(fewer) == {"request/flow.py"}
     assert sum(line.strip().startswith("if services.tracer is not None") for one in fewer.values() for line in one) == 2
     assert BRANCHES == 2
 

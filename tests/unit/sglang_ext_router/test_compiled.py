@@ -48,7 +48,7 @@ def test_other_sources_are_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     real = compiled.find_spec
 
     def find_spec(name: str) -> object:
-        return SimpleNamespace(origin="admitted_request.so") if name == compiled.WITNESS else real(name)
+        return SimpleNamespace(origin="flow.so") if name == compiled.WITNESS else real(name)
 
     monkeypatch.setattr(compiled, "MANIFEST", manifest)
     monkeypatch.setattr(compiled, "find_spec", find_spec)
@@ -78,6 +78,6 @@ def test_a_module_that_was_compiled_and_has_moved_since_is_noticed_and_removed(
 
 
 def test_plain_python_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "find_spec", lambda name: SimpleNamespace(origin="request/admitted_request.py"))
+    monkeypatch.setattr(compiled, "find_spec", lambda name: SimpleNamespace(origin="request/flow.py"))
     monkeypatch.setattr(compiled, "MANIFEST", Path("none"))
     assert compiled.describe_compiled()[0] is False

@@ -590,7 +590,7 @@ def test_a_model_that_is_gone_has_no_instances() -> None:
 async def test_the_load_of_one_model() -> None:
     async with serving("llama", "qwen") as served:
         waits, now_s = served.router.services.online_waits, served.router.loop.time()
-        waits.note(served.engines["qwen"][SHORT].url, 0.5, now_s)
+        waits.record(served.engines["qwen"][SHORT].url, 0.5, now_s)
         waiting = served.worker(served.engines["qwen"][SHORT].url)
         waiting.pending_tokens += 100_000
         try:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from sglang_ext_router.observe.metrics import ClassMetrics, RequestOutcome
+from sglang_ext_router.observe.metrics import ClassMetrics
+from sglang_ext_router.observe.request_record import RequestOutcome
 from support.raw_client import BrokenReplyError, RawClient, request_bytes
 from support.router_process import Cluster, cluster
 from support.running_time import pause

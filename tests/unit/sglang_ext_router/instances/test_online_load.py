@@ -26,7 +26,7 @@ def test_nothing_is_told_without_requests() -> None:
 def test_the_quantile_is_a_wait_that_nine_of_ten_did_not_exceed(given_waits: list[float]) -> None:
     waits = OnlineWaits()
     for wait_s in given_waits:
-        waits.note("a", wait_s, 5.0)
+        waits.record("a", wait_s, 5.0)
     told = quantile_s([wait_s for _, wait_s in waits.recent(5.0)])
     assert told is not None
     assert told in [max(0.0, wait_s) for wait_s in given_waits]
@@ -36,9 +36,9 @@ def test_the_quantile_is_a_wait_that_nine_of_ten_did_not_exceed(given_waits: lis
 def test_old_waits_are_forgotten_and_memory_is_bounded() -> None:
     waits = OnlineWaits()
     for number in range(3 * MAX_WAITS):
-        waits.note("a", 9.0, 6.0 + number / 10_000)
+        waits.record("a", 9.0, 6.0 + number / 10_000)
     assert len(waits.recent(7.3)) == MAX_WAITS
-    waits.note("b", 1.0, 7.3 + WINDOW_S)
+    waits.record("b", 1.0, 7.3 + WINDOW_S)
     assert waits.recent(7.3 + WINDOW_S) == [("b", 1.0)]
     assert waits.recent(7.4 + 2 * WINDOW_S) == []
 
@@ -47,7 +47,7 @@ async def test_waits_at_an_instance_hold_for_every_class_that_it_serves() -> Non
     """A job's long prompts stand before the short ones of clients where one instance serves both."""
     async with cluster(short=1, long=1) as served:
         waits, now_s = served.router.services.online_waits, served.router.loop.time()
-        waits.note(served.short[0].url, 0.5, now_s)
+        waits.record(served.short[0].url, 0.5, now_s)
         told = served.router.describe_load([served.model])["classes"]
         assert (told["short"]["online_wait_s"], told["long"]["online_wait_s"]) == (0.5, None)
         for engine in (*served.short, *served.long):

@@ -120,7 +120,7 @@ def test_a_histogram_puts_every_value_in_its_bucket(values: list[float], bounds:
 
 def used(seed: int) -> RouterMetrics:
     metrics = RouterMetrics()
-    metrics.count_request("/generate", "short", 200 + seed % 2, "ok")
+    metrics.requests["/generate", "short", 200 + seed % 2, "ok"] = 1
     metrics.refused["queue_full"] = seed
     metrics.prompt_tokens, metrics.cached_tokens = 100 * seed, 10 * seed
     metrics.tokenised, metrics.spilled = seed, 2 * seed

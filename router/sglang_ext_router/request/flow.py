@@ -1,0 +1,608 @@
+"""The life of one generation request in the router, from top to bottom.
+
+    read -> count tokens -> admit -> place -> attempts -> relay -> account
+
+`RequestFlow.begin` reads the request, `_count` sizes its prompt, `_admit` offers it to the admission queue, `start` has
+the long pool's coordinator place it, `_send` begins the attempts, and `_account` closes its record. From the first
+attempt on `PDProtocol` decides: what the legs, the client and the timers do are its events, and `_act` carries out the
+actions that it answers with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+from sglang_ext.live.decide.view import SeenRequest
+from sglang_ext.types import LengthClass
+from sglang_ext_router.decide.admission import AdmissionOutcome
+from sglang_ext_router.decide.pd_actions import (
+    RELAY_DECODE,
+    AbortLeg,
+    Actions,
+    CloseClient,
+    EmitErrorEvent,
+    Exclude,
+    FailureReason,
+    Leg,
+    RecordFailure,
+    RecordSuccess,
+    RelayReply,
+    ReleaseTrial,
+    ReplyError,
+    RequestFinished,
+    ScheduleRetry,
+    StartLegs,
+)
+from sglang_ext_router.decide.pd_protocol import PDProtocol, RequestPhase
+from sglang_ext_router.http.replies import MODEL_NOT_FOUND, shown_names, unknown_model
+from sglang_ext_router.instances.pool_offers import OfferOutcome
+from sglang_ext_router.observe.access_log import peer_of
+from sglang_ext_router.observe.request_record import QUEUE_TIMEOUT_STATUS, RequestRecord
+from sglang_ext_router.request.attempt import Attempt
+from sglang_ext_router.request.body_reader import SMALL_BYTES, Outcome, is_read_at_once
+from sglang_ext_router.request.prepared_request import ClientHeaders, PreparedRequest, ReadBody, read_body, read_headers
+from sglang_ext_router.request.prompt import BadRequestError
+from sglang_ext_router.request.relay import REASON_TEXT, Relay, begins_unclear, stream_error_status
+from sglang_ext_router.request.routing import NoInstanceError, PoolPlace
+from sglang_ext_router.request.services import Services
+from sglang_ext_router.request.upstream import UpstreamConnection
+
+if TYPE_CHECKING:
+    from sglang_ext_router.http.http1 import ClientConnection
+    from sglang_ext_router.http.request_parser import Request
+
+logger = logging.getLogger(__name__)
+
+_DECODE = Leg.DECODE
+_NONE_EXCLUDED: tuple[set[int], set[int]] = (set(), set())
+
+
+class RequestFlow:
+    """One generation request: it serves its client's connection, and it owns the legs of its attempts.
+
+    It waits in the admission queue, runs from `start` to `_leave`, and may outlive its client by a prefill leg that
+    has not ended.
+    """
+
+    __slots__ = (
+        "_asking",
+        "_attempt",
+        "_excluded",
+        "_headers",
+        "_is_queued",
+        "_place",
+        "_protocol",
+        "_reading",
+        "_relay",
+        "_relayed",
+        "_request",
+        "_services",
+        "_timer",
+        "_unread",
+        "record",
+        "started_s",
+    )
+
+    def __init__(self, services: Services, client: ClientConnection, request: Request, now_s: float) -> None:
+        self._services = services
+        self._unread = request
+        self.started_s = now_s  # when it arrived
+        self.record = RequestRecord(request.path, now_s)
+        if services.access_log is not None:
+            self.record.peer = peer_of(client.transport)
+        self._relay = Relay(client, request.is_http_11, services.reply_builder, self.record)
+        self._reading: Future[Outcome] | None = None
+        self._headers: ClientHeaders
+        self._request: PreparedRequest
+        self._is_queued = False
+        self._asking: asyncio.Task[str] | None = None  # the coordinator
+        self._place: PoolPlace | None = None  # for the first attempt
+        self._protocol: PDProtocol | None = None  # from the first attempt on
+        self._relayed = _DECODE
+        self._attempt: Attempt | None = None  # the latest
+        self._excluded: tuple[set[int], set[int]] | None = None  # prefill and decode that have failed this request
+        self._timer: asyncio.TimerHandle | None = None
+
+    # -- read -------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Read headers and body; a large body is read by another process."""
+        services, unread = self._services, self._unread
+        try:
+            headers = read_headers(unread.headers, services.authorization, services.relays_authorization)
+            if services.tracer is not None:
+                headers = services.tracer.join(unread.headers, headers)
+            self._headers = headers
+            self.record.request_id = headers.request_id
+            has_hints = headers.ttft_slo_s is not None or headers.priority is not None
+            if len(unread.body) <= SMALL_BYTES or is_read_at_once(unread.body, services.draw):
+                self._prepare(read_body(unread.path, unread.body, unread.is_http_11, has_hints))
+                return
+        except BadRequestError as error:
+            self._refuse(400, str(error), "bad_request", error.param)
+            return
+        read = services.body_reader.read
+        self._reading = read(unread.path, unread.body, unread.is_http_11, has_hints, self._on_read)
+
+    def _on_read(self, outcome: Outcome) -> None:
+        """The other process has read a large body."""
+        self._reading = None
+        if not self._relay.is_open:  # the client has left in the meantime
+            return
+        if outcome is None:
+            self._refuse(503, "the body could not be read; try again later", "unreadable")
+        elif isinstance(outcome, BadRequestError):
+            self._refuse(400, str(outcome), "bad_request", outcome.param)
+        else:
+            try:
+                self._prepare(outcome)
+            except BadRequestError as error:
+                self._refuse(400, str(error), "bad_request", error.param)
+
+    def _prepare(self, body: ReadBody) -> None:
+        """Find the instances of the request's model, and check what does not depend on the prompt's length."""
+        services = self._services
+        model = services.registry.find_model(body.model)
+        if model is None:
+            self._refuse_model(body.model or "")
+            return
+        if body.target is not None and body.model and services.registry.names_adapter(body.model):
+            # SGLang's own way of scoring knows no such names.
+            message = (
+                f"log-probabilities of the prompt by an adapter: name it in lora_path, not in model {body.model!r}"
+            )
+            self._refuse(400, message, "bad_request", "model")
+            return
+        request = PreparedRequest(self._unread, self._headers, body, model, self.started_s)
+        self._request = self.record.request = request
+        self._unread.body = b""  # the prepared request has what is needed of it
+        sequences, limit = request.prompt.sequence_count, services.config.max_sequences_per_request
+        if sequences > limit:
+            field = "n" if request.prompt.samples_per_prompt > limit else None
+            message = f"the request makes {sequences} sequences (prompts × n), more than the {limit} that are allowed"
+            self._refuse(400, message, "too_many_sequences", field)
+            return
+        self._count()
+
+    # -- count ------------------------------------------------------------------------------------------
+
+    def _count(self) -> None:
+        """Estimate the prompt's tokens; a tokenizer counts them where the estimate leaves the length class in doubt."""
+        planner, request = self._services.planner, self._request
+        tokeniser = request.model.tokeniser
+        if tokeniser is not None and request.prompt.texts and planner.needs_exact_count(request.model, request.prompt):
+            self._services.metrics.tokenised += 1
+            tokeniser.count(request.prompt.texts, self._on_counted)
+        else:
+            self._admit(planner.estimate_tokens(request.model, request.prompt))
+
+    def _on_counted(self, counts: list[int] | None) -> None:
+        """The tokenizer has counted the texts, or cannot."""
+        if not self._relay.is_open:  # the client has left in the meantime
+            return
+        model = self._request.model
+        if counts:
+            # The chat template's own tokens are what the estimator adds to an empty prompt.
+            self._admit(max(counts) + int(model.estimator.overhead_tokens))
+        else:
+            self._admit(self._services.planner.estimate_tokens(model, self._request.prompt))
+
+    # -- admit ------------------------------------------------------------------------------------------
+
+    def _admit(self, tokens: int) -> None:
+        """Refuse a prompt that fits nowhere; otherwise wait for a place."""
+        services, request = self._services, self._request
+        prompt, config = request.prompt, services.config
+        request.prompt_tokens = max(1, tokens)
+        if prompt.images or prompt.audios:  # an estimate: it counts for the class, and refuses nothing
+            request.prompt_tokens += prompt.images * config.image_tokens + prompt.audios * config.audio_tokens
+        model, is_prefill_only = request.model, request.scores.is_prefill_only
+        limit = model.longest_prefill_tokens if is_prefill_only else model.longest_prompt_tokens
+        if limit is not None and tokens > limit:
+            kind = "prefill" if is_prefill_only else "decode"
+            message = f"the prompt has about {tokens} tokens, more than the {limit} that a {kind} instance can hold"
+            self._refuse(400, message, "too_long")
+            return
+        if request.scores.entries_per_token:
+            try:
+                request.scores.check_size(prompt.known_tokens or tokens * prompt.sequence_count)
+            except BadRequestError as error:
+                self._refuse(400, str(error), "too_long", error.param)
+                return
+        slo_s = self._headers.ttft_slo_s
+        deadline_s = None if slo_s is None else self.started_s + slo_s
+        outcome = services.admission.offer(self, self.started_s, deadline_s)
+        if outcome is AdmissionOutcome.ADMITTED:
+            self.start(self.started_s)
+        elif outcome is AdmissionOutcome.QUEUED:
+            self._is_queued = True
+        else:
+            self._refuse(429, "too many requests are waiting; try again later", "queue_full")
+
+    def on_queue_timeout(self) -> None:
+        """The request waited in the queue until its deadline or the queue's limit."""
+        self._is_queued = False
+        self._refuse(QUEUE_TIMEOUT_STATUS, REASON_TEXT[FailureReason.QUEUE_TIMEOUT], "queue_timeout")
+
+    def _refuse_model(self, name: str) -> None:
+        """Refuse a request that names no model that is served; `name` is empty where the client gave none."""
+        names = self._services.registry.served_names()
+        if not names or (name and not self._services.registry.is_complete):
+            self._refuse(503, "no instance that is ready serves this model yet; try again later", "no_instance")
+        elif name:
+            self._refuse(404, unknown_model(name, names), "model_not_found", "model", MODEL_NOT_FOUND)
+        else:
+            self._refuse(400, f"name a model in `model`: {shown_names(names)}", "no_model", "model")
+
+    def _refuse(
+        self, status: int, message: str, reason: str, param: str | None = None, code: str | None = None
+    ) -> None:
+        """Answer a request that is not admitted."""
+        metrics = self._services.metrics
+        metrics.count(metrics.refused, reason)
+        self._relay.answer_error(status, message, param, code)
+        self._account()
+
+    # -- place ------------------------------------------------------------------------------------------
+
+    def start(self, now_s: float) -> None:
+        """Begin to run: there is a place. A coordinator is asked first which instance shall get a long prompt."""
+        services = self._services
+        self._is_queued = False
+        self.record.is_admitted = True
+        services.running[self] = None
+        offers = services.pool_offers
+        if offers is not None and offers.wants(self._request):
+            self.record.is_offered = True
+            self._asking = offers.ask(self._request, max(0.0, now_s - self.started_s), self._on_placed)
+        else:
+            self._send(now_s)
+
+    def _on_placed(self, place: PoolPlace | None) -> None:
+        """The coordinator has named an instance, or will not."""
+        services = self._services
+        self._asking = None
+        self._place = place
+        self._send(services.loop.time())
+        if place is not None and services.pool_offers is not None:
+            route = self.record.route
+            is_used = route is not None and route.prefill.name == place.prefill.name
+            services.pool_offers.count(OfferOutcome.NAMED if is_used else OfferOutcome.UNUSABLE)
+
+    # -- attempts ---------------------------------------------------------------------------------------
+
+    def _send(self, now_s: float) -> None:
+        """Let the protocol begin the first attempt."""
+        services, request = self._services, self._request
+        self.record.queue_s = now_s - self.started_s
+        needs_decode = not request.scores.is_prefill_only
+        self._relayed = _DECODE if needs_decode else Leg.PREFILL
+        self._protocol = protocol = PDProtocol(
+            services.max_retries,
+            is_stream=request.prompt.is_stream,
+            is_single_sequence=request.prompt.sequence_count == 1,
+            needs_decode=needs_decode,
+        )
+        services.retry_budget.note_request(services.loop.time())
+        self._act(protocol.start())
+
+    def _start_attempt(self, number: int, on_new_connections: bool) -> None:
+        """Choose the instances and send the same body to each."""
+        services, request, relay, record = self._services, self._request, self._relay, self.record
+        prompt, protocol = request.prompt, self._protocol
+        assert protocol is not None
+        now_s = services.loop.time()
+        record.attempts = number + 1
+        excluded = self._excluded or _NONE_EXCLUDED
+        place, self._place = self._place, None
+        try:
+            route = services.planner.route(
+                request.model,
+                prompt,
+                request.prompt_tokens,
+                excluded[0],
+                excluded[1],
+                now_s,
+                not request.scores.is_prefill_only,
+                place,
+            )
+        except NoInstanceError as error:
+            services.metrics.count(services.metrics.refused, "no_instance")
+            logger.warning("no instance for a request: %s", error)
+            self._act(protocol.on_no_instance(number))
+            return
+        decode = route.decode
+        record.error_status = record.prefilled_s = record.first_token_s = None
+        if prompt.samples_per_prompt > 1 and not (
+            route.prefill.serves_parallel_samples and decode is not None and decode.serves_parallel_samples
+        ):
+            relay.answer_error(400, "n > 1 needs instances started by `sglang-ext worker`", "n")
+            self._act(protocol.on_no_instance(number))
+            return
+        self._attempt = attempt = Attempt(services, request, record, route, now_s)
+        attempt.send(self, number, on_new_connections, place)
+        relay.begin_attempt(
+            self._headers.request_id or record.room_id,
+            None if services.config.disable_route_headers else route,
+            request.scores,
+        )
+
+    def on_leg_head(self, leg: UpstreamConnection) -> None:
+        """A leg's response head has come."""
+        protocol = self._protocol
+        assert protocol is not None
+        actions = protocol.on_leg_head(leg.kind, leg.attempt, leg.status)
+        if actions:
+            self._act(actions)
+
+    def on_leg_body(self, leg: UpstreamConnection) -> None:
+        """The first bytes of a leg's body have come; of a stream they may be an error."""
+        if leg.status != 200:
+            return
+        record, protocol = self.record, self._protocol
+        assert protocol is not None
+        if self._request.prompt.is_stream:
+            if begins_unclear(leg):
+                leg.body_told = False  # ask again when more is there
+                return
+            status = stream_error_status(leg)
+            if status is not None:
+                if record.first_byte_s is None or leg.kind is self._relayed:
+                    record.error_status = status
+                self._act(protocol.on_error_event(leg.kind, leg.attempt, status))
+                return
+        if leg.kind is self._relayed:
+            actions = protocol.on_first_body(leg.kind, leg.attempt)
+            attempt = self._attempt
+            assert attempt is not None
+            # Where the reply is not relayed, the attempt has failed already.
+            attempt.on_first_byte(is_relayed=protocol.phase is RequestPhase.RELAYING)
+            self._act(actions)
+
+    def on_leg_complete(self, leg: UpstreamConnection) -> None:
+        """A leg's response is here whole."""
+        attempt, protocol = self._attempt, self._protocol
+        assert attempt is not None
+        assert protocol is not None
+        if leg.status == 200:
+            if leg.kind is not _DECODE:
+                attempt.learn_from_prefill(leg)
+            if leg.kind is self._relayed:
+                attempt.learn_from_reply(leg)
+        actions = protocol.on_leg_complete(leg.kind, leg.attempt)
+        self._relay.take_complete(leg)
+        self._act(actions)
+        attempt.forget_leg(leg)
+
+    def on_leg_lost(self, leg: UpstreamConnection) -> None:
+        """A leg's connection could not be made, or has ended before its response was whole."""
+        attempt, protocol = self._attempt, self._protocol
+        assert attempt is not None
+        assert protocol is not None
+        attempt.forget_leg(leg)
+        self._services.prober.check_now(leg.worker)
+        event = protocol.on_leg_lost if leg.has_connected else protocol.on_leg_connect_failed
+        self._act(event(leg.kind, leg.attempt))
+
+    def on_leg_stale(self, leg: UpstreamConnection) -> None:
+        """A kept connection was closed instead of answered."""
+        attempt, protocol = self._attempt, self._protocol
+        assert attempt is not None
+        assert protocol is not None
+        attempt.forget_leg(leg)
+        # An instance that was killed may accept a connection until it is gone, and would lose the request twice.
+        self._avoid(leg.kind, attempt)
+        self._act(protocol.on_leg_stale(leg.kind, leg.attempt))
+
+    def _on_retry_timer(self, number: int) -> None:
+        self._timer = None
+        assert self._protocol is not None
+        self._act(self._protocol.on_retry_timer(number))
+
+    def _act(self, actions: Actions) -> None:
+        """Carry out the protocol's actions in order."""
+        if actions is RELAY_DECODE:
+            self._relay_reply(_DECODE)
+            return
+        attempt = self._attempt
+        for action in actions:
+            match action:
+                case RecordSuccess():
+                    assert attempt is not None
+                    attempt.record_success(action.leg)
+                case RequestFinished():
+                    self._finish()
+                case StartLegs():
+                    self._start_attempt(action.attempt, action.on_new_connections)
+                case RelayReply():
+                    self._relay_reply(action.leg)
+                case RecordFailure():
+                    assert attempt is not None
+                    attempt.record_failure(action.leg)
+                case ReleaseTrial():
+                    assert attempt is not None
+                    attempt.release_trial(action.leg)
+                case AbortLeg():
+                    assert attempt is not None
+                    attempt.abort_leg(action.leg)
+                case Exclude():
+                    assert attempt is not None
+                    self._avoid(action.leg, attempt)
+                    self._services.metrics.count(self._services.metrics.retries, action.leg.name.lower())
+                case ScheduleRetry():
+                    self._schedule_retry(action.backoff_index)
+                case ReplyError():
+                    self._relay.answer_error(action.status, REASON_TEXT[action.reason])
+                case EmitErrorEvent():
+                    self._relay.emit_error_event(action.reason)
+                case CloseClient():
+                    self._relay.cut(action.reason)
+
+    def _avoid(self, kind: Leg, attempt: Attempt) -> None:
+        """Use this attempt's instance again only if there is no other."""
+        if self._excluded is None:
+            self._excluded = (set(), set())
+        self._excluded[kind].add(attempt.worker(kind).id)
+
+    def _schedule_retry(self, backoff_index: int) -> None:
+        services, protocol = self._services, self._protocol
+        assert protocol is not None
+        if not services.retry_budget.spend(services.loop.time(), len(services.running)):
+            services.metrics.count(services.metrics.retries_refused, "budget")
+            self._act(protocol.on_retry_refused(protocol.attempt))
+            return
+        delay_s = services.retry_policy.backoff_s(backoff_index, services.draw())
+        self._timer = services.loop.call_later(delay_s, self._on_retry_timer, protocol.attempt)
+
+    # -- relay ------------------------------------------------------------------------------------------
+
+    def _relay_reply(self, kind: Leg) -> None:
+        """Relay a leg's reply, unless the client cannot take it."""
+        attempt, protocol = self._attempt, self._protocol
+        assert attempt is not None
+        assert protocol is not None
+        leg = attempt.leg(kind)
+        if leg is not None and not self._relay.take_head(leg):
+            self._act(protocol.on_client_gone())
+
+    def pause(self) -> None:
+        """The client does not read: read no more from the instance."""
+        self._relay.pause()
+
+    def resume(self) -> None:
+        """The client reads again."""
+        self._relay.resume()
+
+    def on_client_gone(self) -> None:
+        """The client has closed its connection before it had its whole reply."""
+        services = self._services
+        self._relay.lose_client()
+        services.metrics.count(services.metrics.aborts, "client_gone")
+        if self._protocol is not None:
+            self._act(self._protocol.on_client_gone())
+            return
+        if self._reading is not None:
+            self._reading.cancel()
+        if self._is_queued:
+            services.admission.remove(self)
+            self._is_queued = False
+        self._account()
+        if self.record.is_admitted:
+            self._leave()
+
+    def on_timeout(self) -> None:
+        """The request has run for `--request-timeout-secs`, or the router ends."""
+        self._services.metrics.count(self._services.metrics.aborts, "timeout")
+        if self._protocol is not None:
+            self._act(self._protocol.on_timeout())
+            return
+        self._relay.answer_error(504, REASON_TEXT[FailureReason.TIMEOUT])
+        self._account()
+        self._leave()
+
+    def keep_alive(self, now_s: float) -> None:
+        """Send a stream's client something while it waits: nothing has been sent to any instance."""
+        if self._request.prompt.is_stream:
+            self._relay.keep_alive(now_s, self.started_s, self._services.config.sse_keep_alive_secs)
+
+    def check_progress(self, now_s: float) -> None:
+        """Keep a stream alive that brings nothing; give up a leg whose first byte, or whose next one, is overdue.
+
+        A late first byte is prefill's failure while it has not answered. The time in which the client does not
+        read is not the instance's.
+        """
+        attempt, protocol, config = self._attempt, self._protocol, self._services.config
+        if not self._request.prompt.is_stream:
+            return
+        if protocol is None:
+            if config.sse_keep_alive_secs:
+                self.keep_alive(now_s)
+            return
+        if attempt is None:
+            return
+        phase = protocol.phase
+        leg: UpstreamConnection | None
+        if config.sse_keep_alive_secs:
+            leg = attempt.leg(self._relayed) if phase is RequestPhase.RELAYING else None
+            since_s = self.started_s if leg is None else leg.received_s
+            self._relay.keep_alive(now_s, since_s, config.sse_keep_alive_secs)
+        if phase is RequestPhase.RELAYING:
+            leg = attempt.leg(self._relayed)
+            limit_s, reason = config.stream_stall_timeout_secs, "stream_stalled"
+            if leg is None or leg.is_paused or now_s - leg.received_s <= limit_s:
+                return
+        else:
+            leg = attempt.leg(Leg.PREFILL) or attempt.leg(_DECODE)
+            limit_s, reason = config.first_byte_timeout_secs, "first_byte_late"
+            if leg is None or phase is not RequestPhase.OPEN or now_s - attempt.started_s <= limit_s:
+                return
+        if not limit_s:
+            return
+        self._services.metrics.count(self._services.metrics.aborts, reason)
+        logger.warning("worker %s (%s) sent nothing for more than %g s", leg.worker.url, leg.worker.role, limit_s)
+        attempt.abort_on(leg.worker)
+        leg.lose()
+
+    # -- account ----------------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        """Both legs have ended: close the record once the client's reply is written, and let the next request in."""
+        relay = self._relay
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        # Relayed nothing, answered nothing: prefill's half of a joined reply failed.
+        if relay.is_open and not relay.is_building:
+            relay.answer_error(502, REASON_TEXT[FailureReason.LEG_FAILED])
+        if relay.is_building:
+            relay.when_built = self._account
+        else:
+            self._account()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Give the place to the next request in the queue."""
+        if self._asking is not None:
+            self._asking.cancel()
+            self._asking = None
+        self._services.on_ended(self, self._services.loop.time())
+
+    def _account(self) -> None:
+        """Close the record and hand it to everything that is made of it."""
+        services, record = self._services, self.record
+        record.close(services.loop.time())
+        services.metrics.record_end(record)
+        if services.access_log is not None:
+            services.access_log.add(record.access_entry())
+        if services.view is not None and record.is_admitted and services.view.wants_end(self):
+            services.view.note_end(self, record.seen())
+        if services.tracer is not None and record.is_admitted:
+            services.tracer.record_end(record)
+
+    # -- what others ask of it --------------------------------------------------------------------------
+
+    def seen(self) -> SeenRequest:
+        """Return the request as the live page shows it."""
+        return self.record.seen()
+
+    @property
+    def online_class(self) -> tuple[str, LengthClass] | None:
+        """Return model and length class of a request for which an online client waits; None before it has a class."""
+        length_class = self.record.length_class
+        if length_class is None or not self._request.is_online:
+            return None
+        return self._request.model.name, length_class
+
+    def online_wait(self, now_s: float) -> tuple[str, float] | None:
+        """Return the prefill instance and the time waited there, while an online client waits for its prefill."""
+        attempt = self._attempt
+        if attempt is None or not self._request.is_online or attempt.leg(Leg.PREFILL) is None:
+            return None
+        return attempt.route.prefill.url, max(0.0, attempt.waited_s(now_s))
+
+    def online_wait_s(self, now_s: float) -> float | None:
+        """Return the time in the queue of a request for which an online client waits."""
+        return max(0.0, now_s - self.started_s) if self._request.is_online else None
