@@ -86,7 +86,7 @@ class Hello(NamedTuple):
 
 
 class KeyRequest(NamedTuple):
-    """Before that: an instance would like to prove that it knows the pool's key."""
+    """An instance offers to prove that it knows the pool's key, before its hello."""
 
     version: int
     nonce: str  # in hexadecimal digits
@@ -100,7 +100,7 @@ class Challenge(NamedTuple):
 
 
 class Proof(NamedTuple):
-    """So does the caller; its hello follows."""
+    """The caller proves that it knows the key as well; its hello follows."""
 
     code: str
 
@@ -201,7 +201,7 @@ class CollectOrder(NamedTuple):
 
 
 class Streamed(NamedTuple):
-    """To a request's own instance: from the cached prefix to `end_tokens`, members send KV straight to decode; not
+    """Informs a request's own instance: from the cached prefix to `end_tokens`, members send KV straight to decode; not
     `is_intact`: something of that has failed, and cannot be relied upon."""
 
     request: int
@@ -210,7 +210,7 @@ class Streamed(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """To a request's own instance: all is computed, and members send all KV straight to decode."""
+    """Informs a request's own instance: all is computed, and members send all KV straight to decode."""
 
     request: int
     logits: array[float] | None  # float32, of its last row; none where this instance has computed them

@@ -36,5 +36,5 @@ class StepClock:
         self._began_s = self.now_s()
 
     def times(self) -> StepTimes:
-        """Until now."""
+        """Return the times until now."""
         return StepTimes(self.now_s() - self._began_s, self.ring_s, self.rebalance_s)

@@ -33,7 +33,7 @@ class GridPrefillRunner:
         return getattr(self.__dict__["_stock"], name)
 
     def use(self, graphs: PrefillGraphs | None) -> None:
-        """From now on; None: no batch runs on the grid."""
+        """Use these graphs from now on; with None no batch runs on the grid."""
         self._graphs = graphs
 
     @property
@@ -162,8 +162,7 @@ def _static_forward_batch(model_runner: Any, shape: GraphShape, batch: PaddedBat
         capture_hidden_mode=CaptureHiddenMode.NULL,
         dp_padding_mode=DpPaddingMode.get_default_mode_in_cuda_graph(),
     )
-    if hasattr(model_runner, "kv_index_translator"):
-        model_runner.kv_index_translator.bind_runner_slots(forward_batch)
+    model_runner.kv_index_translator.bind_runner_slots(forward_batch)
     return forward_batch
 
 

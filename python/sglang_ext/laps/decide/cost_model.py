@@ -47,7 +47,7 @@ class CostCoefficients(NamedTuple):
         return cls(0.0, 1.0 / tokens_per_s, 0.0, fixed_s)
 
     def times(self, factor: float) -> CostCoefficients:
-        """Those of a machine on which everything takes `factor` times as long."""
+        """Return the coefficients of a machine on which everything takes `factor` times as long."""
         alpha_s, token_s, read_s, kappa_s, request_s = (factor * value for value in self[:5])
         replayed = None if self.replayed is None else self.replayed.times(factor)
         return CostCoefficients(alpha_s, token_s, read_s, kappa_s, request_s, replayed)

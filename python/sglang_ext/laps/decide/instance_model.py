@@ -108,7 +108,7 @@ class InstanceModel:
         return max(_YIELD_OF_SLO * self.short_slo_s, self.fit.coefficients.kappa_s / _YIELD_OVERHEAD)
 
     def margin(self) -> float:
-        """By how much more than predicted a batch may take until it ends, relative to the prediction.
+        """Return by which share of the prediction a batch may exceed it until it ends.
 
         Through a pipeline it takes the predicted time on each stage.
         """
@@ -177,7 +177,7 @@ def batch_of_shorts(batch: FormedBatch, reason: DispatchReason) -> PrefillBatch:
 
 
 def nearest_deadline_s(shorts: Sequence[RankedPrefill]) -> float:
-    """Of these; infinite where none has one."""
+    """Return the nearest deadline of these requests, infinity without any."""
     nearest_s = inf
     for one in shorts:
         deadline_s = one.request.deadline_s

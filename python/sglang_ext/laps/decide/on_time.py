@@ -28,7 +28,7 @@ class CostRates:
         self.request_s: float = cost.request_s
 
     def time_s(self, work: int, tokens: int, cached_tokens: int, requests: int) -> float:
-        """As `CostCoefficients.iteration_s`, to the last bit."""
+        """Return the same as `CostCoefficients.iteration_s`, to the last bit."""
         return (
             self.alpha_s * work
             + self.token_s * tokens
@@ -59,7 +59,7 @@ class BatchCost:
 
 
 class BatchSums:
-    """Of the requests of a batch."""
+    """Sums over the requests of a batch."""
 
     __slots__ = ("cached_tokens", "kv_tokens", "longest_tokens", "new_tokens", "work")
 
@@ -98,7 +98,7 @@ def most_on_time(
     *,
     leaves_time: bool,
 ) -> list[Contender]:
-    """As many of `must` as can join `requests` others with the sums of `base` and end on time, and by `latest_s`.
+    """Return as many of `must` as can join `requests` others with the sums of `base` and end on time, by `latest_s`.
 
     A batch that starts at `now_s` is on time if it is even where it takes `stretch` times what it should.
 

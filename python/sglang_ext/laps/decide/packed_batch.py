@@ -89,7 +89,6 @@ class LongRoom(NamedTuple):
     page_tokens: int
     min_chunk_tokens: int
     max_parked: int
-    may_continue: bool  # a started prefill may be in it
 
 
 class LongParts(NamedTuple):
@@ -122,7 +121,7 @@ def fill_with_longs(
     left_s, tokens = room.left_s, min(room.tokens, room.free_kv_tokens)
     promised_tokens = sum([one.request.new_tokens for one in started])
     parked = len(started)  # after this batch, without the one that it cuts
-    has_started = not room.may_continue
+    has_started = False
     whole: list[RankedPrefill] = []
     new_tokens, added_s = 0, 0.0
     for candidate in longs:

@@ -154,9 +154,7 @@ def _gathers(model: InstanceModel, now_s: float, batch: FormedBatch) -> bool:
     return now_s < oldest_s + model.short_slo_s
 
 
-def _room(
-    model: InstanceModel, left_s: float, free_kv_tokens: int, batch: FormedBatch | None, *, may_continue: bool
-) -> LongRoom:
+def _room(model: InstanceModel, left_s: float, free_kv_tokens: int, batch: FormedBatch | None) -> LongRoom:
     limits = model.limits
     taken_tokens = requests = 0
     if batch is not None:
@@ -172,7 +170,6 @@ def _room(
         limits.page_tokens,
         model.options.min_chunk_tokens,
         model.options.max_parked,
-        may_continue,
     )
 
 
@@ -191,7 +188,7 @@ def _mixed(
 ) -> PrefillBatch | None:
     """The short batch with long prefills in what it leaves of the round; None where none fits."""
     cost, members = model.cost, batch.members
-    room = _room(model, round_s - shorts_s, free_kv_tokens, batch, may_continue=model.limits.mixes_started)
+    room = _room(model, round_s - shorts_s, free_kv_tokens, batch)
     parts = fill_with_longs(longs, _started(queue), cost, room)
     if not parts.requests:
         return None
@@ -217,9 +214,7 @@ def _without_shorts(
         if model.limits.stages > 1 and len(longs) == 1:  # another one would share the last chunk
             request = longs[0].request
             left_s = even_share_s(cost.chunk_s(request.new_tokens, request.cached_tokens) - cost.kappa_s, left_s)
-        room = _room(model, left_s, free_kv_tokens, None, may_continue=True)
-        if not model.limits.mixes_started and longs[0].request.is_started:
-            room = room._replace(requests=1)
+        room = _room(model, left_s, free_kv_tokens, None)
         parts = fill_with_longs(longs, _started(queue), cost, room)
         reason = DispatchReason.URGENT if shorts else DispatchReason.ALONE
         if parts.requests:

@@ -125,11 +125,11 @@ class Laps:
             self._put(queue, queue.get(batch.cut.key).request.after_chunk(batch.cut.tokens), now_s)
 
     def choose_of(self, snapshot: RoundSnapshot) -> RoundPlan:
-        """As `choose`, on a queue that is given whole."""
+        """Decide as `choose` does, about a queue that is given whole."""
         return self._choose(self._queue_of(snapshot), snapshot.now_s, snapshot.free_kv_tokens)
 
     def note_dispatch_of(self, snapshot: RoundSnapshot, batch: PrefillBatch) -> None:
-        """As `note_dispatch`, of a plan for a queue that is given whole."""
+        """Record as `note_dispatch` does, for a queue that is given whole."""
         self._learn_dispatch(self._queue_of(snapshot), snapshot.now_s, batch)
 
     # -- measurements ----------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ class Laps:
             self._deviation[length_class].add(now_s, arrival_s, deadline_s)
 
     def report(self, snapshot: RoundSnapshot) -> LapsReport:
-        """For metrics and for the pool controller. Looks at the whole queue."""
+        """Return the report for metrics and for the pool controller. Looks at the whole queue."""
         model = self._model
         state = survey(model, self._queue_of(snapshot), snapshot.now_s, snapshot.free_kv_tokens)
         rate_per_s = model.rate.per_s(state.now_s)

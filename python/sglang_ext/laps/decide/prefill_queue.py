@@ -46,7 +46,7 @@ class _Waiting:
         self.rank(ranked)
 
     def rank(self, ranked: RankedPrefill) -> None:
-        """Its place in the order."""
+        """Put it at its place in the order."""
         urgency, request = ranked.urgency, ranked.request
         self.ranked = ranked
         self.next_lift_s = request.arrival_s + (int(request.priority) - urgency.aged_class + 1) * self.lift_s
@@ -118,7 +118,7 @@ class PrefillQueue:
         self.started.pop(key, None)
 
     def remove_all(self, keys: Sequence[int]) -> None:
-        """These leave in one batch. KeyError for one that is not in the queue."""
+        """Remove the requests of one batch. KeyError for a key that is not in the queue."""
         batched: tuple[list[_Turn], list[_Turn]] = ([], [])
         for key in keys:
             waiting = self._waiting.pop(key)

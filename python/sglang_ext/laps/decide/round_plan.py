@@ -122,7 +122,7 @@ class PrefillBatch(NamedTuple):
 
     @property
     def keys(self) -> tuple[int, ...]:
-        """Of all requests in it."""
+        """Return the keys of all requests in the batch."""
         return self.whole if self.cut is None else (*self.whole, self.cut.key)
 
     @property
@@ -148,7 +148,6 @@ class InstanceLimits(NamedTuple):
     max_chunk_tokens: int  # new tokens of one long prefill in a batch
     max_batch_tokens: int  # new tokens of a batch
     max_requests: int  # requests of a batch
-    mixes_started: bool = True  # a batch may hold others beside the next chunk of a started prefill
     stages: int = 1  # of its pipeline: a batch ends after so many times what an iteration takes
 
 

@@ -153,7 +153,7 @@ def _choose_between(model: InstanceModel, state: Survey, batch: FormedBatch, lon
         return RoundPlan((), verdict.wake_s)
     chunk = _long_chunk(model, state, long)
     late = batch_of_shorts(batch, DispatchReason.SHARE)
-    if _can_mix(model, batch, chunk, long):
+    if _can_mix(model, batch, chunk):
         return RoundPlan((_mixed(model, batch, chunk, long), late, chunk), state.now_s)
     if (state.is_offline or verdict.reason not in _MUST_LEAVE) and _can_wait(model, state, batch, chunk):
         return RoundPlan((chunk, late), state.now_s)
@@ -165,12 +165,11 @@ def _choose_between(model: InstanceModel, state: Survey, batch: FormedBatch, lon
     return RoundPlan((chunk, late), state.now_s)
 
 
-def _can_mix(model: InstanceModel, batch: FormedBatch, chunk: PrefillBatch, long: LongChoice) -> bool:
+def _can_mix(model: InstanceModel, batch: FormedBatch, chunk: PrefillBatch) -> bool:
     limits = model.limits
     return (
         model.options.composition is Composition.MEDHA
         and model.mode is LapsMode.BOTH
-        and (limits.mixes_started or not long.ranked.request.is_started)
         and batch.new_tokens + chunk.new_tokens <= limits.max_batch_tokens
         and len(batch.members) < model.max_requests
     )
@@ -264,7 +263,7 @@ def _long_chunk(model: InstanceModel, state: Survey, long: LongChoice) -> Prefil
 
 
 def long_batch(request: QueuedPrefill, tokens: int, reason: DispatchReason, predicted_s: float) -> PrefillBatch:
-    """So many tokens of one long prefill, alone."""
+    """Return a batch with this number of tokens of a single long prefill."""
     if tokens >= request.new_tokens:
         return PrefillBatch((request.key,), None, reason, None, 0, tokens, predicted_s)
     return PrefillBatch((), Cut(request.key, tokens), reason, None, 0, tokens, predicted_s)

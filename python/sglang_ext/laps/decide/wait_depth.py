@@ -115,7 +115,7 @@ class AdaptiveWaitDepth:
         self._level = bisect_right(self._depths, depth) - 1
 
     def choose(self, now_s: float, batch: GatheringBatch, arrivals_per_s: float) -> Verdict:
-        """With deadlines: W = clip(min{W_SLA, W_GR, learned W, what waiting pays}, [W_min, W_max])."""
+        """Decide with deadlines: W = clip(min{W_SLA, W_GR, learned W, what waiting pays}, [W_min, W_max])."""
         limits = self._limits
         now = self._choose_at_once(now_s, batch)
         if now is not None:
@@ -143,7 +143,7 @@ class AdaptiveWaitDepth:
         return max(self._limits.w_min_s, min(self.learned_window_s, graph_s))
 
     def choose_token_max(self, now_s: float, batch: GatheringBatch, token_max: int) -> Verdict:
-        """Without deadlines: leave with `token_max` tokens, or when nothing has arrived for W_max."""
+        """Decide without deadlines: leave with `token_max` tokens, or when nothing has arrived for W_max."""
         now = self._choose_at_once(now_s, batch)
         if batch.new_tokens >= token_max:
             return Verdict(DispatchReason.TOKENS, now_s)

@@ -51,7 +51,6 @@ _PRIOR = {
 
 NOW_S = time.perf_counter
 # SGLang's method that says how many tokens a started prefill gets at most: from 0.5.23 on.
-STARTED_LIMIT = "shortest_prefill_chunk_limit"
 _COPIED_BYTES = 64 << 20  # more than a cache holds
 _COPIES = 6
 
@@ -149,7 +148,6 @@ def build_instance(scheduler: Any) -> LapsInstance | None:
             max_chunk_tokens=most_tokens,
             max_batch_tokens=most_tokens,
             max_requests=min(_most_requests(scheduler, stages), MAX_BATCH_REQUESTS),
-            mixes_started=hasattr(scheduler.policy, STARTED_LIMIT),
             stages=stages,
         ),
     )
@@ -160,7 +158,7 @@ def build_instance(scheduler: Any) -> LapsInstance | None:
 
 
 def with_write_cost(options: LapsOptions, scheduler: Any) -> LapsOptions:
-    """With what writing a token's KV takes, measured, where it is wanted and was not given."""
+    """Return the options with the measured cost of writing a token's KV, where it is wanted and was not given."""
     if options.boundary_tokens is not None or options.write_s is not None:
         return options
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
@@ -207,7 +205,7 @@ def _stages(scheduler: Any) -> int:
 
 
 def _most_requests(scheduler: Any, stages: int) -> int:
-    """In a batch: where several are on their way through a pipeline, SGLang divides them up."""
+    """Return the largest number of requests in a batch; SGLang divides it among the batches in a pipeline."""
     if stages == 1:
         return int(scheduler.max_running_requests)
     from sglang.srt.runtime_context import get_parallel

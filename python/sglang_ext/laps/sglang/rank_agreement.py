@@ -51,7 +51,7 @@ class RankAgreement(Protocol):
         ...
 
     def agree_number(self, number: int) -> int:
-        """That of the same rank of the first stage."""
+        """Return the number of the same rank of the first stage."""
         ...
 
 
@@ -140,7 +140,7 @@ class PipelineAgreement:
         return plan, steps
 
     def agree_keys(self, find: Callable[[], Sequence[int]]) -> Sequence[int]:
-        """At most PLAN_NUMBERS - 1 keys; those beyond are left to the next round."""
+        """Agree on at most PLAN_NUMBERS - 1 keys; further keys are left to the next round."""
         keys = list(find())[: PLAN_NUMBERS - 1] if self._is_first else []
         numbers = self._link.pass_on((len(keys), *keys))
         return numbers[1 : 1 + numbers[0]]
@@ -155,8 +155,8 @@ def steps_of(plan: RoundPlan) -> tuple[Step, ...]:
 
 
 def encode(steps: tuple[Step, ...]) -> list[int]:
-    """At most PLAN_NUMBERS numbers: the number of steps, then key and tokens of the cut request (0 and 0: none), the
-    number of whole ones and their keys, of each.
+    """Return at most PLAN_NUMBERS numbers: the number of steps, then for each the key and tokens of the cut request
+    (0 and 0: none), the number of whole requests and their keys.
 
     Raises PlanTooLongError.
     """

@@ -38,7 +38,7 @@ from sglang.srt.managers.scheduler_components.load_inquirer import SchedulerLoad
 from sglang_ext.engine.request_traces import note_launch, trace_of
 from sglang_ext.graphs.sglang.runner import graph_status, replayed_shape
 from sglang_ext.laps.decide.round_plan import LapsMode, PrefillBatch, RoundSnapshot
-from sglang_ext.laps.sglang.instance import STARTED_LIMIT, LapsInstance, build_instance
+from sglang_ext.laps.sglang.instance import LapsInstance, build_instance
 from sglang_ext.laps.sglang.queued_request import (
     LapsEntry,
     as_queued_prefill,
@@ -91,8 +91,8 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
     def run_event_loop(self) -> None:
         if self.disaggregation_mode is DisaggregationMode.PREFILL:
             self._laps = build_instance(self)
-            if self._laps is not None and hasattr(self.policy, STARTED_LIMIT):
-                setattr(self.policy, STARTED_LIMIT, lambda *_: self._started_tokens)
+            if self._laps is not None:
+                self.policy.shortest_prefill_chunk_limit = lambda *_: self._started_tokens
         super().run_event_loop()
 
     # ---------------------------------------------------------------- a round
@@ -315,7 +315,7 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
             laps.policy.remove(cut.key)
 
     def _without_evicted(self, laps: LapsInstance, wanted: Sequence[Any]) -> list[Any]:
-        """Those that are to run whole and are as short as was planned.
+        """Return the requests that run whole and are as short as was planned.
 
         The others have lost cached tokens since they were looked up. They are looked at again in the next round: a
         batch runs its requests whole, and would hold everything up.

@@ -275,7 +275,7 @@ def read_stages(folder: str | None) -> list[dict[str, Any]]:
 
 
 def build_monitor(scheduler: Any, agreement: RankAgreement, now_s: Callable[[], float]) -> StageMonitor | None:
-    """For a scheduler that has been set up; None where there is one stage."""
+    """Return the monitor of a scheduler that has been set up; None with a single stage."""
     pipeline = scheduler.pp_group
     if pipeline.world_size == 1:
         return None

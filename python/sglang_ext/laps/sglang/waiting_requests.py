@@ -56,7 +56,7 @@ class WaitingRequests:
         self._by_key[entry.key] = request
 
     def requests(self, keys: Iterable[int]) -> list[Any]:
-        """Those with these keys, in their order. KeyError for one that does not wait."""
+        """Return the requests with these keys, in their order. KeyError for a key that does not wait."""
         return [self._by_key[key] for key in keys]
 
     def __contains__(self, key: int) -> bool:

@@ -198,7 +198,7 @@ class CoordinatorServer:
 
 
 async def _closed(writer: asyncio.StreamWriter) -> None:
-    """Until what was written has gone, or the peer does not read it in time."""
+    """Wait until everything written has gone, or the peer does not read it in time."""
     try:
         await asyncio.wait_for(writer.wait_closed(), _LINGER_S)
     except (OSError, TimeoutError):
@@ -307,7 +307,7 @@ def describe_status(status: PoolStatus) -> dict[str, Any]:
 
 
 def _encode(record: PrefillRecord) -> bytes:
-    """Of a request with very many steps the latest; its times are of all."""
+    """Encode a request; of very many steps only the latest are included, its times cover all."""
     times, left_out = record.times, max(0, len(record.steps) - SHOWN_STEPS)
     if left_out:
         record = replace(record, steps=record.steps[left_out:])

@@ -93,7 +93,7 @@ class StepRecord:
 
     @property
     def took_s(self) -> float:
-        """From the order to the last answer; 0 while it runs."""
+        """Return the time from the order to the last answer, in seconds; 0 while the step runs."""
         return 0.0 if self.ended_s is None else self.ended_s - self.ordered_s
 
 
@@ -135,7 +135,7 @@ class PrefillRecord:
 
     @property
     def chunks(self) -> list[StepRecord]:
-        """Those that were computed."""
+        """Return the steps in which a chunk was computed."""
         return [step for step in self.steps if step.kind is StepKind.CHUNK and not step.has_failed]
 
     @property
@@ -145,7 +145,7 @@ class PrefillRecord:
 
     @property
     def times(self) -> PrefillTimes:
-        """Of the steps so far."""
+        """Return the times of the steps so far."""
         done = [step for step in self.steps if step.ended_s is not None and not step.has_failed]
         chunks = [step for step in done if step.kind is StepKind.CHUNK]
         return PrefillTimes(
@@ -289,7 +289,7 @@ class PoolHistory:
         return record
 
     def note_kept(self, request: int, now_s: float | None) -> None:
-        """That has an end: when it was there, or None."""
+        """Record that keeping has ended, and when the prompt was in the cache, or None."""
         record = self.keeping.pop(request, None)
         if record is not None:
             record.kept_s = now_s

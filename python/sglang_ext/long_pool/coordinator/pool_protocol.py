@@ -112,7 +112,7 @@ class Peer:
 
 @dataclass(slots=True)
 class _Pool:
-    """From the first member to the last one: all serve the same model."""
+    """The facts that all members share, from the first member to the last: all serve the same model."""
 
     identity: Identity
     coordinator: Coordinator

@@ -30,7 +30,7 @@ class PoolSettings(NamedTuple):
 
     @property
     def stuck_s(self) -> float:
-        """From the first failure in a step on: all others have waited in vain, too, by then."""
+        """Return how long after the first failure in a step all other members have timed out as well."""
         return 2 * self.step_timeout_s + self.member_timeout_s
 
 

@@ -119,7 +119,7 @@ class OpenTickets:
         return rooms
 
     def forget_unclaimed(self, now_s: float) -> None:
-        """Those whose instance will not offer them any more."""
+        """Forget tickets whose instance will not offer them any more."""
         for room, times in list(self._bound.items()):
             if now_s <= times.bound_s + _FORGET_S:
                 return

@@ -94,7 +94,7 @@ class Coordinator:
 
     @property
     def tickets(self) -> tuple[int, ...]:
-        """Of prompts that no instance has offered yet."""
+        """Return the tickets of prompts that no instance has offered yet."""
         return tuple(self._announced)
 
     @property

@@ -1,4 +1,4 @@
-"""In which order waiting long prefills take instances: by deadline, those put back that cost too many others theirs.
+"""The order in which waiting long prefills take instances: by deadline; a prompt that costs others theirs is put back.
 
 Moore's and Hodgson's rule: in the order of deadlines, while all prefills so far would be on time; where one would not,
 the longest so far is put back. So that no prefill pays for that without bound, the number of those that are put back
@@ -66,7 +66,7 @@ class PendingPrefill(NamedTuple):
 
 
 class OrderedPrefill(NamedTuple):
-    """In its turn, and when its first token is due."""
+    """A prefill at its place in the order, and when its first token is due."""
 
     prefill: PendingPrefill
     due_s: float  # absolute: a margin before the deadline, or later where it is put back; infinity: the price decides
@@ -84,7 +84,7 @@ class OnTimeOrder:
 
     @property
     def put_back(self) -> Collection[int]:
-        """Those that are put back now although they could be on time."""
+        """Return the prompts that are put back now although they could be on time."""
         return self._put_back
 
     def note_arrival(self) -> None:

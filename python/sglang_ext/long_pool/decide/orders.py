@@ -50,14 +50,14 @@ class DeclineReason(StrEnum):
 
 
 class Bind(NamedTuple):
-    """To the router that brought the ticket: give the prompt to this instance, which is to offer it with the ticket."""
+    """Ask the router that brought the ticket to give the prompt to this instance, which offers it with the ticket."""
 
     ticket: int
     owner: int
 
 
 class RunChunk(NamedTuple):
-    """To every member of the group: take part in this chunk."""
+    """Ask every member of the group to take part in this chunk."""
 
     sequence: int  # unique, rising
     request: int
@@ -67,7 +67,7 @@ class RunChunk(NamedTuple):
 
 
 class Collect(NamedTuple):
-    """To every holder: KV goes to the owner, which then goes on with the request, or keeps it in its prefix cache."""
+    """Ask every holder to send its KV to the owner, which goes on with the request or keeps it in its prefix cache."""
 
     sequence: int
     request: int
@@ -79,21 +79,21 @@ class Collect(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """To the owner: all is computed and on its way to where it is wanted. Members keep it until that has an end."""
+    """Inform the owner that all is computed and on its way. Members keep the KV until the transfer has ended."""
 
     request: int
     owner: int
 
 
 class GiveUp(NamedTuple):
-    """To these members, which have not answered for a step: it has failed for another one."""
+    """Ask members that have not answered for a step to give it up: it has failed for another member."""
 
     sequence: int
     members: tuple[int, ...]
 
 
 class RollBack(NamedTuple):
-    """To these members, which have done a chunk that others have not: be as before it."""
+    """Ask members that have done a chunk that others have not to go back to the state before it."""
 
     sequence: int
     request: int
@@ -101,14 +101,14 @@ class RollBack(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """To these members: forget the request and free what it holds."""
+    """Ask these members to forget the request and free what it holds."""
 
     request: int
     members: tuple[int, ...]
 
 
 class Decline(NamedTuple):
-    """To the owner: compute the request alone, with whatever of it is in the cache."""
+    """Ask the owner to compute the request by itself, with the part that is in its cache."""
 
     request: int
     owner: int

@@ -48,7 +48,7 @@ class LongInstance:
 
     @property
     def max_chunk_tokens(self) -> float:
-        """That it can compute at once; infinity where no bound is known."""
+        """Return the tokens that the member can compute at once; infinity where no bound is known."""
         told = self.report.max_chunk_tokens
         return min(math.inf if told is None else told, self.learned_chunk_tokens)
 
@@ -133,7 +133,7 @@ class PoolMembers:
             one.note_begun(sequence)
 
     def report(self, instance: int, report: MemberReport, now_s: float, begun_step: int | None) -> None:
-        """Its newest report, and the last step that it had begun then; None: all that were ordered."""
+        """Record a member's newest report and the last step that it had begun then; None: all ordered steps."""
         member = self._members.get(instance)
         if member is not None:
             member.report, member.reported_s = report, now_s
@@ -165,13 +165,13 @@ class PoolMembers:
         return fitting, compute_s * fitting / tokens
 
     def begin_step(self, sequence: int, group: Iterable[int], now_s: float, compute_s: float) -> None:
-        """These are in a step now, for `compute_s` as it seems."""
+        """Mark the members as busy for an estimated `compute_s`."""
         for instance in group:
             member = self._members[instance]
             member.step, member.step_s, member.step_ends_s = sequence, compute_s, now_s + compute_s
 
     def end_step(self, sequence: int, group: Iterable[int]) -> None:
-        """Those of the group that are still here are in none now."""
+        """Mark the members of the group that are still connected as idle."""
         for instance in group:
             member = self._members.get(instance)
             if member is not None and member.step == sequence:

@@ -98,7 +98,7 @@ class SharedPrefill:
 
     @property
     def tokens(self) -> int:
-        """Of the prompt."""
+        """Return the length of the prompt in tokens."""
         return self.offer.tokens
 
     @property
@@ -118,7 +118,7 @@ class SharedPrefill:
         return any(segments for instance, segments in self.held.items() if instance != self.offer.owner)
 
     def holders(self) -> tuple[int, ...]:
-        """Its owner, and all others that hold something of it."""
+        """Return the owner and all other instances that hold a part of the prompt."""
         owner = self.offer.owner
         return owner, *sorted(instance for instance, segments in self.held.items() if segments and instance != owner)
 
@@ -130,7 +130,7 @@ class SharedPrefill:
             self.work_s = least_work_s(candidates, self.offer.tokens - left, left)
 
     def pending(self, positions: Mapping[int, int]) -> PendingPrefill:
-        """As the schedule takes it; `positions`: of the instances in the snapshot."""
+        """Return the record that the schedule takes; `positions` maps instances to their positions in the snapshot."""
         offer = self.offer
         left = count_tokens(self.todo)
         holding = {instance for instance, segments in self.held.items() if segments}
@@ -170,7 +170,7 @@ class AnnouncedPrompt:
 
     @property
     def tokens(self) -> int:
-        """Of the prompt."""
+        """Return the length of the prompt in tokens."""
         return self.ticket.tokens
 
     @classmethod
@@ -193,7 +193,7 @@ class AnnouncedPrompt:
         self.deadline_s = deadline_s
 
     def pending(self, positions: Mapping[int, int]) -> PendingPrefill:
-        """As the schedule takes it; `positions`: of the instances in the snapshot."""
+        """Return the record that the schedule takes; `positions` maps instances to their positions in the snapshot."""
         ticket = self.ticket
         return PendingPrefill(
             ticket.ticket,

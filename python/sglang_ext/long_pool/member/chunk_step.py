@@ -127,7 +127,7 @@ def run_chunk(
 
 
 def _check_workspace(engine: Engine, rows: int, held_tokens: int, ranks: Ranks) -> None:
-    """In the middle of the model no rank can give up without leaving the others in a collective; here all can."""
+    """Check memory before the model runs: later no rank can give up without blocking the others' collectives."""
     reason = ""
     try:
         engine.try_workspace(rows, held_tokens)

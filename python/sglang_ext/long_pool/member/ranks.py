@@ -40,7 +40,7 @@ class Ranks(Protocol):
         """Whether it is so on every rank."""
 
     def all_of(self, are_so: Sequence[bool]) -> list[bool]:
-        """Of each whether it is so on every rank; equally many everywhere, and nothing travels for none."""
+        """Return for each flag whether it is set on every rank. All ranks pass equally many; none costs no message."""
 
     def gather(self, value: T) -> list[T]:
         """The values of all ranks, in their order."""

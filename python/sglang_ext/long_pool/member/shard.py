@@ -85,7 +85,7 @@ class Shard:
 
     @property
     def slots(self) -> torch.Tensor:
-        """Of all positions, in their order."""
+        """Return the slots of all positions, in their order."""
         slots = [held.slots for held in self._segments]
         return torch.cat(slots) if slots else torch.empty(0, dtype=torch.int64)
 

@@ -30,19 +30,19 @@ class SideStream(Protocol):
 
     @property
     def handle(self) -> int:
-        """As libraries of the device take it."""
+        """Return the stream's handle as libraries of the device take it."""
 
     def follow(self) -> None:
         """What it is told next comes behind all that has been told to the stream that computes."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Between device and host, or within the device. Keeps the memory of both until it is done."""
+        """Copy between device and host, or within the device. Keeps the memory of both until the copy is done."""
 
     def keep(self, tensor: torch.Tensor) -> None:
         """It is used by what this stream has been told: its memory goes to nothing else before that is done."""
 
     def mark(self) -> Mark:
-        """Behind everything that this stream has been told."""
+        """Return a mark behind all work of this stream."""
 
 
 class DeviceStreams(Protocol):
@@ -58,7 +58,7 @@ class DeviceStreams(Protocol):
         """A new one."""
 
     def mark(self) -> Mark:
-        """Behind everything that the stream that computes has been told."""
+        """Return a mark behind all work of the computing stream."""
 
     def host_buffer(self, like: torch.Tensor) -> torch.Tensor:
         """Host memory of this shape from which the device copies by itself."""

@@ -43,7 +43,7 @@ class SymmetricMemory(Protocol):
         """What follows comes behind what the caller has computed."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Within this member."""
+        """Copy within this member."""
 
     def put(self, target: torch.Tensor, source: torch.Tensor, member: int, signal: int, count: int) -> None:
         """Write a block's beginning at another member from a block's here, then set a counter there."""
@@ -55,7 +55,7 @@ class SymmetricMemory(Protocol):
         """Go on when this member's counter is at least `count`."""
 
     def mark(self) -> MemoryMark:
-        """Behind everything so far."""
+        """Return a mark behind all work so far."""
 
     def release(self) -> None:
         """Let every wait end, from any thread: the memory is of no use any more."""

@@ -64,7 +64,7 @@ class Mesh(Protocol):
 
 
 class Membership(NamedTuple):
-    """Under which name an instance meets the others, as long as it belongs to the pool."""
+    """The name by which an instance meets the others as long as it belongs to the pool."""
 
     pool_id: bytes  # of the coordinator's present run
     instance: int
@@ -93,5 +93,5 @@ class Meshes(Protocol):
 
 
 def first_line(error: Exception) -> str:
-    """Its message, without the stack that torch.distributed adds."""
+    """Return an error's message without the stack that torch.distributed adds."""
     return str(error).partition("\n")[0]

@@ -31,7 +31,7 @@ class Nccl(Protocol):
     """A communicator is a number. Of a communicator all calls but `abort` come from one thread."""
 
     def unique_id(self) -> bytes:
-        """By which ranks find each other, `UNIQUE_ID_BYTES`. Raises NcclError."""
+        """Return the id by which ranks find each other, `UNIQUE_ID_BYTES` long. Raises NcclError."""
 
     def begin_connect(self, unique_id: bytes, rank: int, size: int) -> int:
         """A communicator that is not ready yet; all ranks do this. Raises NcclError."""

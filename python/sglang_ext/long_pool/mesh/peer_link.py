@@ -88,7 +88,7 @@ class LinkCall:
 
 
 class PeerLink:
-    """To one peer, from its first use to the end of its connection."""
+    """A link to one peer, from its first use to the end of its connection."""
 
     def __init__(self, owner: LinkOwner, peer: PeerId, address: PeerAddress | None) -> None:
         """`address`: where to connect; None where the peer connects."""

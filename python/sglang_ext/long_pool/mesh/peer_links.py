@@ -329,7 +329,7 @@ class PeerLinks:
             link.forget_past()
 
     def tell(self, instances: Iterable[int], sequence: int, reason: str) -> None:
-        """Those of these that are connected need not wait for this rank in a step."""
+        """Inform the connected ones of these instances that they need not wait for this rank in a step."""
         with self._lock:
             links = [self._links.get(PeerId(instance, self.rank)) for instance in instances]
         word = Frame(FrameKind.GIVE_UP, sequence, 0, memoryview(f"a peer has failed: {reason}"[:400].encode()))

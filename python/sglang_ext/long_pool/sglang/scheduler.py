@@ -306,7 +306,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         self.process_batch_result_disagg_prefill(batch, result)
 
     def _follow_ending(self, member: PoolMember) -> None:
-        """Those whose transfer has ended, and those that have to be sent anew."""
+        """Follow prompts whose transfer has ended, and prompts that have to be sent again."""
         if not self._ending:
             return
         waiting = set(map(id, self.disagg_prefill_inflight_queue))

@@ -150,7 +150,7 @@ def _fit_prefill(points: Sequence[MeasuredPoint]) -> CostCoefficients:
 
 
 def _fit_iteration(points: Sequence[MeasuredPoint]) -> IterationCost:
-    """Without cached tokens nothing tells the cost of attending to them: what Eq. 1 with c = 2d says, then."""
+    """Fit the iteration. Without cached tokens the cost of attending to them is that of Eq. 1 with c = 2d."""
     cost = IterationCost(
         *fit_relative([features(one.point.lengths) for one in points], [one.duration_s for one in points])
     )

@@ -323,7 +323,7 @@ class HttpInstance:
 
 
 def _busy_run(stamps: Sequence[_Stamps]) -> BusyRun:
-    """Those that joined at the same time were one batch."""
+    """Count requests that joined at the same time as one batch."""
     entries_s = sorted(one.entry_s for one in stamps)
     batches = [1]
     for earlier_s, later_s in pairwise(entries_s):

@@ -241,7 +241,7 @@ class PlannedCluster:
         return [*(one.request for one in self._committed.values()), *self._waiting.values()]
 
     def keep_until_transferred(self) -> None:
-        """From now on the KV of a prompt that has ended is held until `transferred`."""
+        """Hold the KV of an ended prompt until `transferred`, from now on."""
         self._kept.is_wanted = True
 
     def transferred(self, request: SimRequest) -> None:
@@ -356,7 +356,7 @@ class IdleCluster:
         return [*self._running.values(), *self._queue]
 
     def keep_until_transferred(self) -> None:
-        """From now on the KV of a prompt that has ended is held until `transferred`."""
+        """Hold the KV of an ended prompt until `transferred`, from now on."""
         self._kept.is_wanted = True
 
     def transferred(self, request: SimRequest) -> None:

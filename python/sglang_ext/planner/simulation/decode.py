@@ -1,4 +1,4 @@
-"""After prefill: the KV goes to a decode instance, which adds the request to its running batch.
+"""Decode in a simulation: the KV goes to an instance, which adds the request to its running batch.
 
 Decode is continuous batching in fluid form: a step takes `base_s + per_request_s * n` for a batch of n, and every
 member gets one token per step; events happen only where a batch changes. Transfers to one instance share its backends:

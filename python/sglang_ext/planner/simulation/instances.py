@@ -125,7 +125,7 @@ class InstancesSpec:
         return self.pipelines.get(role) or PipelineCosts(Stages(), self.coefficients, self.iteration)
 
     def most_kv_tokens(self, role: Role) -> int:
-        """That an instance of this role holds."""
+        """Return the KV tokens that an instance of this role holds."""
         return self.costs(role).kv_tokens or self.kv_tokens
 
 
@@ -208,7 +208,7 @@ class InstancePool:
 
     @property
     def serving(self) -> list[SimulatedInstance]:
-        """Those that take requests."""
+        """Return the instances that take requests."""
         return [one for one in self.instances if one.is_alive and not one.is_draining]
 
     @property
@@ -299,7 +299,7 @@ class InstancePool:
             self._next_iteration(instance)
 
     def _end_iteration(self, awaited: tuple[SimulatedInstance, int]) -> None:
-        """On the first stage, which is the last one of most instances."""
+        """End the iteration on the first stage, which is the last stage of most instances."""
         instance, generation = awaited
         running = instance.running
         if running is None or running.generation != generation:
@@ -320,7 +320,7 @@ class InstancePool:
         self._end_drain(instance)
 
     def _end_passage(self, awaited: tuple[SimulatedInstance, _Passing]) -> None:
-        """On the last of several stages."""
+        """End the iteration on the last of several stages."""
         instance, passing = awaited
         if not instance.passing or instance.passing[0] is not passing:
             return  # the instance has failed meanwhile

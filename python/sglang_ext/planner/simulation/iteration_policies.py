@@ -67,7 +67,7 @@ class IterationPolicy(Protocol):
 
 
 class QueueOrder(StrEnum):
-    """In which order waiting prompts join a batch (names as SGLang's --schedule-policy)."""
+    """The order in which waiting prompts join a batch (names as SGLang's --schedule-policy)."""
 
     FCFS = "fcfs"
     HRRN = "hrrn"

@@ -149,7 +149,7 @@ class LongPool:
         return [progress.request for progress in self._progress.values()]
 
     def keep_until_transferred(self) -> None:
-        """From now on the KV of a prompt that has its first token is held until `transferred`."""
+        """Hold the KV of a prompt that has its first token until `transferred`, from now on."""
         self._keeps_kv = True
 
     def transferred(self, request: SimRequest) -> None:
@@ -323,7 +323,7 @@ class LongPool:
     # ---- instances ----
 
     def _duration_s(self, group: Sequence[int], cached_tokens: int, new_tokens: int) -> float:
-        """As predicted, or with noise."""
+        """Return the predicted duration, with noise where the run has some."""
         spec = self._spec
         predicted_s = self._costs[len(group)].predict_s(cached_tokens, new_tokens)
         nodes = {instance // spec.instances_per_node for instance in group}

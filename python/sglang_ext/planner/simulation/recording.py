@@ -227,7 +227,7 @@ def _lives(outcome: Outcome, run: RecordedRun) -> list[_Life]:
 
 
 def _seen(life: _Life, now_s: float) -> SeenRequest:
-    """As it is at a time: what comes later is not known yet."""
+    """Return the request as it is at a time: later events are not known yet."""
 
     def known(at_s: float | None) -> float | None:
         return at_s if at_s is not None and at_s <= now_s else None

@@ -60,7 +60,7 @@ class ScalerSettings:
 
 
 class Scaling(NamedTuple):
-    """From a moment on a pool is to have so many replicas."""
+    """The number of replicas that a pool should have from a moment on."""
 
     at_s: float
     pool: LengthClass

@@ -1,4 +1,4 @@
-"""From the options of `sglang-ext simulate` to a workload and instances. An error is one line that names the option."""
+"""Makes workload and instances of the options of `sglang-ext simulate`. An error is one line that names the option."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class SplitStage:
 
     @property
     def plans(self) -> list[PlannedChunks]:
-        """Of the long instances, which alone share prompts."""
+        """Return the plans of the long instances, the only ones that share prompts."""
         first = self._short_instances
         return [
             plan._replace(chunks=tuple((tokens, tuple(one + first for one in group)) for tokens, group in plan.chunks))
@@ -265,7 +265,7 @@ def _pipeline(args: argparse.Namespace, engine: SimEngine, role: Role) -> Pipeli
 
 
 def stage_hop(args: argparse.Namespace, engine: SimEngine, stages: int) -> Hop | None:
-    """From stage to stage, as the options say; None: as measured. ScenarioError names the option."""
+    """Return the cost from stage to stage as the options say; None: as measured. ScenarioError names the option."""
     _require_positive("--hop-gb-per-s", args.hop_gb_per_s)
     _require_positive("--activation-bytes-per-token", args.activation_bytes_per_token)
     if args.hop_ms is not None and not (math.isfinite(args.hop_ms) and args.hop_ms >= 0):
@@ -300,7 +300,7 @@ def _iteration_policy(args: argparse.Namespace, engine: SimEngine) -> Callable[[
 
 
 def decode_spec(args: argparse.Namespace, instances: int) -> DecodeSpec:
-    """So many decode instances as the options describe one. ScenarioError names the option."""
+    """Return the decode instances that the options describe. ScenarioError names the option."""
     for name in ("decode_kv_tokens", "decode_step_ms", "kv_bytes_per_token", "transfer_gb_per_s", "transfer_backends"):
         _require_positive(f"--{name.replace('_', '-')}", getattr(args, name))
     if not (math.isfinite(args.decode_step_per_request_ms) and args.decode_step_per_request_ms >= 0):

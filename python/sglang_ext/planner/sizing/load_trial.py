@@ -172,7 +172,7 @@ class TrialSetup:
             )
 
     def deadlines_s(self) -> list[tuple[float, ServiceObjective]]:
-        """Of each request: when its first token is due after its arrival, and what that objective is."""
+        """Return for each request when its first token is due after its arrival, and which objective that is."""
         engine, targets = self.reference or self.engines[min(self.engines)], self.targets
         by_tokens: dict[int, tuple[float, ServiceObjective]] = {}
         for request in self.requests:
@@ -329,7 +329,7 @@ class _Meter:
         self._finished = 0
 
     def queued_requests(self) -> Sequence[SimRequest]:
-        """As they reach the scheduler's queue, at this load."""
+        """Return the requests as they reach the scheduler's queue, at this load."""
         queued = [
             one._replace(key=key, arrival_s=sent_s + self._front_end.entry_delay_s(one.prompt_tokens))
             for key, (one, sent_s) in enumerate(zip(self._setup.requests, self._sent_s, strict=True))

@@ -183,7 +183,7 @@ def one_instance(engine: SimEngine) -> SpCost:
 
 
 def ring_links(args: argparse.Namespace, engine: SimEngine) -> RingLinks:
-    """As the options say. PlanError names the option."""
+    """Return the links that the options describe. PlanError names the option."""
     for name in ("ring_gb_per_s", "ring_bytes_per_token", "layers"):
         value = getattr(args, name)
         if value is not None and not (math.isfinite(value) and value > 0):

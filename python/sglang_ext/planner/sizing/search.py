@@ -219,7 +219,7 @@ class Trials(Protocol):
     def verdict(self, part: int, trial: LoadTrial) -> LoadVerdict: ...
 
     def families_done(self, done: int, of: int) -> None:
-        """For the display of progress."""
+        """Show the progress of the search."""
         ...
 
 

@@ -244,7 +244,7 @@ def _with_long_shapes(args: argparse.Namespace, tp: int, engine: SizedEngine) ->
 
 
 def _engines(args: argparse.Namespace) -> tuple[dict[int, SizedEngine], MeasuredServer]:
-    """By TP, and what the profile of the smallest tells of its server."""
+    """Return the engines by TP, and the server on which the smallest was measured."""
     engines: dict[int, SizedEngine] = {}
     servers: dict[int, MeasuredServer] = {}
     for text in args.profile:

@@ -47,7 +47,6 @@ ROOM = LongRoom(
     page_tokens=1,
     min_chunk_tokens=64,
     max_parked=4,
-    may_continue=True,
 )
 
 
@@ -91,7 +90,6 @@ def test_one_started_prefill_is_in_a_batch() -> None:
     first = queued(1, 100, is_started=True, is_current=True)
     second = queued(2, 150, is_started=True)
     assert keys(fill(first, second, queued(3, 300))) == ((1, 3), None, 0)
-    assert keys(fill(first, queued(3, 300), room=ROOM._replace(may_continue=False))) == ((3,), None, 0)
 
 
 def test_no_more_are_started_than_may_be_parked() -> None:
@@ -119,7 +117,6 @@ def test_memory_is_promised_to_those_that_were_started() -> None:
     page=st.sampled_from([1, 16, 64]),
     requests=st.integers(1, 8),
     parked=st.integers(0, 4),
-    may_continue=st.booleans(),
 )
 def test_what_holds_for_any_room(
     longs: list[tuple[int, bool, int]],
@@ -129,17 +126,16 @@ def test_what_holds_for_any_room(
     page: int,
     requests: int,
     parked: int,
-    may_continue: bool,
 ) -> None:
     queue = [
         queued(key, new, is_started=is_started, cached_tokens=cached, total_tokens=new + cached)
         for key, (new, is_started, cached) in enumerate(longs, start=1)
     ]
-    room = LongRoom(left_s, tokens, requests, free, 4096, page, 64, parked, may_continue)
+    room = LongRoom(left_s, tokens, requests, free, 4096, page, 64, parked)
     parts = fill(*queue, room=room)
     chosen = [one.request for one in parts.whole] + ([] if parts.cut is None else [parts.cut.request])
     assert len({one.key for one in chosen}) == len(chosen) == parts.requests <= requests
-    assert sum(one.is_started for one in chosen) <= (1 if may_continue else 0)
+    assert sum(one.is_started for one in chosen) <= 1
     paged = [-(-one.request.new_tokens // page) * page for one in parts.whole]
     assert sum(one.request.new_tokens for one in parts.whole) + parts.cut_tokens == parts.new_tokens
     # The last one that runs whole may end within a page that the others of the room have left.
@@ -351,11 +347,9 @@ def test_a_batch_keeps_a_margin_for_a_machine_that_is_hard_to_predict() -> None:
     assert 0.3 < batch.predicted_s * (1 + error) <= 0.4
 
 
-@pytest.mark.parametrize("mixes_started", [True, False])
-def test_an_instance_that_holds_nothing_is_refused(mixes_started: bool) -> None:
+def test_an_instance_that_holds_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1"):
-        policy(limits=LIMITS._replace(max_requests=0, mixes_started=mixes_started))
-    policy(limits=LIMITS._replace(mixes_started=mixes_started))
+        policy(limits=LIMITS._replace(max_requests=0))
 
 
 @pytest.mark.parametrize("stages", [1, 4])
