@@ -1,4 +1,4 @@
-"""The control plane: everything that is not a generation request, as a FastAPI application."""
+"""The control plane: a FastAPI application for every path that does not generate."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from sglang_ext_router.request.prompt import BadRequestError, parse_body
 from sglang_ext_router.request.request_fields import check_detokenise, check_tokenise
 
 HIDDEN = "(hidden)"
-CHECKED_BYTES = 4 << 20  # of a body to tokenise: a larger one is an instance's to judge, as parsing it takes too long
+CHECKED_BYTES = 4 << 20  # of a body to tokenise: parsing a larger one takes too long, so only an instance checks it
 _NOT_SERVED = {
     "/v1/embeddings": "embeddings",
     "/v1/rerank": "ranks",
@@ -55,7 +55,7 @@ _SECRET_NAME = re.compile(
 
 
 class ControlTarget(Protocol):
-    """What the control plane may read and change of the router."""
+    """The part of the router that the control plane reads and changes."""
 
     config: RouterConfig
     loop: asyncio.AbstractEventLoop
@@ -89,7 +89,7 @@ class ControlTarget(Protocol):
     def render_metrics(self, accept: str) -> tuple[bytes, str]: ...
 
 
-MAX_LABEL_CHARACTERS = 63  # of a value of Kubernetes' labels
+MAX_LABEL_CHARACTERS = 63  # of the value of a Kubernetes label
 
 
 class NewWorker(BaseModel):
@@ -121,7 +121,7 @@ class Drain(BaseModel):
 
 
 def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:
-    """One instance as JSON."""
+    """Return an instance as JSON."""
     described: dict[str, Any] = {
         "id": worker_id(worker),
         "url": worker.url,
@@ -150,13 +150,13 @@ def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:
 
 
 def build_app(router: ControlTarget) -> FastAPI:
-    """The application over one router process."""
+    """Return the application for one router process."""
     app = FastAPI(
         title="sglang-ext router", version=__version__, docs_url="/docs", redoc_url=None, strict_content_type=False
     )
     now = router.loop.time
 
-    # Header values come decoded as Latin-1, whatever bytes they were.
+    # Starlette decodes header values as Latin-1.
     def check_client(authorization: Annotated[str | None, Header(include_in_schema=False)] = None) -> None:
         if not router.access.is_client((authorization or "").encode("latin-1")):
             raise HTTPException(401, "missing or wrong API key")
@@ -171,7 +171,7 @@ def build_app(router: ControlTarget) -> FastAPI:
     own_keys = tuple(key for key in (config.api_key, config.admin_api_key, config.key_for_workers) if key)
     client = [Depends(check_client)]
     admin = [Depends(check_admin)]
-    # FastAPI makes the document when it is first asked for, and keeps it.
+    # FastAPI makes the document on the first request for it, and keeps it.
     app.openapi = lambda: _documented(app, config)  # type: ignore[method-assign]
 
     @app.exception_handler(HTTPException)
@@ -194,7 +194,7 @@ def build_app(router: ControlTarget) -> FastAPI:
     @app.head("/liveness", include_in_schema=False)
     @app.get("/liveness", openapi_extra=NO_KEY)
     async def health() -> dict[str, str]:
-        """The process is alive."""
+        """Answer 200 while the process runs."""
         return {"status": "ok"}
 
     @app.head("/readyz", include_in_schema=False)
@@ -202,7 +202,7 @@ def build_app(router: ControlTarget) -> FastAPI:
     @app.head("/readiness", include_in_schema=False)
     @app.get("/readiness", openapi_extra=NO_KEY)
     async def ready() -> Response:
-        """200 while a model has a ready instance of every needed role and the router is not shutting down."""
+        """Answer 200 while a model has a ready instance of every role it needs and the router is not shutting down."""
         missing = registry.missing_roles()
         if router.is_draining:
             return _json_error(503, "shutting down")
@@ -212,7 +212,7 @@ def build_app(router: ControlTarget) -> FastAPI:
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics(accept: Annotated[str, Header(include_in_schema=False)] = "") -> Response:
-        """Prometheus metrics of all processes of this router, as OpenMetrics where Accept asks for it."""
+        """Return Prometheus metrics of all processes of this router, as OpenMetrics if Accept asks for it."""
         body, content_type = router.render_metrics(accept)
         return Response(body, headers={"content-type": content_type})
 
@@ -221,14 +221,14 @@ def build_app(router: ControlTarget) -> FastAPI:
 
         @app.get("/ui", openapi_extra=NO_KEY, response_class=HTMLResponse)
         async def live_page() -> Response:
-            """The live page; what it shows comes from `/ui/stream`, for which it asks for a key where one is needed."""
+            """Return the live page. Its data come from `/ui/stream`; the page asks for the key if one is needed."""
             return Response(page, headers=page_headers)
 
     @app.get("/load", dependencies=client)
     async def load(model: str | None = None) -> Response:
-        """How long online requests wait for their prefill, by length class, and the work that lies before them.
+        """Return how long online requests wait for prefill, by length class, and the work queued before them.
 
-        Of one model, or of all: the longest wait of any.
+        Without `model` the longest wait over all models is returned.
         """
         if model is None:
             return _json(router.describe_load(list(registry.models.values())))
@@ -237,14 +237,16 @@ def build_app(router: ControlTarget) -> FastAPI:
 
     @app.get("/v1/models", dependencies=client)
     async def models() -> dict[str, Any]:
-        """The models that the instances serve, and their aliases."""
-        names = {name: name for name in registry.models} | {alias: one.name for alias, one in registry.aliases.items()}
+        """List the models that the instances serve, and their aliases."""
+        names = {name: name for name in registry.models} | {
+            alias: found.name for alias, found in registry.aliases.items()
+        }
         listed = [_describe_model(registry, name, model) for name, model in names.items() if model]
         return {"object": "list", "data": listed}
 
     @app.get("/v1/models/{name:path}", dependencies=client)
     async def one_model(name: str) -> Response:
-        """One of them, by its name or an alias."""
+        """Return one model, by its name or an alias."""
         found = registry.models.get(name) or registry.aliases.get(name)
         if found is None:
             return _unknown_model(registry, name)
@@ -268,7 +270,7 @@ def build_app(router: ControlTarget) -> FastAPI:
         return _json_error(503, "no instance can answer")
 
     async def tokenise(request: Request) -> Response:
-        """Tokenise or detokenise as an instance of the model does that the body names."""
+        """Tokenise or detokenise by an instance of the model that the body names."""
         body = await request.body()
         if len(body) <= CHECKED_BYTES:
             try:
@@ -302,13 +304,13 @@ def build_app(router: ControlTarget) -> FastAPI:
     @app.get("/model_info", dependencies=client)
     @app.get("/get_model_info", dependencies=client)
     async def model_info(model: str | None = None) -> Response:
-        """An instance's description of the model."""
+        """Return an instance's description of the model."""
         return await ask_any("/model_info", None, model)
 
     @app.get("/server_info", dependencies=client)
     @app.get("/get_server_info", dependencies=client)
     async def server_info() -> Response:
-        """Every ready instance's own description, by kind."""
+        """Return every ready instance's own description, by role."""
         described: dict[str, list[Any]] = {"prefill": [], "decode": []}
         for worker in (*registry.ready_prefill, *registry.ready_decode):
             try:
@@ -325,7 +327,7 @@ def build_app(router: ControlTarget) -> FastAPI:
         responses={502: {"description": "some instances could not be asked", "content": {"application/json": {}}}},
     )
     async def flush_cache() -> Response:
-        """Empty every instance's prefix cache and the router's picture of it."""
+        """Empty every instance's prefix cache, and the router's index of them."""
         failed: dict[str, str] = {}
         flushed: list[str] = []
         for worker in registry:
@@ -343,7 +345,7 @@ def build_app(router: ControlTarget) -> FastAPI:
 
     @app.get("/workers", dependencies=client)
     async def workers() -> dict[str, Any]:
-        """All instances and their state."""
+        """List all instances and their state."""
         return {"workers": [describe_worker(worker, now()) for worker in registry]}
 
     @app.post(
@@ -351,7 +353,7 @@ def build_app(router: ControlTarget) -> FastAPI:
         dependencies=admin,
         openapi_extra=ADMIN_ONLY,
         status_code=202,
-        responses=answers(_409="it is one already"),
+        responses=answers(_409="the instance is known already, or cannot be used"),
     )
     async def add_worker(new: NewWorker) -> dict[str, Any]:
         """Add an instance; it takes requests once it is healthy."""
@@ -367,7 +369,7 @@ def build_app(router: ControlTarget) -> FastAPI:
         refusal = await router.prober.why_refused(address)
         if refusal is not None:
             raise HTTPException(409, f"{url}: {refusal}")
-        if registry.find(url) is not None:  # meanwhile
+        if registry.find(url) is not None:  # added while it was probed
             raise HTTPException(409, f"{url} is a worker already")
         return describe_worker(router.add_worker(address), now())
 
@@ -381,12 +383,12 @@ def build_app(router: ControlTarget) -> FastAPI:
 
     @app.get("/workers/{name}", dependencies=client, responses=unknown)
     async def one_worker(name: str) -> dict[str, Any]:
-        """One instance, named `host:port`."""
+        """Return one instance, named `host:port`."""
         return describe_worker(find(name), now())
 
     @app.delete("/workers/{name}", dependencies=admin, openapi_extra=ADMIN_ONLY, responses=unknown)
     async def remove_worker(name: str) -> dict[str, str]:
-        """Take an instance out; what it is serving runs to its end."""
+        """Remove an instance; the requests that it serves run to their end."""
         worker = find(name)
         router.remove_worker(worker)
         return {"removed": worker.url}
@@ -422,7 +424,7 @@ def _unknown_model(registry: WorkerRegistry, name: str) -> Response:
 
 
 def _model_named_in(body: bytes) -> str | None:
-    """What JSON names as its model; what is no such JSON is an instance's business."""
+    """Return the model that a JSON body names; None if there is none, or the body is malformed."""
     try:
         named = orjson.loads(body).get("model")
     except (ValueError, AttributeError):
@@ -431,7 +433,7 @@ def _model_named_in(body: bytes) -> str | None:
 
 
 def without_secrets(value: Any, keys: Sequence[str]) -> Any:
-    """JSON without what is named like a secret, and without texts that hold one of `keys`."""
+    """Return JSON with values hidden that are named like a secret or contain one of `keys`."""
     if isinstance(value, dict):
         return {
             name: HIDDEN if isinstance(item, (str, list)) and item and _SECRET_NAME.search(name) else clean
@@ -452,7 +454,7 @@ def _documented(app: FastAPI, config: RouterConfig) -> dict[str, Any]:
 
 
 def methods_of(app: FastAPI, path: str) -> list[str]:
-    """The methods that a path takes, over all routes that share it; none for an unknown one."""
+    """Return the methods of a path, over all routes that share it; none for an unknown path."""
     methods: set[str] = set()
     for route in app.routes:
         if route.matches({"type": "http", "path": path, "method": "GET", "root_path": ""})[0] is not Match.NONE:

@@ -1,4 +1,4 @@
-"""Who may ask for what, decided by a request's head alone: API keys, origins, and how large a body each path takes."""
+"""Decide by a request's head who may ask for what: API keys, origins, and the size of bodies by path."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from sglang_ext_router.observe.metrics import RouterMetrics
 
 GENERATION_PATHS = frozenset({b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/generate"})
 TOKENISE_PATHS = frozenset({b"/v1/tokenize", b"/tokenize", b"/v1/detokenize", b"/detokenize"})
-PROBE_PATHS = frozenset({b"/health", b"/healthz", b"/liveness", b"/readyz", b"/readiness"})  # without a key
-PAGE_PATH = b"/ui"  # holds nothing but itself: what it shows comes from STREAM_PATH
+PROBE_PATHS = frozenset({b"/health", b"/healthz", b"/liveness", b"/readyz", b"/readiness"})  # need no key
+PAGE_PATH = b"/ui"  # the bare page: the data it shows comes from STREAM_PATH
 STREAM_PATH = b"/ui/stream"
 _OPEN_PATHS = PROBE_PATHS | {PAGE_PATH}
 PAGE_PATHS = frozenset({PAGE_PATH, STREAM_PATH})  # may have a port of their own
@@ -27,7 +27,7 @@ _EXPOSED = b"x-request-id, retry-after, x-sglang-ext-class, x-sglang-ext-prefill
 )
 
 
-NO_BODY = RequestRefusal(413, "no body is taken here")
+NO_BODY = RequestRefusal(413, "this path takes no body")
 
 
 def _any_method(path: bytes) -> Sequence[str]:
@@ -35,10 +35,10 @@ def _any_method(path: bytes) -> Sequence[str]:
 
 
 class Access:
-    """The gate of the router's port, and what the control plane asks about keys."""
+    """The gate of the port for clients; the control plane checks keys with it, too."""
 
     def __init__(self, config: RouterConfig, metrics: RouterMetrics) -> None:
-        """ApiKeyFileError for a file of keys that cannot be used."""
+        """Read the keys. Raise ApiKeyFileError for a file of keys that cannot be used."""
         self._metrics = metrics
         self._max_payload_bytes = config.max_payload_size
         self._max_control_bytes = min(config.max_payload_size, config.max_control_payload_size)
@@ -46,13 +46,12 @@ class Access:
         self._admin_key = f"Bearer {config.admin_api_key}".encode() if config.admin_api_key else b""
         self._named_keys = ApiKeys(config.api_keys_file) if config.api_keys_file else None
         self._needs_key = config.needs_client_key
-        self.methods_of: Callable[[bytes], Sequence[str]] = (
-            _any_method  # those that a path takes, none if it is unknown
-        )
+        # The methods of a path, none if it is unknown; the router sets this once the control plane is built.
+        self.methods_of: Callable[[bytes], Sequence[str]] = _any_method
         self._origins = frozenset(origin.encode() for origin in config.cors_origins)
 
     def check_head(self, request: Request) -> RequestRefusal | None:
-        """Ask for a key where one is needed, and say how large the body may be."""
+        """Refuse a request that lacks a key it needs, and set its `max_body_bytes`."""
         path = request.path
         if request.method in _WITHOUT_BODY:
             request.max_body_bytes = 0
@@ -69,7 +68,7 @@ class Access:
         return RequestRefusal(401, "missing or wrong API key", extra)
 
     def refuse_body(self, request: Request) -> RequestRefusal:
-        """405 where the path does not take the method either, else 413."""
+        """Return 405 if the path does not take the method either, else 413."""
         methods = self.methods_of(request.path)
         if methods and request.method.decode("latin-1") not in methods:
             allow = f"allow: {', '.join(methods)}\r\n"
@@ -79,7 +78,7 @@ class Access:
     # -- keys -------------------------------------------------------------------------------------------
 
     def is_client(self, authorization: bytes) -> bool:
-        """Whether the value of this Authorization header is a client's or the administrator's; any is without keys."""
+        """Return whether an Authorization header holds a client's or the administrator's key, or no key is needed."""
         if not self._needs_key:
             return True
         is_client = bool(self._client_key) and hmac.compare_digest(authorization, self._client_key)
@@ -88,11 +87,11 @@ class Access:
         return is_client or self.is_admin(authorization)
 
     def is_admin(self, authorization: bytes) -> bool:
-        """Whether the value of this Authorization header is the administrator's."""
+        """Return whether an Authorization header holds the administrator's key."""
         return bool(self._admin_key) and hmac.compare_digest(authorization, self._admin_key)
 
     def may_view(self, authorization: bytes) -> bool:
-        """Whether this header's value opens the live stream: the administrator's, a client's where there is none."""
+        """Return whether an Authorization header opens the live stream: the administrator's if there is one."""
         return self.is_admin(authorization) if self._admin_key else self.is_client(authorization)
 
     def reload_keys(self, now_s: float) -> None:
@@ -103,7 +102,7 @@ class Access:
     # -- origins ----------------------------------------------------------------------------------------
 
     def is_preflight(self, request: Request) -> bool:
-        """Whether a browser asks, without a key, whether it may ask."""
+        """Return whether a browser asks, without a key, if it may send a request from another origin."""
         return bool(
             self._origins
             and request.method == b"OPTIONS"
@@ -112,7 +111,7 @@ class Access:
         )
 
     def preflight_headers(self, request: Request) -> bytes:
-        """Header lines of the answer to a preflight, beside the request's `reply_headers`."""
+        """Return header lines for the answer to a preflight, in addition to the request's `reply_headers`."""
         asked = request.header(b"access-control-request-headers") or b""
         if not _HEADER_NAMES.fullmatch(asked):
             asked = b"authorization, content-type"
@@ -133,28 +132,28 @@ class Access:
 
 
 class ReportGate:
-    """The gate of the port for reports: no body, no key."""
+    """The gate of the port for reports, which takes no body and needs no key."""
 
     def check_head(self, request: Request) -> RequestRefusal | None:
-        """Let in what reads a report."""
+        """Refuse every path that is not a report."""
         if request.path in REPORT_PATHS or request.path in PROBE_PATHS:
             return None
         return RequestRefusal(404, "only reports are served at this port")
 
     def refuse_body(self, request: Request) -> RequestRefusal:
-        """413: reports are only read."""
+        """Return 413: reports can only be read."""
         return NO_BODY
 
 
 class PageGate:
-    """The gate of the live page's port: no body; who may have the stream is decided where it is opened."""
+    """The gate of the live page's port, which takes no body. Keys are checked where the stream is opened."""
 
     def check_head(self, request: Request) -> RequestRefusal | None:
-        """Let in what the page is made of."""
+        """Refuse every path that is not part of the live page."""
         if request.path in PAGE_PATHS or request.path in PROBE_PATHS:
             return None
         return RequestRefusal(404, "only the live page is served at this port")
 
     def refuse_body(self, request: Request) -> RequestRefusal:
-        """413: the page is only read."""
+        """Return 413: the page can only be read."""
         return NO_BODY

@@ -1,4 +1,4 @@
-"""Keys of several clients, as hashes in a file that is read again when it changes."""
+"""Keys of several clients: hashes in a file that is read again when it changes."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 RELOAD_INTERVAL_S = 1.0
-_PREFIX_BYTES = 8  # by which a hash is found; all of it is then compared in constant time
+_PREFIX_BYTES = 8  # of a hash, to find it; all of it is then compared in constant time
 _NAME = re.compile(r"[A-Za-z0-9._@-]+")
 _HASH = re.compile(r"[0-9a-fA-F]{64}")
 
 
 class ApiKeyFileError(ValueError):
-    """A file that cannot be used; the message is one line and names the file and its line."""
+    """A file of keys cannot be used; the message is one line and names the file and the line."""
 
 
 def read_api_keys(path: str) -> dict[str, bytes]:
-    """Names and SHA-256 hashes of the keys in a file of lines `NAME:SHA256-HEX`; blank lines and `#` are skipped.
+    """Return the names and SHA-256 hashes of the keys in a file of lines `NAME:SHA256-HEX`.
 
-    ApiKeyFileError where a line is something else, a name or a hash comes twice, or no key is left.
+    Blank lines and what follows `#` are skipped. Raise ApiKeyFileError for any other line, for a name or a hash that
+    occurs twice, and for a file without keys.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -41,7 +42,7 @@ def read_api_keys(path: str) -> dict[str, bytes]:
         if not _NAME.fullmatch(name) or not _HASH.fullmatch(digits):
             raise ApiKeyFileError(f"{path}, line {number} is not of the form NAME:SHA256-HEX")
         if name in keys:
-            raise ApiKeyFileError(f"{path}, line {number}: the name {name} is there already")
+            raise ApiKeyFileError(f"{path}, line {number}: the name {name} is already used")
         if bytes.fromhex(digits) in keys.values():
             raise ApiKeyFileError(f"{path}, line {number}: {name} has the key of another name")
         keys[name] = bytes.fromhex(digits)
@@ -51,17 +52,17 @@ def read_api_keys(path: str) -> dict[str, bytes]:
 
 
 class ApiKeys:
-    """The keys of one file. What it holds is never logged."""
+    """The keys of one file. Its contents are never logged."""
 
     def __init__(self, path: str) -> None:
-        """ApiKeyFileError for a file that cannot be used."""
+        """Read the file. Raise ApiKeyFileError if it cannot be used."""
         self._path = path
         self._state = self._file_state()
         self._checked_s = 0.0
         self._hashes = _by_prefix(read_api_keys(path))
 
     def knows(self, key: bytes) -> bool:
-        """Whether this is one of the keys."""
+        """Return whether the file holds this key."""
         digest = hashlib.sha256(key).digest()
         known = self._hashes.get(digest[:_PREFIX_BYTES])
         return known is not None and hmac.compare_digest(known, digest)
@@ -69,7 +70,7 @@ class ApiKeys:
     def reload(self, now_s: float) -> None:
         """Read the file again if it has changed, at most once in `RELOAD_INTERVAL_S`.
 
-        One that cannot be used is logged, and the keys stay what they were.
+        If the file cannot be used the reason is logged and the keys do not change.
         """
         if now_s - self._checked_s < RELOAD_INTERVAL_S:
             return

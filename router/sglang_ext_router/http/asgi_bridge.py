@@ -1,4 +1,4 @@
-"""Runs the FastAPI control plane for requests that the data path does not serve itself."""
+"""Run the FastAPI control plane for requests that are not generation requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AsgiApp = Callable[
 
 
 class AsgiCall:
-    """One request through an ASGI application; the body is whole already, the reply is sent whole."""
+    """Serves one request by an ASGI application: with its whole body, and a reply that is sent in one piece."""
 
     def __init__(
         self, app: AsgiApp, connection: ClientConnection, request: Request, access_log: AccessLog | None = None
@@ -43,10 +43,10 @@ class AsgiCall:
         self._is_gone.set()
 
     def pause(self) -> None:
-        """Replies of the control plane are small: they are buffered."""
+        """Do nothing: replies of the control plane are small enough to be buffered."""
 
     def resume(self) -> None:
-        """See pause."""
+        """Do nothing, as `pause` does."""
 
     async def _run(self, app: AsgiApp) -> None:
         request = self._request

@@ -318,7 +318,7 @@ class ClientConnection(asyncio.Protocol):
     def _end_request(self) -> None:
         request, self.request = self.request, None
         self.call = None
-        self._reading.note_reply()
+        self._reading.on_reply()
         if request is not None:
             self._buffered.used_bytes -= request.size_bytes
 

@@ -1,4 +1,4 @@
-"""TLS of the router: its own certificate for clients, and whom it trusts among the instances."""
+"""TLS contexts of the router: its own certificate for clients, and the certificates it trusts of instances."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sglang_ext_router.config import RouterConfig, RouterConfigError
 
 
 def client_context(config: RouterConfig) -> ssl.SSLContext | None:
-    """What clients are served with; None for plain HTTP. RouterConfigError for files that cannot be used."""
+    """Return the context for clients, or None for plain HTTP. Raise RouterConfigError for files that cannot be used."""
     if not config.ssl_certfile:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -26,11 +26,11 @@ def client_context(config: RouterConfig) -> ssl.SSLContext | None:
 
 
 def worker_context(config: RouterConfig) -> ssl.SSLContext:
-    """How `https://` instances are checked: by `--worker-ca-file`, or by what this machine trusts."""
+    """Return the context for `https://` instances: it trusts `--worker-ca-file`, or what this machine trusts."""
     return _trusting(config.worker_ca_file)
 
 
-@cache  # reading what a machine trusts takes a while
+@cache  # reading the certificates that a machine trusts takes a while
 def _trusting(ca_file: str) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=ca_file or None)
@@ -40,10 +40,10 @@ def _trusting(ca_file: str) -> ssl.SSLContext:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, ssl.SSLError):
-        return f"no certificate and key in PEM that belong together ({error.reason or 'unreadable'})"
+        return f"must hold a certificate and its key in PEM ({error.reason or 'unreadable'})"
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
 def _no_password() -> str:
-    """Instead of asking at the terminal."""
+    """Refuse a key with a password, which OpenSSL would ask for at the terminal."""
     raise ValueError("the key is protected by a password")

@@ -1,4 +1,4 @@
-"""Clients that do not read: whether one takes what was written for it, over plain TCP and over TLS."""
+"""Find clients that do not read their replies, over plain TCP and over TLS."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import socket
 import struct
 import termios
 
-SHUTDOWN_TIMEOUT_S = 1e6  # the event loop's own limit for TLS, which would cut those that read slowly
-DRAIN_STALL_S = 5.0  # while the router shuts down, for a client that takes nothing of its reply
-GOODBYE_S = 1.0  # over TLS, for a client that has been sent everything to close too
+SHUTDOWN_TIMEOUT_S = 1e6  # replaces the event loop's limit for TLS, which would cut off clients that read slowly
+DRAIN_STALL_S = 5.0  # limit for a client that reads nothing while the router shuts down
+GOODBYE_S = 1.0  # limit over TLS for a client that has read everything to close its side
 _TCP_INFO_BYTES_ACKED = struct.Struct("=120xQ")
 
 
 def bytes_not_taken(transport: asyncio.Transport) -> tuple[int, int]:
-    """Bytes written over TLS that the client's machine has not taken, and the bytes that it ever took.
+    """Return the bytes written over TLS that the client's machine has not taken, and all that it has ever taken.
 
-    An event loop counts only what is not encrypted yet, and nearly all of a large reply is, at once: so the kernel is
-    asked about its own queue, which stays full while anything waits behind it. The first is no exact sum, but 0 only
-    when nothing waits. (0, 0) when the connection is lost.
+    An event loop counts only bytes that are not encrypted yet, and nearly all of a large reply is encrypted at once.
+    The kernel's queue stays full while more waits, so the first number is not exact, but it is 0 only when nothing
+    waits. Return (0, 0) for a lost connection.
     """
     sock = transport.get_extra_info("socket")
     if sock is None:
@@ -34,24 +34,24 @@ def bytes_not_taken(transport: asyncio.Transport) -> tuple[int, int]:
 
 
 class ReadingWatch:
-    """Looks now and then whether the client of one connection reads. Times are the event loop's, in seconds."""
+    """Watches whether the client of one connection reads. Times are the event loop's, in seconds."""
 
     def __init__(self, transport: asyncio.Transport, write_timeout_s: float) -> None:
         self.is_tls = transport.get_extra_info("ssl_object") is not None
         self._transport = transport
         self._write_timeout_s = write_timeout_s
-        self._is_flushed = True  # the client took all, and no request was served since
-        self._not_taken = (0, 0)  # when the client last took something
-        self._since_s = 0.0
+        self._is_flushed = True  # the client has taken everything, and no request was served since
+        self._not_taken = (0, 0)
+        self._since_s = 0.0  # when `_not_taken` last changed
 
-    def note_reply(self) -> None:
-        """A reply was written."""
+    def on_reply(self) -> None:
+        """Look for unread bytes again, as a reply was written."""
         self._is_flushed = False
 
     def is_stalled(self, now_s: float, is_serving: bool, is_draining: bool) -> bool:
-        """Whether the client has taken nothing of what was written for it, or does not close, for too long."""
+        """Return whether the client has read nothing of its reply, or not closed, for longer than its limit."""
         transport = self._transport
-        is_leaving = self.is_tls and transport.is_closing()  # until the client closes too
+        is_leaving = self.is_tls and transport.is_closing()  # the client has not closed its side yet
         not_taken = (transport.get_write_buffer_size(), 0)
         if is_leaving or (self.is_tls and (is_serving or not self._is_flushed)):
             not_taken = bytes_not_taken(transport)

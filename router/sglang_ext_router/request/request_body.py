@@ -1,4 +1,4 @@
-"""The body that both instances get: the client's, with bootstrap fields, request id, deadline and priority put in."""
+"""The body for both instances: the client's, with bootstrap fields, request id, deadline and priority added."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ SLO_FIELD = "sglang_ext_ttft_slo_ms"
 PRIORITY_FIELD = "sglang_ext_priority"
 PRIORITIES = ("real-time", "high", "normal", "low")
 MAX_PARAMETERS_BYTES = 1 << 20
-MIN_SLO_MS = 1.0  # of a request that is late already
+MIN_SLO_MS = 1.0  # sent for a request whose deadline has passed
 
 
 class CleanBody(NamedTuple):
-    """A body without the fields that the router sets itself."""
+    """A body without the fields that the router sets."""
 
     raw: bytes | bytearray
     is_empty: bool
-    request_ids: str | list[str] | None  # the client's own, under which it finds its reply
+    request_ids: str | list[str] | None  # the client's own, which appear in its reply
     id_field: bytes = b"rid"
 
 
 def clean_response_body(raw: bytes | bytearray, body: dict[str, Any]) -> CleanBody:
-    """As `clean_body`, for /v1/responses."""
+    """Do as `clean_body` does, for a body of /v1/responses."""
     given = body.get("request_id")
     if given is not None and type(given) is not str:
         raise BadRequestError("request_id must be a string", "request_id")
@@ -42,9 +42,9 @@ def clean_response_body(raw: bytes | bytearray, body: dict[str, Any]) -> CleanBo
 
 
 def clean_body(raw: bytes | bytearray, body: dict[str, Any]) -> CleanBody:
-    """Take out a client's bootstrap fields and request id; where there are none the text stays as it came.
+    """Remove a client's bootstrap fields and request id; a body without any keeps its text unchanged.
 
-    BadRequestError for an id that is not a string or a list of strings.
+    Raise BadRequestError for an id that is not a string or a list of strings.
     """
     given = body.get("rid")
     if not (given is None or type(given) is str or (type(given) is list and all(type(item) is str for item in given))):
@@ -56,10 +56,9 @@ def clean_body(raw: bytes | bytearray, body: dict[str, Any]) -> CleanBody:
 
 
 def body_end(clean: CleanBody, own: bytes, bootstrap_json: bytes, room: int, made_id: bytes) -> bytes:
-    """What takes the place of the body's last brace: a member `own`, where to meet, and a request id.
+    """Return the text that replaces the body's last brace: a member `own`, the bootstrap fields, and a request id.
 
-    `bootstrap_json` ends in `"bootstrap_room":`. The text is extended rather than written anew: parsing is paid
-    already, writing is not.
+    `bootstrap_json` ends in `"bootstrap_room":`. The text is extended, as writing all of it again would take longer.
     """
     start = b"" if clean.is_empty else b","
     if own:
@@ -71,7 +70,7 @@ def body_end(clean: CleanBody, own: bytes, bootstrap_json: bytes, room: int, mad
 
 
 class HintField(NamedTuple):
-    """Where in a body a deadline and a priority go, what the client has there, and the body without it."""
+    """The field of a body that takes deadline and priority, the client's value of it, and the body without it."""
 
     name: str
     given: Any
@@ -79,11 +78,11 @@ class HintField(NamedTuple):
 
 
 def hint_field(path: bytes, body: dict[str, Any], clean: CleanBody) -> HintField:
-    """`body` is the parsed request, `clean` its text without the router's own fields.
+    """Return the hint field of the parsed `body`; `clean` is its text without the router's own fields.
 
-    SGLang hands `custom_params` of the sampling parameters through to the scheduler unread; that is where the
-    instances look for them. BadRequestError where the client's own parameters are not objects, nested too deeply, or
-    too large: they are written anew for every attempt.
+    SGLang passes `custom_params` of the sampling parameters to the scheduler unread, where the instances read deadline
+    and priority. Raise BadRequestError if the client's own parameters are not objects, are nested too deeply, or are
+    too large to be written again for every attempt.
     """
     field = "sampling_params" if path == b"/generate" else "custom_params"
     given = body.get(field)
@@ -102,19 +101,19 @@ def hint_field(path: bytes, body: dict[str, Any], clean: CleanBody) -> HintField
 
 
 class RequestHints:
-    """Puts TTFT deadline and priority into one request's body, anew for every attempt."""
+    """Puts TTFT deadline and priority into one request's body, for every attempt again."""
 
     def __init__(self, field: HintField, ttft_slo_s: float | None, priority: str | None) -> None:
-        """BadRequestError for what cannot be written."""
+        """Raise BadRequestError for a field that cannot be written as JSON."""
         self._slo_s = ttft_slo_s
         self._priority = priority
         self._field = field.name
         self._given = field.given
         self.clean = field.clean  # the body without the field
-        self.member(0.0)  # what cannot be written is refused now
+        self.member(0.0)  # raises now if the field cannot be written
 
     def member(self, spent_s: float) -> bytes:
-        """The field as JSON to send after `spent_s` in the router: what is left of the deadline, and the priority."""
+        """Return the field as JSON after `spent_s` in the router: the rest of the deadline, and the priority."""
         own: dict[str, float | str] = {}
         if self._slo_s is not None:
             own[SLO_FIELD] = max(MIN_SLO_MS, round((self._slo_s - spent_s) * 1000, 3))
@@ -137,7 +136,7 @@ def _with_params(parameters: dict[str, Any] | None, own: dict[str, float | str])
 
 
 def _merged(given: dict[str, Any] | None, own: dict[str, float | str]) -> dict[str, Any]:
-    """The client's parameters with ours; what it gives under our names does not count."""
+    """Return the client's parameters with our own, which replace what the client gives under our prefix."""
     return {**{key: value for key, value in (given or {}).items() if not key.startswith(OWN_PREFIX)}, **own}
 
 

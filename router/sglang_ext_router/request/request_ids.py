@@ -1,6 +1,6 @@
-"""Bootstrap rooms and request ids: what the legs of a request meet under, and what instances call its sequences.
+"""Bootstrap rooms, under which the legs of a request meet, and request ids, the instances' names of its sequences.
 
-A room is never used twice. A request id is made of the room, or made unique by it.
+A room is never used twice. A request id is derived from the room, or made unique by it.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ COUNTER_BITS = 40
 
 
 class RoomAllocator:
-    """Consecutive rooms under a prefix of this router process.
+    """Allocates consecutive rooms under a prefix of this router process.
 
-    A duplicate room crashes both schedulers, so nothing is left to chance within a process: a counter hands
-    out ranges that cannot overlap. Between processes the 23-bit prefix separates; `prefix_draw` comes from
-    the operating system's entropy, `process_index` keeps the processes of one router apart for certain.
+    A duplicate room crashes both schedulers. Within a process a counter hands out ranges that cannot overlap. A 23-bit
+    prefix separates processes: `prefix_draw` is random, from the operating system's entropy, and `process_index` makes
+    the prefixes of one router's processes differ.
     """
 
     def __init__(self, prefix_draw: int, process_index: int, process_count: int) -> None:
@@ -25,25 +25,25 @@ class RoomAllocator:
         self._next = 0
 
     def take(self, count: int) -> int:
-        """First of `count` consecutive rooms."""
+        """Return the first of `count` consecutive rooms."""
         if count < 1:
             raise ValueError(f"count must be positive, not {count}")
         if self._next + count > 1 << COUNTER_BITS:
-            self._next = 0  # after 2^40 rooms: none of the first can still be in use
+            self._next = 0  # after 2^40 rooms the first are not in use any more
         room = self._base + self._next
         self._next += count
         return room
 
 
 def room_id(room: int) -> bytes:
-    """The request id made of a room: 16 hexadecimal digits."""
+    """Return the request id derived from a room: 16 hexadecimal digits."""
     return b"%016x" % room
 
 
 def unique_ids(given: str | list[str], made: bytes) -> str | list[str]:
-    """A client's own ids, made unique by the id that is `made` of the room.
+    """Return a client's own ids, made unique by the id `made` from the room.
 
-    SGLang aborts every request whose id begins with the one to abort.
+    SGLang aborts every request whose id begins with the aborted id.
     """
     suffix = "-" + made.decode()
     return given + suffix if isinstance(given, str) else [item + suffix for item in given]
@@ -52,10 +52,10 @@ def unique_ids(given: str | list[str], made: bytes) -> str | list[str]:
 def abort_ids(
     given: str | list[str] | None, made: bytes, sequence_count: int, samples: int, knows_families: bool
 ) -> list[str]:
-    """Request ids that abort all sequences of a request: ids `given` by the client, or the one `made` of the room.
+    """Return the ids that abort all sequences of a request: `given` by the client, or `made` from the room.
 
-    An instance names the sequences of a batch `ID_0`, `ID_1`, ... Its front end knows only these whole ids, unless it
-    `knows_families`: then `ID` aborts them all.
+    An instance names the sequences of a batch `ID_0`, `ID_1`, ... and its front end aborts only by these full ids,
+    unless it `knows_families`: then `ID` aborts all of them.
     """
     if isinstance(given, list):
         unique = unique_ids(given, made)

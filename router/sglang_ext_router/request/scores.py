@@ -1,9 +1,9 @@
-"""Log-probabilities of the prompt: which requests ask for them, which instances they need, and how they are answered.
+"""Log-probabilities of the prompt: which requests ask for them, the instances they need, and how replies are made.
 
-A prefill instance computes them; a decode instance never sees the prompt. A request that wants no more than one new
-token is served by prefill alone. One that wants more gets two replies, which are joined.
+A prefill instance computes them; a decode instance never sees the prompt. A request for at most one new token is served
+by the prefill instance only. For more tokens the replies of both instances are joined.
 
-vLLM's `prompt_logprobs` of `/v1/completions`, which SGLang does not know, is asked of `/generate` and its reply
+SGLang does not know vLLM's `prompt_logprobs` of `/v1/completions`: such a request goes to `/generate`, and the reply is
 translated.
 """
 
@@ -16,12 +16,12 @@ import orjson
 
 from sglang_ext_router.request.prompt import BadRequestError
 
-MAX_TOP_LOGPROBS = 256  # alternatives per position; a trainer's largest wish so far
+MAX_TOP_LOGPROBS = 256  # alternatives per position; the most that a trainer has asked for
 MAX_ENTRIES = 8_000_000  # positions x alternatives of one request: some 200 MB of JSON
 MAX_CANDIDATES = 4096  # token ids whose log-probabilities are asked for at every position
-# What prefill can send to decode of the first token; more ends a stock engine.
+# Alternatives of the first token that prefill can send to decode; a stock engine exits on more.
 MAX_TOP_LOGPROBS_WITH_DECODE = 128
-# What JSON cannot say: as in vLLM.
+# JSON has no infinity; this is vLLM's value for it.
 MINUS_INFINITY = -9999.0
 COMPLETIONS_DEFAULT_TOKENS = 16
 GENERATE_DEFAULT_TOKENS = 128
@@ -43,7 +43,7 @@ _SAMPLING_FIELDS = {
 
 
 class CompletionForm(NamedTuple):
-    """How to answer a completion whose log-probabilities were asked of `/generate`."""
+    """How to make a completion from the reply of `/generate` with its log-probabilities."""
 
     model: str
     top_logprobs: int  # alternatives per prompt position
@@ -53,16 +53,16 @@ class CompletionForm(NamedTuple):
 
 
 class ScorePlan(NamedTuple):
-    """What a request that asks for log-probabilities needs. `body`, if any, goes to `/generate` in place of its own."""
+    """The needs of a request that asks for log-probabilities. `body`, if any, goes to `/generate` in its place."""
 
     is_prefill_only: bool
-    is_joined: bool  # the client's reply is made of the instances'
+    is_joined: bool  # the client's reply is made from those of the instances
     body: dict[str, Any] | None
     form: CompletionForm | None
-    entries_per_token: int  # numbers that the reply has for every token of the prompt
+    entries_per_token: int  # log-probabilities in the reply for every token of the prompt
 
     def check_size(self, prompt_tokens: int) -> None:
-        """BadRequestError for a reply that would be too large; `prompt_tokens` of all sequences together."""
+        """Raise BadRequestError if the reply would be too large; `prompt_tokens` is the sum over all sequences."""
         entries = prompt_tokens * self.entries_per_token
         if entries > MAX_ENTRIES:
             raise BadRequestError(
@@ -71,13 +71,13 @@ class ScorePlan(NamedTuple):
             )
 
 
-# Without any of these a request asks for no log-probabilities.
+# A request without any of these fields asks for no log-probabilities.
 SCORE_FIELDS = frozenset({"return_logprob", "logprobs", "top_logprobs", "prompt_logprobs", "prompt_logprob_token_ids"})
 NO_SCORES = ScorePlan(False, False, None, None, 0)
 
 
 def plan_scores(path: bytes, body: dict[str, Any]) -> ScorePlan:
-    """What this request needs; BadRequestError for what cannot be served."""
+    """Return the needs of this request. Raise BadRequestError if it cannot be served."""
     if path == b"/generate":
         return _plan_generate(body) if body.get("return_logprob") else NO_SCORES
     if body.get("prompt_logprobs") is not None or body.get("prompt_logprob_token_ids") is not None:
@@ -98,49 +98,49 @@ def plan_scores(path: bytes, body: dict[str, Any]) -> ScorePlan:
 
 
 def _plan_generate(body: dict[str, Any]) -> ScorePlan:
-    tops = body.get("top_logprobs_num")
-    for top in tops if type(tops) is list else [tops]:
-        if type(top) is int:
-            _check_top(top, "top_logprobs_num", MAX_TOP_LOGPROBS)
+    tops = _integers(body.get("top_logprobs_num"))
+    top = max(tops, default=0)
+    _check_top(top, "top_logprobs_num", MAX_TOP_LOGPROBS)
     candidates = body.get("token_ids_logprob")
-    most = 0
+    candidate_count = 0
     if type(candidates) is list:
         nested = [ids for ids in candidates if type(ids) is list]
-        most = max(map(len, nested), default=len(candidates))
-    if most > MAX_CANDIDATES:
+        candidate_count = max(map(len, nested), default=len(candidates))
+    if candidate_count > MAX_CANDIDATES:
         raise BadRequestError(f"token_ids_logprob has more than {MAX_CANDIDATES} ids", "token_ids_logprob")
-    entries = 1 + most + max((top for top in (tops if type(tops) is list else [tops]) if type(top) is int), default=0)
+    entries = 1 + candidate_count + top
     if _new_tokens(body.get("sampling_params")) <= 1:
         return ScorePlan(True, False, None, None, entries)
-    for top in tops if type(tops) is list else [tops]:
-        if type(top) is int:
-            _check_top(top, "top_logprobs_num", MAX_TOP_LOGPROBS_WITH_DECODE)
+    _check_top(top, "top_logprobs_num", MAX_TOP_LOGPROBS_WITH_DECODE)
     if body.get("stream") is not True:
         return ScorePlan(False, True, None, None, entries)
-    start = body.get("logprob_start_len")
-    for value in start if type(start) is list else [start]:
-        if type(value) is int and value >= 0:
-            raise BadRequestError(
-                "logprob_start_len of at least 0 in a streamed reply needs max_new_tokens 0 or 1", "logprob_start_len"
-            )
+    if any(start >= 0 for start in _integers(body.get("logprob_start_len"))):
+        raise BadRequestError(
+            "logprob_start_len of at least 0 in a streamed reply needs max_new_tokens 0 or 1", "logprob_start_len"
+        )
     return NO_SCORES
 
 
+def _integers(value: Any) -> list[int]:
+    """Return the integers of a field that holds one value or a list of values."""
+    return [item for item in (value if type(value) is list else [value]) if type(item) is int]
+
+
 def _new_tokens(parameters: Any) -> int:
-    """Most new tokens that any sequence of a request to `/generate` may get; n samples count as more than one."""
-    most = 0
+    """Return the largest number of new tokens that a sequence may get; several samples count as more than one token."""
+    largest = 0
     for item in parameters if type(parameters) is list and parameters else [parameters]:
         if type(item) is not dict:
             return GENERATE_DEFAULT_TOKENS
         wanted, samples = item.get("max_new_tokens"), item.get("n")
         if type(wanted) is not int or not (samples is None or samples == 1):
             return GENERATE_DEFAULT_TOKENS
-        most = max(most, wanted)
-    return most
+        largest = max(largest, wanted)
+    return largest
 
 
 def _plan_echo(body: dict[str, Any], top: int) -> ScorePlan:
-    """A prompt's log-probabilities as SGLang and OpenAI's old completions tell them: by `echo` and `logprobs`."""
+    """Plan a prompt's log-probabilities in the form of OpenAI's old completions: `echo` with `logprobs`."""
     if not _is_single(body):
         raise BadRequestError("echo with logprobs is served with n 1 only", "echo")
     if _completion_tokens(body) <= 1:
@@ -184,7 +184,7 @@ def _plan_completion(body: dict[str, Any]) -> ScorePlan:
         },
         "return_logprob": True,
         "logprob_start_len": 0,
-        # The first alternative tells whether the actual token has rank 1.
+        # The first alternative shows whether the actual token has rank 1.
         "top_logprobs_num": max(1, top, output or 0),
         "return_text_in_logprobs": output is not None or body.get("return_text_in_logprobs") is True,
     }
@@ -222,7 +222,7 @@ def _check_top(top: int, name: str, limit: int) -> None:
 
 
 def _read_candidates(given: Any, prompt: Any) -> list[list[int]] | None:
-    """Candidate ids: one list for all positions, or one for each position of a single prompt."""
+    """Return candidate ids: one list for all positions, or one for each position of a single prompt."""
     name = "prompt_logprob_token_ids"
     if given is None:
         return None
@@ -244,16 +244,16 @@ def _read_candidates(given: Any, prompt: Any) -> list[list[int]] | None:
 
 
 def build_reply(form: CompletionForm | None, prefill: bytes, decode: bytes | None) -> bytes:
-    """The client's reply of the instances' to `/generate`; `decode` is None where prefill served alone.
+    """Make the client's reply from those of the instances; `decode` is None if only prefill has served.
 
-    ValueError, KeyError, TypeError, IndexError or AttributeError if they are not what they should be.
+    Raise ValueError, KeyError, TypeError, IndexError or AttributeError for malformed replies.
     """
     body = prefill if decode is None else join_logprobs(prefill, decode)
     return body if form is None else completion_reply(form, body)
 
 
 def join_logprobs(prefill: bytes, decode: bytes) -> bytes:
-    """The decode reply with the prefill reply's prompt log-probabilities; ValueError if they do not match.
+    """Return the decode reply with the prefill reply's prompt log-probabilities. Raise ValueError if they do not match.
 
     Under prefill-decode disaggregation a decode instance reports an empty list for the prompt's tokens.
     """
@@ -273,21 +273,21 @@ def join_logprobs(prefill: bytes, decode: bytes) -> bytes:
 
 
 def _join_completions(ours: dict[str, Any], theirs: dict[str, Any]) -> bytes:
-    """The decode completion, with the prompt's part of the prefill one's log-probabilities before its own.
+    """Return the decode completion with the prompt's log-probabilities from prefill before its own.
 
-    Prefill's end with the first new token's, which decode has too.
+    Prefill's list ends with the first new token, which decode's list begins with.
     """
     for output, prompt in zip(ours["choices"], theirs["choices"], strict=True):
-        told, scored = output["logprobs"], prompt["logprobs"]
-        if told["tokens"][:1] != scored["tokens"][-1:]:
+        generated, scored = output["logprobs"], prompt["logprobs"]
+        if generated["tokens"][:1] != scored["tokens"][-1:]:
             raise ValueError("prefill and decode begin with different tokens")
         for field, values in scored.items():
-            told[field] = [*(values or ())[:-1], *(told.get(field) or ())]
+            generated[field] = [*(values or ())[:-1], *(generated.get(field) or ())]
     return orjson.dumps(ours)
 
 
 def completion_reply(form: CompletionForm, raw: bytes) -> bytes:
-    """vLLM's completion with `prompt_logprobs` of a reply of `/generate`."""
+    """Make vLLM's completion with `prompt_logprobs` from a reply of `/generate`."""
     answered = orjson.loads(raw)
     outputs: list[Any] = answered if isinstance(answered, list) else [answered]
     choices = []
@@ -328,10 +328,10 @@ def completion_reply(form: CompletionForm, raw: bytes) -> bytes:
 
 
 def _prompt_logprobs(info: dict[str, Any], form: CompletionForm, ids: list[int] | None) -> list[dict[str, Any] | None]:
-    """One entry per position: the actual token, then the most likely ones by rank, then the candidates.
+    """Return one entry per position: the actual token, then the most likely tokens by rank, then the candidates.
 
-    The actual token's rank is its true one among the alternatives, one more than their number beyond them. `ids` are
-    the prompt's, if known: SGLang calls a vocabulary's last token 0 there, and the number is the right one's.
+    The rank of an actual token that is not among the alternatives is their number plus 1. `ids` are the prompt's, if
+    known: SGLang reports id 0 for the last token of a vocabulary, with the log-probability of the right token.
     """
     actual: list[Any] = info["input_token_logprobs"]
     tops: list[Any] = info["input_top_logprobs"]
@@ -365,7 +365,7 @@ def _entry(logprob: float | None, rank: int | None, text: str | None) -> dict[st
 
 
 def _output_logprobs(info: dict[str, Any], top: int) -> dict[str, Any]:
-    """Log-probabilities of the new tokens in the shape of OpenAI's completions."""
+    """Return the log-probabilities of the new tokens in the shape of OpenAI's completions."""
     actual: list[Any] = info["output_token_logprobs"]
     tops: list[Any] = info.get("output_top_logprobs") or []
     return {
