@@ -9,7 +9,7 @@ for half an instance. Three systems serve the same requests:
 * **static**: one instance for short prompts, one for long ones, for ever (`--no-pool-spill`);
 * **both**: each instance serves both classes, and the router sends a prompt to the one with less to do;
 * **controller**: the static split to begin with, but a pool that overflows is helped by the other at once, and a
-  controller moves instances as the load turns (`--controller on --controller-min-short 0 --controller-min-long 0`: it
+  controller moves instances as the load turns (`--controller on`, min_short and min_long 0: it
   may give both to one class; what is left of the other is served with it). It knows the objectives.
 
 A turn is *answered* when the class that asks for more than one instance has both. A turn that is not answered before
@@ -56,8 +56,8 @@ BOUNDARY_TOKENS = 512
 HEAVY, LIGHT, EVEN = 1.1, 0.05, 0.5  # offered load of a class, in instances
 INSTANCES = 2
 CONTROLLER = (
-    *("--controller", "on", "--controller-interval-secs", "1", "--controller-cooldown-secs", "8"),
-    *("--controller-min-short", "0", "--controller-min-long", "0", "--controller-drain-timeout-secs", "10"),
+    *("--controller", "on", "--set", "controller.interval_secs=1", "--set", "controller.cooldown_secs=8"),
+    *("--set", "controller.min_short=0", "--set", "controller.min_long=0", "--set", "controller.drain_timeout_secs=10"),
 )
 STATIC = ("--no-pool-spill",)
 
@@ -280,8 +280,8 @@ def _router(engines: dict[str, BenchEngine], system: System, idle: IdleTtft) -> 
         *(sys.executable, "-m", "sglang_ext.cli", "router", "--pd-disaggregation", "--port", str(port)),
         *prefills,
         *("--decode", engines["decode"].url, "--length-boundary-tokens", str(BOUNDARY_TOKENS)),
-        *("--controller-short-slo-secs", str(idle.objective_s(LEAST_SHORT_TOKENS, 1.0))),
-        *("--controller-long-slo-secs", str(idle.objective_s(LONG_RANGE_TOKENS[0], 1.0))),
+        *("--set", f"controller.short_slo_secs={idle.objective_s(LEAST_SHORT_TOKENS, 1.0)}"),
+        *("--set", f"controller.long_slo_secs={idle.objective_s(LONG_RANGE_TOKENS[0], 1.0)}"),
         *("--log-level", "warning", *system.router_options),
     ]
     process = subprocess.Popen(command)

@@ -138,10 +138,11 @@ class Deployment:
             *(sys.executable, "-m", "sglang_ext.cli", "router", "--host", address),
             *("--port", str(self.router.ports["http"]), "--length-boundary-tokens", str(BOUNDARY_TOKENS)),
             *("--drain-delay-secs", str(ROUTER_DELAY_S), "--shutdown-grace-period-secs", str(ROUTER_GRACE_S)),
-            *("--service-discovery", "--service-discovery-namespace", NAMESPACE, "--kubernetes-url", self._server.url),
-            *("--kubernetes-ca-file", str(self._server.ca_file)),
-            *("--kubernetes-token-file", str(self._server.token_file)),
-            *("--peer-port", str(self._peer_port), "--peer-host", address),
+            *("--service-discovery", "--service-discovery-namespace", NAMESPACE),
+            *("--set", f"discovery.kubernetes_url={self._server.url}"),
+            *("--set", f"discovery.kubernetes_ca_file={self._server.ca_file}"),
+            *("--set", f"discovery.kubernetes_token_file={self._server.token_file}"),
+            *("--peer-port", str(self._peer_port), "--set", f"group.peer_host={address}"),
         ]
         for peer in self._peers:
             command += ["--peer", peer]

@@ -217,7 +217,7 @@ ALERTS = (
         'process_open_fds{process!=""} / process_max_fds{process!=""} > 0.8',
         "5m",
         "{{ $labels.instance }} has {{ $value | humanizePercentage }} of its file descriptors open",
-        "A connection is a descriptor. Lower `--max-connections`, raise the limit (`ulimit -n`), or add routers.",
+        "A connection is a descriptor. Lower `limits.max_connections`, raise the limit (`ulimit -n`), or add routers.",
     ),
     Alert(
         "SglangExtAccessLogLost",

@@ -1,4 +1,7 @@
-"""Options of the router, resolved once into a frozen record; field metadata is the help text (`command_line.py`)."""
+"""Options of the router, resolved once into a frozen record; field metadata is the help text (`command_line.py`).
+
+What an operator changes often is a flag; the rest is a setting of a section of the file that `--config` names.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +40,9 @@ class WorkerAddress:
     topology: str = ""  # domains divided by "/", the widest first
 
 
-def _option(default: Any, help_text: str, **argparse_options: Any) -> Any:
-    return field(default=default, metadata={"help": help_text, **argparse_options})
+def _option(default: Any, help_text: str, **details: Any) -> Any:
+    """A field with its help text. With `section` it is a setting of that section of the file, else a flag."""
+    return field(default=default, metadata={"help": help_text, **details})
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,23 +60,34 @@ class RouterConfig:
         f"{DEFAULT_BOUNDARY_TOKENS} while none does",
     )
     image_tokens: int = _option(
-        1024, "tokens that an image in a prompt is taken for when its class is chosen; a video counts as 16 images"
+        1024,
+        "tokens that an image in a prompt is taken for when its class is chosen; a video counts as 16 images",
+        section="placement",
     )
-    audio_tokens: int = _option(750, "tokens that a piece of audio is taken for")
+    audio_tokens: int = _option(
+        750,
+        "tokens that a piece of audio is taken for",
+        section="placement",
+    )
     prefill_policy: str = _option("predicted_wait", "how a prefill instance is chosen", choices=PREFILL_POLICIES)
     decode_policy: str = _option("freeness", "how a decode instance is chosen", choices=DECODE_POLICIES)
     pool_spill: bool = _option(
-        True, "serve a request in the other prefill pool while its own has no instance that can be used, or overflows"
+        True,
+        "serve a request in the other prefill pool while its own has no instance that can be used, or overflows",
+        section="placement",
     )
     pool_overflow_share: float = _option(
         0.5,
-        "a pool overflows when a request would wait there for more than this share of --controller-short-slo-secs, or "
+        "a pool overflows when a request would wait there for more than this share of controller.short_slo_secs, or "
         "of -long-, and less than half as long in the other; 0: never",
+        section="placement",
     )
     prefer_same_topology: bool = _option(
         False, "send KV to decode instances of the same node, else of the same domain, while these have room for it"
     )
-    prefix_index_blocks: int = _option(65536, "prefix-cache blocks remembered per prefill instance")
+    prefix_index_blocks: int = _option(
+        65536, "prefix-cache blocks remembered per prefill instance", section="placement"
+    )
     coordinator_url: str = _option(
         "",
         "HTTP address of the long pool's coordinator: shown by GET /pools, and asked which instance gets a long prompt",
@@ -81,6 +96,7 @@ class RouterConfig:
         60.0,
         "longest wait, and not beyond --queue-timeout-secs, until the coordinator names an instance for a long prompt; "
         "then it is routed as any other; 0: it is not asked",
+        section="placement",
     )
     tokenizer_path: str = _option(
         "", "folder with tokenizer.json, of all models; default: where the workers of each have theirs, if local"
@@ -95,7 +111,7 @@ class RouterConfig:
     # Admission
     max_concurrent_requests: int = _option(0, "requests served at once; 0 is no limit")
     max_sequences_per_request: int = _option(
-        256, "sequences that one request may make, its prompts times n; more get 400"
+        256, "sequences that one request may make, its prompts times n; more get 400", section="limits"
     )
     queue_size: int = _option(100, "requests that wait beyond that; more get 429")
     queue_timeout_secs: float = _option(60.0, "longest wait in that queue; then 408")
@@ -106,9 +122,11 @@ class RouterConfig:
     retry_max_backoff_ms: int = _option(5000, "longest wait before a retry")
     retry_backoff_multiplier: float = _option(2.0, "growth of that wait")
     retry_budget_ratio: float = _option(
-        0.2, "retries of the last 10 s, as a share of the requests of that time or of those under way"
+        0.2, "retries of the last 10 s, as a share of the requests of that time or of those under way", section="limits"
     )
-    retry_budget_min_per_sec: float = _option(10.0, "retries a second that are allowed beside that share")
+    retry_budget_min_per_sec: float = _option(
+        10.0, "retries a second that are allowed beside that share", section="limits"
+    )
     disable_retries: bool = _option(False, "never retry")
     cb_failure_threshold: int = _option(5, "failures in the window that open an instance's circuit breaker")
     cb_success_threshold: int = _option(2, "successes that close it again")
@@ -119,67 +137,141 @@ class RouterConfig:
     health_check_interval_secs: float = _option(5.0, "time between health checks of an instance")
     health_check_timeout_secs: float = _option(5.0, "longest wait for a health check's answer")
     health_failure_threshold: int = _option(3, "failed checks in a row that take an instance out")
-    liveness_interval_secs: float = _option(1.0, "time between liveness checks of an instance's server process")
+    liveness_interval_secs: float = _option(
+        1.0, "time between liveness checks of an instance's server process", section="health"
+    )
     liveness_timeout_secs: float = _option(
-        3.5, "wait for a liveness check's answer, or for anything else from the instance, that is a miss"
+        3.5,
+        "wait for a liveness check's answer, or for anything else from the instance, that is a miss",
+        section="health",
     )
     liveness_failure_threshold: int = _option(
-        1, "misses in a row that take an instance out as frozen; what it was serving is lost then"
+        1, "misses in a row that take an instance out as frozen; what it was serving is lost then", section="health"
     )
     first_byte_timeout_secs: float = _option(
-        0.0, "longest wait for a stream's first byte once it was sent, counted anew for a retry; 0 is no limit"
+        0.0,
+        "longest wait for a stream's first byte once it was sent, counted anew for a retry; 0 is no limit",
+        section="limits",
     )
     stream_stall_timeout_secs: float = _option(
-        300.0, "longest time without a byte within a stream that its client reads; 0 is no limit"
+        300.0, "longest time without a byte within a stream that its client reads; 0 is no limit", section="limits"
     )
-    load_poll_interval_secs: float = _option(1.0, "time between readings of an instance's load")
+    load_poll_interval_secs: float = _option(
+        1.0,
+        "time between readings of an instance's load",
+        section="health",
+    )
     # Instances that change their pool
     controller: str = _option(
         "off",
         "move instances between the short and the long pool: not, only say what it would do, or do it",
         choices=("off", "advise", "on"),
     )
-    controller_interval_secs: float = _option(5.0, "time between its decisions")
-    controller_cooldown_secs: float = _option(30.0, "time after a move before the next one")
-    controller_hysteresis: float = _option(
-        0.25, "how much more pressed a pool must be to be given an instance, a share"
+    controller_interval_secs: float = _option(
+        5.0,
+        "time between its decisions",
+        section="controller",
     )
-    controller_min_pressure: float = _option(0.75, "pressure below which a pool is given none")
-    controller_min_short: int = _option(1, "instances that the short pool keeps; 0: it may be emptied")
-    controller_min_long: int = _option(1, "instances that the long pool keeps; 0: it may be emptied")
-    controller_confirm_rounds: int = _option(3, "decisions in a row that must want the same move")
-    controller_drain_timeout_secs: float = _option(30.0, "longest wait for a moving instance's requests to end")
-    controller_backlog_weight: float = _option(1.0, "weight of an instance's backlog in its pressure")
-    controller_sla_weight: float = _option(1.0, "weight of its late prefills")
-    controller_utilisation_weight: float = _option(0.5, "weight of its utilisation")
-    controller_short_slo_secs: float = _option(1.0, "backlog of short prefills that counts as 1")
-    controller_long_slo_secs: float = _option(5.0, "backlog of long prefills that counts as 1")
+    controller_cooldown_secs: float = _option(
+        30.0,
+        "time after a move before the next one",
+        section="controller",
+    )
+    controller_hysteresis: float = _option(
+        0.25, "how much more pressed a pool must be to be given an instance, a share", section="controller"
+    )
+    controller_min_pressure: float = _option(
+        0.75,
+        "pressure below which a pool is given none",
+        section="controller",
+    )
+    controller_min_short: int = _option(
+        1, "instances that the short pool keeps; 0: it may be emptied", section="controller"
+    )
+    controller_min_long: int = _option(
+        1, "instances that the long pool keeps; 0: it may be emptied", section="controller"
+    )
+    controller_confirm_rounds: int = _option(
+        3,
+        "decisions in a row that must want the same move",
+        section="controller",
+    )
+    controller_drain_timeout_secs: float = _option(
+        30.0, "longest wait for a moving instance's requests to end", section="controller"
+    )
+    controller_backlog_weight: float = _option(
+        1.0, "weight of an instance's backlog in its pressure", section="controller"
+    )
+    controller_sla_weight: float = _option(
+        1.0,
+        "weight of its late prefills",
+        section="controller",
+    )
+    controller_utilisation_weight: float = _option(
+        0.5,
+        "weight of its utilisation",
+        section="controller",
+    )
+    controller_short_slo_secs: float = _option(
+        1.0,
+        "backlog of short prefills that counts as 1",
+        section="controller",
+    )
+    controller_long_slo_secs: float = _option(
+        5.0,
+        "backlog of long prefills that counts as 1",
+        section="controller",
+    )
     # Client connections
     controller_lease: str = _option(
         "", "name of a Lease in Kubernetes: of the routers that share it, its holder's controller moves instances"
     )
     # Limits
-    max_connections: int = _option(8192, "open connections of clients; more get 503 and are closed")
+    max_connections: int = _option(
+        8192,
+        "open connections of clients; more get 503 and are closed",
+        section="limits",
+    )
     max_payload_size: int = _option(
         64 << 20, "largest body in bytes of a request that brings a prompt; larger ones get 413"
     )
-    max_control_payload_size: int = _option(64 << 10, "largest body in bytes of any other request; larger ones get 413")
+    max_control_payload_size: int = _option(
+        64 << 10, "largest body in bytes of any other request; larger ones get 413", section="limits"
+    )
     max_pipelined_size: int = _option(
-        1 << 20, "bytes of requests behind the one being served on a connection, before no more is read from it"
+        1 << 20,
+        "bytes of requests behind the one being served on a connection, before no more is read from it",
+        section="limits",
     )
     max_buffered_size: int = _option(
-        1 << 30, "bytes of requests of all connections, being received, waiting or served; what exceeds it gets 503"
+        1 << 30,
+        "bytes of requests of all connections, being received, waiting or served; what exceeds it gets 503",
+        section="limits",
     )
-    max_header_size: int = _option(64 << 10, "largest request head in bytes; larger ones get 431")
-    header_timeout_secs: float = _option(10.0, "time a client may take to send a request's head; then 408")
-    body_timeout_secs: float = _option(60.0, "time a client may take to send a request's body; then 408")
+    max_header_size: int = _option(
+        64 << 10,
+        "largest request head in bytes; larger ones get 431",
+        section="limits",
+    )
+    header_timeout_secs: float = _option(
+        10.0, "time a client may take to send a request's head; then 408", section="limits"
+    )
+    body_timeout_secs: float = _option(
+        60.0, "time a client may take to send a request's body; then 408", section="limits"
+    )
     client_write_timeout_secs: float = _option(
-        30.0, "time a client may take nothing of what is written for it; then its connection is cut"
+        30.0, "time a client may take nothing of what is written for it; then its connection is cut", section="limits"
     )
     sse_keep_alive_secs: float = _option(
-        15.0, "time after which a stream that brings nothing is sent an empty line, so that no proxy ends it; 0: never"
+        15.0,
+        "time after which a stream that brings nothing is sent an empty line, so that no proxy ends it; 0: never",
+        section="limits",
     )
-    keep_alive_timeout_secs: float = _option(75.0, "time an idle client connection is kept")
+    keep_alive_timeout_secs: float = _option(
+        75.0,
+        "time an idle client connection is kept",
+        section="limits",
+    )
     drain_delay_secs: float = _option(
         0.0, "time after SIGTERM in which /readyz answers 503 and requests are still taken; then the port closes"
     )
@@ -218,7 +310,11 @@ class RouterConfig:
     otlp_traces_endpoint: str = _option("", "URL of a collector of OpenTelemetry traces, by OTLP/HTTP; empty: none")
     otlp_sample_ratio: float = _option(1.0, "part of the requests without a traceparent of their own that is traced")
     peer_port: int = _option(0, "port for the other routers of a group, which then share what they know; 0: no group")
-    peer_host: str = _option("0.0.0.0", "address for --peer-port")
+    peer_host: str = _option(
+        "0.0.0.0",
+        "address for --peer-port",
+        section="group",
+    )
     peer: tuple[str, ...] = _option((), "another router's --peer-port; repeat for more", metavar="HOST:PORT")
     peer_service: str = _option("", "name that resolves to all routers of the group, as a headless Service does")
     peer_key: str = _option("", "secret that all of them have; also read from SGLANG_EXT_PEER_KEY")
@@ -231,9 +327,21 @@ class RouterConfig:
     prefill_long_selector: str = _option("", "the same for long prompts; default: sglang-ext.io/role=prefill-long")
     prefill_selector: str = _option("", "the same for both; default: sglang-ext.io/role=prefill")
     decode_selector: str = _option("", "the same for decode; default: sglang-ext.io/role=decode")
-    kubernetes_url: str = _option("", "address of the API server; default: what a pod is told")
-    kubernetes_token_file: str = _option("", "bearer token for it; default: the pod's own")
-    kubernetes_ca_file: str = _option("", "its CA certificate in PEM; default: the pod's own")
+    kubernetes_url: str = _option(
+        "",
+        "address of the API server; default: what a pod is told",
+        section="discovery",
+    )
+    kubernetes_token_file: str = _option(
+        "",
+        "bearer token for it; default: the pod's own",
+        section="discovery",
+    )
+    kubernetes_ca_file: str = _option(
+        "",
+        "its CA certificate in PEM; default: the pod's own",
+        section="discovery",
+    )
 
     disable_route_headers: bool = _option(False, "do not tell clients which instances served them")
     log_level: str = _option("info", "least severe message to log", choices=("debug", "info", "warning", "error"))
@@ -271,9 +379,9 @@ class RouterConfig:
         if self.otlp_traces_endpoint:
             _check_collector_url(self.otlp_traces_endpoint)
         if self.max_header_size < 1024:
-            raise RouterConfigError(f"--max-header-size must be at least 1024, not {self.max_header_size}")
+            raise RouterConfigError(f"limits.max_header_size must be at least 1024, not {self.max_header_size}")
         if self.max_buffered_size < self.max_payload_size:
-            raise RouterConfigError("--max-buffered-size must not be less than --max-payload-size")
+            raise RouterConfigError("limits.max_buffered_size must not be less than --max-payload-size")
         if self.retry_max_backoff_ms < self.retry_initial_backoff_ms:
             raise RouterConfigError("--retry-max-backoff-ms must not be less than --retry-initial-backoff-ms")
         if not self.otlp_sample_ratio <= 1:
@@ -358,15 +466,14 @@ class RouterConfig:
             if entry.name.startswith("controller_") and not isinstance(value, str) and not math.isfinite(value):
                 raise RouterConfigError(f"{flag_of(entry.name)} must be a finite number, not {value}")
         if not self.controller_hysteresis > 0:
-            raise RouterConfigError(f"--controller-hysteresis must be greater than 0, not {self.controller_hysteresis}")
+            raise RouterConfigError(f"controller.hysteresis must be greater than 0, not {self.controller_hysteresis}")
         weights = (self.controller_backlog_weight, self.controller_sla_weight, self.controller_utilisation_weight)
         if not any(weights):
             raise RouterConfigError(
-                "--controller-backlog-weight, --controller-sla-weight and --controller-utilisation-weight "
-                "must not all be 0"
+                "controller.backlog_weight, controller.sla_weight and controller.utilisation_weight must not all be 0"
             )
         if self.controller_cooldown_secs < self.controller_interval_secs:
-            raise RouterConfigError("--controller-cooldown-secs must not be less than --controller-interval-secs")
+            raise RouterConfigError("controller.cooldown_secs must not be less than controller.interval_secs")
         if self.controller_lease and self.controller != "on":
             raise RouterConfigError("--controller-lease needs --controller on")
         if self.controller != "off" and self.processes > 1:
@@ -417,8 +524,9 @@ _NOT_NEGATIVE = (
 
 
 def flag_of(name: str) -> str:
-    """The option of a field."""
-    return "--" + name.replace("_", "-")
+    """Return what a user calls a field: its flag, or its setting in the file, SECTION.KEY."""
+    section = RouterConfig.__dataclass_fields__[name].metadata.get("section")
+    return "--" + name.replace("_", "-") if section is None else f"{section}.{name.removeprefix(section + '_')}"
 
 
 def _is_host(name: str) -> bool:

@@ -162,7 +162,7 @@ def _raise_descriptor_limit(connections: int) -> None:
     most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     if most < connections + SPARE_DESCRIPTORS:
-        logger.warning("%d file descriptors are fewer than --max-connections %d needs", most, connections)
+        logger.warning("%d file descriptors are fewer than limits.max_connections %d needs", most, connections)
 
 
 async def serve(

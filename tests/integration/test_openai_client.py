@@ -154,7 +154,9 @@ def test_errors_are_the_sdks(client: openai.OpenAI, model: str) -> None:
 @pytest.mark.full
 def test_a_stream_that_is_kept_alive(engines: list[Engine]) -> None:
     """The instance stands still for a while; neither the SDK nor a client that takes every line for JSON minds."""
-    with running_router(engines, "--sse-keep-alive-secs", "0.2", "--length-boundary-tokens", "256") as router:
+    with running_router(
+        engines, "--set", "limits.sse_keep_alive_secs=0.2", "--length-boundary-tokens", "256"
+    ) as router:
         asked = {"text": "def parse(", "sampling_params": {"temperature": 0, "max_new_tokens": 6}, "stream": True}
         with openai.OpenAI(base_url=f"{router.url}/v1", api_key="any", max_retries=0) as client:
             model = client.models.list().data[0].id

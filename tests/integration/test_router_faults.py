@@ -186,7 +186,7 @@ def test_instances_come_and_go_at_run_time(router: RunningRouter, engines: list[
 def test_a_frozen_instance_holds_nothing(engines: list[Engine], role: Role) -> None:
     """SIGSTOP of all its processes under load, with the router's defaults; it goes on, and is used again."""
     victim = Engine.start(EngineSpec(role, name="victim"))
-    defaults = ("--health-check-interval-secs", "5", "--load-poll-interval-secs", "1")
+    defaults = ("--health-check-interval-secs", "5", "--set", "health.load_poll_interval_secs=1")
     try:
         victim.wait_ready()
         with running_router([*engines, victim], "--length-boundary-tokens", "256", *defaults) as router:

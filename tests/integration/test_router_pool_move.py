@@ -52,7 +52,7 @@ def test_an_instance_changes_its_pool_under_load_and_keeps_it() -> None:
     first, second, decode = engines = FLEET.get(
         EngineSpec(Role.SHORT), EngineSpec(Role.SHORT, name="second-short"), EngineSpec(Role.DECODE)
     )
-    options = ("--length-boundary-tokens", str(BOUNDARY_TOKENS), "--controller-drain-timeout-secs", "20")
+    options = ("--length-boundary-tokens", str(BOUNDARY_TOKENS), "--set", "controller.drain_timeout_secs=20")
     before = second.get("/laps").body
     try:
         with running_router(engines, *options) as router, ThreadPoolExecutor(4) as threads:
@@ -70,7 +70,7 @@ def test_an_instance_changes_its_pool_under_load_and_keeps_it() -> None:
             assert is_right(ask(router, 400, 900))
             assert router.admin("POST", "/pools/move", {"url": decode.url, "to": "long"}).status == 409
         # The next router is told `short` on its command line.
-        with running_router(engines, *options, "--controller", "on", "--controller-interval-secs", "0.5") as router:
+        with running_router(engines, *options, "--controller", "on", "--set", "controller.interval_secs=0.5") as router:
             deadline = time.monotonic() + 20.0
             while router.workers()[second.url]["role"] != "long":
                 assert time.monotonic() < deadline

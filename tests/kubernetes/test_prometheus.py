@@ -84,9 +84,9 @@ def cluster() -> Iterator[tuple[list[RunningRouter], list[Engine], Coordinator]]
         ports = free_port(), free_port()
         options = [
             *("--length-boundary-tokens", str(BOUNDARY_TOKENS), "--peer-key", "secret-of-the-tests"),
-            *("--service-discovery", "--kubernetes-url", kubernetes.api.url),
+            *("--service-discovery", "--set", f"discovery.kubernetes_url={kubernetes.api.url}"),
             *("--service-discovery-namespace", "default", "--coordinator-url", coordinator.http_url),
-            *("--controller", "on", "--controller-lease", "controller", "--controller-interval-secs", "0.5"),
+            *("--controller", "on", "--controller-lease", "controller", "--set", "controller.interval_secs=0.5"),
         ]
         for port in ports:
             options += ["--peer", f"127.0.0.1:{port}"]

@@ -98,7 +98,7 @@ def running_router(engines: Sequence[Engine], *options: str, strict_models: bool
     """A router over these engines, all of them ready; ended with SIGTERM."""
     port = free_port()
     command = [sys.executable, "-m", "sglang_ext.cli", "router", "--port", str(port), "--admin-api-key", ADMIN_KEY]
-    command += ["--health-check-interval-secs", "0.5", "--load-poll-interval-secs", "0.2"]
+    command += ["--health-check-interval-secs", "0.5", "--set", "health.load_poll_interval_secs=0.2"]
     if not strict_models:  # the engines' model has the name of a temporary folder
         command.append("--accept-any-model")
     for engine in engines:

@@ -135,12 +135,12 @@ def connect_kubernetes(config: RouterConfig) -> Callable[[], KubernetesApi]:
     if not url:
         host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT")
         if not host or not port:
-            raise RouterConfigError("--service-discovery outside a cluster needs --kubernetes-url")
+            raise RouterConfigError("--service-discovery outside a cluster needs discovery.kubernetes_url")
         url = f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
     token_file = Path(config.kubernetes_token_file or ACCOUNT_FOLDER / "token")
     has_token = token_file.exists()
     if config.kubernetes_token_file and not has_token:
-        raise RouterConfigError(f"--kubernetes-token-file {token_file}: there is no such file")
+        raise RouterConfigError(f"discovery.kubernetes_token_file: {token_file}: there is no such file")
     ca_file = config.kubernetes_ca_file or (
         str(ACCOUNT_FOLDER / "ca.crt") if (ACCOUNT_FOLDER / "ca.crt").exists() else ""
     )
@@ -149,7 +149,7 @@ def connect_kubernetes(config: RouterConfig) -> Callable[[], KubernetesApi]:
         try:
             tls = ssl.create_default_context(cafile=ca_file or None)
         except (OSError, ssl.SSLError) as error:
-            raise RouterConfigError(f"--kubernetes-ca-file {ca_file}: {error}") from None
+            raise RouterConfigError(f"discovery.kubernetes_ca_file: {ca_file}: {error}") from None
     return lambda: KubernetesApi(url.rstrip("/"), token_file if has_token else None, tls)
 
 

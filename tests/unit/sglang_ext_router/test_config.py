@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import socket
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from hypothesis import given
@@ -15,7 +17,7 @@ from sglang_ext.cli import main
 from sglang_ext.types import Role
 from sglang_ext_router import main as main_module
 from sglang_ext_router.command_line import add_arguments, config_from_arguments
-from sglang_ext_router.config import RouterConfig, RouterConfigError, WorkerAddress, parse_worker_url
+from sglang_ext_router.config import RouterConfig, RouterConfigError, WorkerAddress, flag_of, parse_worker_url
 from sglang_ext_router.instances.workers import Worker
 from support.engines import free_port
 
@@ -24,6 +26,18 @@ def parse(*arguments: str) -> RouterConfig:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     return config_from_arguments(parser.parse_args(arguments))
+
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def load_tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"tools/{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 BAD: list[tuple[str, ...]] = [
@@ -36,7 +50,7 @@ BAD: list[tuple[str, ...]] = [
     ("--length-boundary-tokens", "1.5"),
     ("--prefill-policy", "best"),
     ("--decode-policy", "cache_aware"),
-    ("--prefix-index-blocks", "0"),
+    ("--set", "placement.prefix_index_blocks=0"),
     ("--tokenizer-path", "/nowhere/at/all"),
     ("--max-concurrent-requests", "-1"),
     ("--queue-size", "-1"),
@@ -56,37 +70,44 @@ BAD: list[tuple[str, ...]] = [
     ("--health-check-interval-secs", "0"),
     ("--health-check-timeout-secs", "0"),
     ("--health-failure-threshold", "0"),
-    ("--load-poll-interval-secs", "0"),
+    ("--set", "health.load_poll_interval_secs=0"),
     ("--max-payload-size", "0"),
-    ("--max-header-size", "10"),
-    ("--header-timeout-secs", "0"),
-    ("--body-timeout-secs", "0"),
-    ("--keep-alive-timeout-secs", "0"),
+    ("--set", "limits.max_header_size=10"),
+    ("--set", "limits.header_timeout_secs=0"),
+    ("--set", "limits.body_timeout_secs=0"),
+    ("--set", "limits.keep_alive_timeout_secs=0"),
     ("--shutdown-grace-period-secs", "-1"),
     ("--controller", "maybe"),
     ("--controller", "on", "--processes", "2"),
     ("--controller", "advise", "--processes", "2"),
-    ("--controller-interval-secs", "0"),
-    ("--controller-interval-secs", "inf"),
-    ("--controller-interval-secs", "60"),  # above the default of the cool-down
-    ("--controller-cooldown-secs", "1"),
-    ("--controller-cooldown-secs", "nan"),
-    ("--controller-hysteresis", "0"),
-    ("--controller-hysteresis", "nan"),
-    ("--controller-min-pressure", "-1"),
-    ("--controller-min-pressure", "nan"),
-    ("--controller-min-short", "-1"),
-    ("--controller-min-long", "-1"),
-    ("--controller-confirm-rounds", "0"),
-    ("--controller-drain-timeout-secs", "0"),
-    ("--controller-backlog-weight", "-1"),
-    ("--controller-sla-weight", "inf"),
-    ("--controller-utilisation-weight", "nan"),
-    ("--controller-short-slo-secs", "0"),
-    ("--controller-long-slo-secs", "inf"),
+    ("--set", "controller.interval_secs"),
+    ("--set", "controllers.interval_secs=1"),
+    ("--set", "controller.interval=1"),
+    ("--set", "controller.interval_secs=soon"),
+    ("--set", "controller.min_short=1.5"),
+    ("--set", "placement.pool_spill=yes"),
+    ("--config", "/nowhere/at/all.yaml"),
+    ("--set", "controller.interval_secs=0"),
+    ("--set", "controller.interval_secs=inf"),
+    ("--set", "controller.interval_secs=60"),  # above the default of the cool-down
+    ("--set", "controller.cooldown_secs=1"),
+    ("--set", "controller.cooldown_secs=nan"),
+    ("--set", "controller.hysteresis=0"),
+    ("--set", "controller.hysteresis=nan"),
+    ("--set", "controller.min_pressure=-1"),
+    ("--set", "controller.min_pressure=nan"),
+    ("--set", "controller.min_short=-1"),
+    ("--set", "controller.min_long=-1"),
+    ("--set", "controller.confirm_rounds=0"),
+    ("--set", "controller.drain_timeout_secs=0"),
+    ("--set", "controller.backlog_weight=-1"),
+    ("--set", "controller.sla_weight=inf"),
+    ("--set", "controller.utilisation_weight=nan"),
+    ("--set", "controller.short_slo_secs=0"),
+    ("--set", "controller.long_slo_secs=inf"),
     (
-        *("--controller-backlog-weight", "0", "--controller-sla-weight", "0"),
-        *("--controller-utilisation-weight", "0"),
+        *("--set", "controller.backlog_weight=0", "--set", "controller.sla_weight=0"),
+        *("--set", "controller.utilisation_weight=0"),
     ),
     ("--ui-port", "-1"),
     ("--ui-port", "65536"),
@@ -146,7 +167,8 @@ def test_a_bad_option_gives_status_2_and_one_line(
     assert shown.out == ""
     lines = [line for line in shown.err.splitlines() if not line.startswith(("usage:", " "))]
     assert len(lines) == 1
-    assert arguments[0] in lines[0]
+    name = arguments[1].partition("=")[0] if arguments[0] == "--set" else arguments[0]
+    assert name in lines[0]
     assert "Traceback" not in shown.err
 
 
@@ -170,6 +192,35 @@ def test_an_address_in_use_of_a_further_port_is_told_and_the_first_is_free_again
     (line,) = capsys.readouterr().err.splitlines()
     assert f"--{option}-port {port}" in line
     socket.create_server(("127.0.0.1", own)).close()
+
+
+def test_settings_come_from_the_file_and_from_set_which_wins(tmp_path: Path) -> None:
+    file = tmp_path / "router.yaml"
+    file.write_text("controller:\n  interval_secs: 2\n  cooldown_secs: 9.5\nplacement:\n  pool_spill: false\n")
+    config = parse("--config", str(file), "--set", "controller.interval_secs=3", "--set", "group.peer_host=::1")
+    assert (config.controller_interval_secs, config.controller_cooldown_secs) == (3.0, 9.5)
+    assert (config.pool_spill, config.peer_host) == (False, "::1")
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("controler: {}\nlimits: {max_connection: 3}", "--config: limits.max_connection: limits has no"),
+        ("controler: {interval_secs: 3}", "--config: controler.interval_secs: there is no section 'controler'"),
+        ("limits: 3", "--config: limits must be a section of settings"),
+        ("limits: {max_connections: many}", "--config: limits.max_connections must be a whole number, not 'many'"),
+        ("limits: {max_connections: true}", "--config: limits.max_connections must be a whole number, not True"),
+        ("[1]", "must hold sections: "),
+        ("a: [", "is not YAML: "),
+    ],
+)
+def test_what_is_wrong_in_the_file_is_named(text: str, problem: str, tmp_path: Path) -> None:
+    file = tmp_path / "router.yaml"
+    file.write_text(text)
+    with pytest.raises(RouterConfigError) as caught:
+        parse("--config", str(file))
+    assert problem in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_the_same_worker_twice(capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,8 +258,7 @@ def test_without_options_all_have_their_defaults() -> None:
 
 
 def test_switches() -> None:
-    config = parse("--no-pool-spill", "--disable-retries", "--disable-circuit-breaker", "--log-json")
-    assert not config.pool_spill
+    config = parse("--disable-retries", "--disable-circuit-breaker", "--log-json")
     assert config.disable_retries
     assert config.disable_circuit_breaker
     assert config.log_json
@@ -245,7 +295,16 @@ def test_every_option_has_a_help_text_and_is_shown(capsys: pytest.CaptureFixture
     for field in dataclasses.fields(RouterConfig):
         if field.name != "workers":
             assert field.metadata["help"]
-            assert "--" + field.name.replace("_", "-") in shown or "--no-" + field.name.replace("_", "-") in shown
+            if "section" in field.metadata:
+                assert flag_of(field.name) not in shown
+            else:
+                assert flag_of(field.name) in shown
+
+
+def test_the_document_of_the_settings_is_what_the_tool_makes() -> None:
+    assert load_tool("render_router_settings").render() == (ROOT / "docs/router-settings.md").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_a_folder_with_a_tokenizer(tmp_path: Path) -> None:

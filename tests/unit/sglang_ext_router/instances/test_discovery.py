@@ -343,11 +343,11 @@ async def test_a_slice_that_cannot_be_used_harms_no_other(caplog: pytest.LogCapt
 
 def test_options_that_cannot_work_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    with pytest.raises(RouterConfigError, match="--service-discovery outside a cluster needs --kubernetes-url"):
+    with pytest.raises(RouterConfigError, match="--service-discovery outside a cluster needs discovery"):
         connect_kubernetes(RouterConfig())
-    with pytest.raises(RouterConfigError, match=r"--kubernetes-token-file .*: there is no such file"):
+    with pytest.raises(RouterConfigError, match=r"discovery.kubernetes_token_file: .*: there is no such file"):
         connect_kubernetes(RouterConfig(kubernetes_url="http://a:1", kubernetes_token_file=str(tmp_path / "none")))
-    with pytest.raises(RouterConfigError, match="--kubernetes-ca-file"):
+    with pytest.raises(RouterConfigError, match=r"discovery\.kubernetes_ca_file"):
         connect_kubernetes(RouterConfig(kubernetes_url="https://a:1", kubernetes_ca_file=str(tmp_path / "none")))
     with pytest.raises(RouterConfigError, match=r"--decode-selector: 'x' is not of the form KEY=VALUE"):
         role_rules(RouterConfig(decode_selector="x"))
