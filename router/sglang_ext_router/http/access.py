@@ -131,29 +131,17 @@ class Access:
         )
 
 
-class ReportGate:
-    """The gate of the port for reports, which takes no body and needs no key."""
+class PathGate:
+    """The gate of a port that serves only some paths, and no bodies. Where keys are needed the paths check them."""
+
+    def __init__(self, paths: frozenset[bytes], subject: str) -> None:
+        self._paths = paths | PROBE_PATHS
+        self._refusal = RequestRefusal(404, f"only {subject} served at this port")
 
     def check_head(self, request: Request) -> RequestRefusal | None:
-        """Refuse every path that is not a report."""
-        if request.path in REPORT_PATHS or request.path in PROBE_PATHS:
-            return None
-        return RequestRefusal(404, "only reports are served at this port")
+        """Refuse every other path."""
+        return None if request.path in self._paths else self._refusal
 
     def refuse_body(self, request: Request) -> RequestRefusal:
-        """Return 413: reports can only be read."""
-        return NO_BODY
-
-
-class PageGate:
-    """The gate of the live page's port, which takes no body. Keys are checked where the stream is opened."""
-
-    def check_head(self, request: Request) -> RequestRefusal | None:
-        """Refuse every path that is not part of the live page."""
-        if request.path in PAGE_PATHS or request.path in PROBE_PATHS:
-            return None
-        return RequestRefusal(404, "only the live page is served at this port")
-
-    def refuse_body(self, request: Request) -> RequestRefusal:
-        """Return 413: the page can only be read."""
+        """Return 413: the paths can only be read."""
         return NO_BODY

@@ -8,7 +8,7 @@ import ssl
 from collections.abc import Callable, Iterator
 
 from sglang_ext_router.config import RouterConfig
-from sglang_ext_router.http.access import PageGate, ReportGate
+from sglang_ext_router.http.access import PAGE_PATHS, REPORT_PATHS, PathGate
 from sglang_ext_router.http.http1 import ClientConnection, Clients
 from sglang_ext_router.http.request_parser import ConnectionLimits, Gate, Request
 from sglang_ext_router.http.unread_replies import SHUTDOWN_TIMEOUT_S
@@ -39,8 +39,8 @@ class ClientPorts:
         self._loop = loop
         self._header_timeout_s = config.header_timeout_secs
         self.clients = Clients(gate, limits, access_log)
-        self.reports = Clients(ReportGate(), limits, access_log)
-        self.pages = Clients(PageGate(), limits, access_log)
+        self.reports = Clients(PathGate(REPORT_PATHS, "reports are"), limits, access_log)
+        self.pages = Clients(PathGate(PAGE_PATHS, "the live page is"), limits, access_log)
 
     async def listen(
         self,

@@ -223,7 +223,9 @@ class RequestParser:
 
     def receive(self, data: bytes) -> None:
         """Parse all of `data`."""
-        while not self._is_refused:
+        if self._is_refused:
+            return
+        while True:
             if self.arriving is None:
                 self._head_bytes += len(data)
             body_bytes = self.body_bytes
