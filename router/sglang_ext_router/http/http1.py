@@ -249,7 +249,7 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def _is_pipeline_full(self) -> bool:
-        """Whether the limits of waiting requests are reached; a body that is arriving counts too."""
+        """Return whether waiting requests have reached their limits; a body that is arriving counts too."""
         if self.request is None and not self._pending:
             return False
         return len(self._pending) >= MAX_PIPELINED or (
@@ -364,7 +364,7 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def keeps_alive(self) -> bool:
-        """Whether the connection may stay open after the current reply."""
+        """Return whether the connection may stay open after the current reply."""
         request = self.request
         if request is None or not request.keep_alive:
             return False
