@@ -106,7 +106,7 @@ class RouterConfig:
         (), "a further name NAME of the served model MODEL; repeat for more", metavar="NAME=MODEL"
     )
     accept_any_model: bool = _option(
-        False, "while a single model is served, serve it whatever model a request names; else unknown ones get 404"
+        False, "while a single model is served, serve it for any model that a request names; else unknown ones get 404"
     )
     # Admission
     max_concurrent_requests: int = _option(0, "requests served at once; 0 is no limit")
@@ -125,7 +125,7 @@ class RouterConfig:
         0.2, "retries of the last 10 s, as a share of the requests of that time or of those under way", section="limits"
     )
     retry_budget_min_per_sec: float = _option(
-        10.0, "retries a second that are allowed beside that share", section="limits"
+        10.0, "retries a second that are allowed in addition to that share", section="limits"
     )
     disable_retries: bool = _option(False, "never retry")
     cb_failure_threshold: int = _option(5, "failures in the window that open an instance's circuit breaker")
@@ -150,7 +150,7 @@ class RouterConfig:
     )
     first_byte_timeout_secs: float = _option(
         0.0,
-        "longest wait for a stream's first byte once it was sent, counted anew for a retry; 0 is no limit",
+        "longest wait for a stream's first byte once it was sent, counted again for a retry; 0 is no limit",
         section="limits",
     )
     stream_stall_timeout_secs: float = _option(
@@ -329,7 +329,7 @@ class RouterConfig:
     decode_selector: str = _option("", "the same for decode; default: sglang-ext.io/role=decode")
     kubernetes_url: str = _option(
         "",
-        "address of the API server; default: what a pod is told",
+        "address of the API server; default: what a pod finds in its environment",
         section="discovery",
     )
     kubernetes_token_file: str = _option(
@@ -343,7 +343,7 @@ class RouterConfig:
         section="discovery",
     )
 
-    disable_route_headers: bool = _option(False, "do not tell clients which instances served them")
+    disable_route_headers: bool = _option(False, "leave out the headers that name the instances of a reply")
     log_level: str = _option("info", "least severe message to log", choices=("debug", "info", "warning", "error"))
     log_json: bool = _option(False, "log JSON lines")
 

@@ -38,7 +38,7 @@ SPARE_DESCRIPTORS = 256
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until told to stop; the exit status."""
+    """Serve until a signal stops it; return the exit status."""
     try:
         config = config_from_arguments(arguments)
         if config.processes > 1 and not is_child():
@@ -154,7 +154,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _raise_descriptor_limit(connections: int) -> None:
-    """Let the process, and those that it starts, have as many connections as are allowed, and those to instances."""
+    """Raise the descriptor limit of this process and its children to the connections of clients and to instances."""
     wanted = 3 * connections + SPARE_DESCRIPTORS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:

@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 KEPT_MOVES = 20
 DRAIN_POLL_S = 0.02
-MAX_BACKOFF_DOUBLINGS = 6  # of the time that an instance is left alone after failed moves
+MAX_BACKOFF_DOUBLINGS = 6  # of the time that an instance is not moved after failed moves
 OPERATOR = "operator"
 
 
@@ -86,7 +86,7 @@ class ModelControl:
 
 
 def pool_of(worker: Worker) -> LengthClass | None:
-    """The pool that an instance belongs to; None for those that serve both classes, or decode."""
+    """Return the pool that an instance belongs to; None for instances that serve both classes, or decode."""
     role = worker.role
     return LengthClass.SHORT if role is Role.SHORT else LengthClass.LONG if role is Role.LONG else None
 
@@ -105,7 +105,7 @@ class PoolController:
         prober: Prober,
         may_act: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`may_act`: whether this router's controller is the one that moves instances, now."""
+        """Make a controller. `may_act` returns whether this router moves instances now, of all routers of its group."""
         self._config = config
         self._may_act = may_act
         self._loop = loop
@@ -122,7 +122,7 @@ class PoolController:
         self.move_counts = {(*direction, outcome.value): 0 for direction in directions for outcome in MoveOutcome}
         self.decision_counts: dict[tuple[str, str], int] = {}  # (result, reason) → count
         self._joined_s: dict[int, float] = {}
-        self._failures: dict[int, tuple[int, float]] = {}  # worker id → failed moves in a row, left alone until
+        self._failures: dict[int, tuple[int, float]] = {}  # worker id → failed moves in a row, not moved until
         self._is_stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -150,7 +150,7 @@ class PoolController:
             self._spawn(self._run())
 
     async def stop(self) -> None:
-        """End whatever runs. A move that is cut leaves the instance in a mode that it reports to the next router."""
+        """End what runs. A move that is cut leaves the instance in a mode that it reports to the next router."""
         self._is_stopping = True
         pending = set(self._tasks)
         while pending:  # a cancellation that meets a timeout of the HTTP client is lost in it

@@ -91,7 +91,7 @@ def add_pool_routes(app: FastAPI, router: PoolsTarget, client: Sequence[Depends]
         responses=answers(_404="no such instance", _409="another move is under way, or the instance is not ready"),
     )
     async def move(wanted: Move) -> dict[str, Any]:
-        """Begin to move an instance to the other pool; how it ends is told by GET /pools."""
+        """Begin to move an instance to the other pool; GET /pools shows how it ends."""
         if (wanted.url is None) == (wanted.worker_id is None):
             raise HTTPException(400, "give either url or worker_id")
         try:

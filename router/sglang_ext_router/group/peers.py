@@ -1,12 +1,12 @@
-"""Several routers as one: each tells the others, over TCP, of prefixes, loads, and instances added or drained by hand.
+"""Several routers as one: each sends the others, over TCP, prefixes, loads, and instances added or drained by hand.
 
-Every router connects to every other one and tells its state again and again (`SharedState`); what it hears comes on the
+Every router connects to every other one and sends its state repeatedly (`SharedState`); what it receives comes on the
 connections of the others. Both sides of a connection prove that they know the common key, and every frame carries a
 code made with it and with the frame's number, so nothing can be forged, repeated or left out unnoticed. Frames are not
 encrypted: they hold addresses of instances and hashes of prompts, none of their text.
 
-A router that starts asks the one that knows most prefixes for them, and gets those used last. In a large group states
-are told less often, so that telling and hearing take no more than `MAX_BUSY_SHARE` of a processor.
+A router that starts asks the peer with most prefixes for them, and gets the recently used ones. In a large group states
+are sent less often, so that sending and receiving take no more than `MAX_BUSY_SHARE` of a processor.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 HELLO = b"sglang-ext peer 3\n"
 INTERVAL_S = 0.2
 MAX_INTERVAL_S = 1.0
-MAX_BUSY_SHARE = 0.1  # of the time, for what peers tell each other
+MAX_BUSY_SHARE = 0.1  # of the time, for what peers send each other
 FORGET_AFTER_S = 3.0
 RESOLVE_S = 5.0
 HANDSHAKE_TIMEOUT_S = 5.0
@@ -54,7 +54,7 @@ MAX_INCOMING = 512  # connections
 SILENT_AFTER_S = 15.0  # without a message its connection is closed
 SNAPSHOT_BLOCKS = 500_000  # of prefixes for a router that starts: about 10 MB
 SNAPSHOT_FRAME_BLOCKS = 8192
-ASK_AFTER_S = 1.0  # after the first state of a peer, for by then the others have told theirs
+ASK_AFTER_S = 1.0  # after the first state of a peer, for by then the others have sent theirs
 ASK_TIMEOUT_S = 5.0  # without a frame the next one is asked
 _LENGTH = struct.Struct("<I")
 _NUMBER = struct.Struct("<Q")
@@ -63,7 +63,7 @@ Address = tuple[str, int]
 
 
 class PeerError(Exception):
-    """The other side is no peer, or not one that knows the key."""
+    """The other side is not a peer, or does not know the key."""
 
 
 class FrameCodes:
@@ -90,7 +90,7 @@ def _digest(body: bytes) -> bytes:
 
 
 async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, origin: int) -> FrameCodes:
-    """The handshake of the side that connects and then tells; PeerError if the other one does not know the key."""
+    """Do the handshake of the side that connects and then sends; PeerError if the other one does not know the key."""
     own = make_nonce()
     writer.write(HELLO + own)
     answer = await reader.readexactly(NONCE_BYTES + _NUMBER.size + CODE_BYTES)
@@ -118,7 +118,7 @@ async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ke
 
 
 class _Hearer:
-    """A connection on which this router tells a peer its state."""
+    """A connection on which this router sends a peer its state."""
 
     def __init__(self, writer: asyncio.StreamWriter, session: FrameCodes) -> None:
         self.writer = writer
@@ -151,7 +151,7 @@ class PeerRouters(SharedState):
         self._own_addresses: set[Address] = set()  # which turned out to be this router
         self._hearers: dict[_Hearer, None] = {}
         self._told_loads: Loads = {}
-        self._busy_s = 0.0  # spent on telling and hearing since the last message
+        self._busy_s = 0.0  # spent on sending and receiving since the last message
         self._prefix_asker = _PrefixAsker()
         self._known_bytes: dict[int, int] = {}  # of prefixes, by teller
         self._snapshots: dict[int, asyncio.Task[None]] = {}  # of prefixes, for routers that have asked
@@ -187,7 +187,7 @@ class PeerRouters(SharedState):
         """None: each router is asked for its own numbers."""
         return ()
 
-    # -- telling ----------------------------------------------------------------------------------------
+    # -- sending ----------------------------------------------------------------------------------------
 
     async def _find_peers(self) -> None:
         while True:
@@ -198,7 +198,7 @@ class PeerRouters(SharedState):
                     found = await loop.getaddrinfo(self._service, self._service_port, type=socket.SOCK_STREAM)
                     wanted |= {(str(entry[4][0]), self._service_port) for entry in found}
                 except (OSError, UnicodeError) as error:
-                    # Names fail to resolve now and then; those that are known stay.
+                    # Names fail to resolve now and then; known peers stay.
                     logger.debug("peers of %s: %s", self._service, error)
                     wanted |= set(self._tellers)
             for address in self._tellers.keys() - wanted:
@@ -209,7 +209,7 @@ class PeerRouters(SharedState):
             await asyncio.sleep(RESOLVE_S)
 
     async def _tell_one(self, address: Address) -> None:
-        """Keep a connection to one peer; what it is told is written by `_tell`."""
+        """Keep a connection to one peer; `_tell` writes the messages."""
         backoff_s, complaint = FIRST_BACKOFF_S, ""
         while True:
             writer: asyncio.StreamWriter | None = None
@@ -232,7 +232,7 @@ class PeerRouters(SharedState):
                     self._hearers[hearer] = None
                     await reader.read(1)  # nothing is sent here: it ends with the connection
                 if self._router.loop.time() - connected_s > MAX_BACKOFF_S:
-                    backoff_s = FIRST_BACKOFF_S  # not where it refuses what it is told, again and again
+                    backoff_s = FIRST_BACKOFF_S  # not where it refuses every message again and again
             except (OSError, UnicodeError, TimeoutError, asyncio.IncompleteReadError, PeerError) as error:
                 if isinstance(error, PeerError) and str(error) != complaint:
                     logger.warning("peer %s:%d: %s", *address, error)
@@ -241,7 +241,7 @@ class PeerRouters(SharedState):
                 if hearer is not None:
                     self._hearers.pop(hearer, None)
                 if writer is not None:
-                    writer.transport.abort()  # one that does not read would keep a closed one open
+                    writer.transport.abort()  # a peer that does not read would keep a closed connection open
             await asyncio.sleep(backoff_s)
             backoff_s = min(MAX_BACKOFF_S, backoff_s * 2)
 
@@ -268,7 +268,7 @@ class PeerRouters(SharedState):
         self._send_state()
 
     def _send_state(self) -> None:
-        """Tell all peers; what has changed since the last message to those that have got that one."""
+        """Send to all peers; only the changes to peers that have got the message before."""
         started_s = time.perf_counter()
         message = self._next_message()
         loads: Loads = message["loads"]
@@ -336,7 +336,7 @@ class PeerRouters(SharedState):
                 if not counts:
                     self._latest[session.peer], counts = session, True
                 if self._latest.get(session.peer) is not session:
-                    return  # it has connected anew, or was forgotten: then it connects anew, and tells everything
+                    return  # it has connected again, or was forgotten: then it connects again and sends everything
                 started_s = time.perf_counter()
                 message = orjson.loads(body)
                 if message["index"] != session.peer:
@@ -347,7 +347,7 @@ class PeerRouters(SharedState):
                     self._take(message)
                 self._busy_s += time.perf_counter() - started_s
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
-            pass  # it is gone, or connects anew
+            pass  # it is gone, or connects again
         except PeerError as error:
             logger.warning("a connection from %s was refused: %s", writer.get_extra_info("peername"), error)
         except (
@@ -385,7 +385,7 @@ class PeerRouters(SharedState):
 
 
 class _PrefixAsker:
-    """Which peer a router asks for prefixes after its start: the one that knows most, then the next one."""
+    """Decides which peer a router asks for prefixes after its start: the peer that knows most, then the next."""
 
     def __init__(self) -> None:
         self._is_over = False
@@ -394,7 +394,7 @@ class _PrefixAsker:
         self._failed: set[int] = set()
 
     def next_asked(self, now_s: float, known_bytes: Mapping[int, int]) -> int | None:
-        """The peer to ask now, of those that are there."""
+        """Return the peer to ask now."""
         if self._is_over or not known_bytes:
             return None
         if self._since_s is None:
@@ -420,7 +420,7 @@ class _PrefixAsker:
 
 
 def _changes(before: Loads, after: Loads) -> Loads:
-    """What makes the one of the other; an instance without load is told once."""
+    """What makes the one of the other; an instance without load is sent once."""
     changes = {url: load for url, load in after.items() if before.get(url) != load}
     changes.update((url, NO_LOAD) for url in before.keys() - after.keys())
     return changes

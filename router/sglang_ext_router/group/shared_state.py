@@ -1,4 +1,4 @@
-"""What the processes of a router, and several routers, tell each other, and what each of them makes of it.
+"""The state that processes of a router, and several routers, send each other, and what each of them makes of it.
 
 State is sent whole, again and again, but for prefixes, which are sent once: messages may be lost, doubled or late.
 Where none can be lost, loads are sent when they change. The newest change of an instance wins, and a sender that falls
@@ -32,8 +32,8 @@ WireEntry = (
 )
 logger = logging.getLogger(__name__)
 REMEMBER_REMOVED_S = 3600.0
-MAX_COUNTER = 1 << 53  # of changes of one instance: far more than there can be, and one more can be told too
-MAX_SHARED_BLOCKS = 4096  # prefix blocks told per message; what exceeds it is not told
+MAX_COUNTER = 1 << 53  # of changes of one instance: far more than there can be, and one more can be sent, too
+MAX_SHARED_BLOCKS = 4096  # prefix blocks per message; further blocks are not sent
 
 
 class Entry(NamedTuple):
@@ -57,7 +57,7 @@ class MembershipTable:
         # What the command line gave is known to all processes: the same version everywhere.
         self._entries = {address.url: Entry(0, 0, address, False) for address in initial}
         self._removed_since_s: dict[str, tuple[Entry, float]] = {}
-        self._untold: set[str] = set()  # removals that are remembered, but no longer told
+        self._untold: set[str] = set()  # removals that are remembered, but no longer sent
 
     def change(self, url: str, address: WorkerAddress | None, is_draining: bool = False) -> None:
         """Note a change made here."""
@@ -82,7 +82,7 @@ class MembershipTable:
     def expire(self, now_s: float) -> None:
         """Forget removals that all have learned of; to be called now and then.
 
-        They are told for `REMEMBER_REMOVED_S`, and remembered for twice as long: else each would be learned anew from
+        They are sent for `REMEMBER_REMOVED_S`, and remembered for twice as long: else each would be learned again from
         a peer that forgets it a moment later. A teller that was cut off for longer brings back what was removed
         meanwhile.
         """
@@ -174,12 +174,12 @@ class PeerCounts(NamedTuple):
 
     found: int  # by options or the headless Service
     connected: int  # that this one sends its state to
-    received: int  # whose state came lately
+    received: int  # whose state came recently
     skipped_messages: int  # that a peer did not get, as it did not read; since the start
 
 
 class TellerState(NamedTuple):
-    """What one teller has told last."""
+    """The latest state of one sender."""
 
     received_s: float
     loads: Loads
@@ -195,7 +195,7 @@ class TellerState(NamedTuple):
 
 
 class SharedState:
-    """One process's part: what it tells, and what it has been told. What carries the messages builds on it."""
+    """One process's part: what it sends and what it has received. The transports of the messages build on it."""
 
     def __init__(self, origin: int, config: RouterConfig) -> None:
         self._origin = origin
@@ -209,7 +209,7 @@ class SharedState:
         self._prefix_blocks = 0
         self._router: LinkedRouter
 
-    # -- telling ----------------------------------------------------------------------------------------
+    # -- sending ----------------------------------------------------------------------------------------
 
     def tell_added(self, address: WorkerAddress) -> None:
         self._table.change(address.url, address)
@@ -220,7 +220,7 @@ class SharedState:
         self._on_changed()
 
     def tell_draining(self, worker: Worker, is_draining: bool) -> None:
-        # By its own address: the table has none of the cluster's instances, and the old role of one that was moved.
+        # By its own address: the table has none of the cluster's instances, and the old role of a moved one.
         self._table.change(worker.url, worker.address(), is_draining)
         self._on_changed()
 
@@ -234,10 +234,10 @@ class SharedState:
             self._prefix_blocks += len(hashes)
 
     def _on_changed(self) -> None:
-        """A change of the instances is to be told at once."""
+        """Send a change of the instances at once."""
 
     def _next_message(self) -> dict[str, Any]:
-        """What is to be told now; prefixes are told once."""
+        """Return the message to send now; prefixes are sent once."""
         router = self._router
         prefixes, self._prefixes, self._prefix_blocks = self._prefixes, [], 0
         now_s = router.loop.time()

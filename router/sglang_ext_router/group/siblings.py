@@ -32,7 +32,7 @@ MAX_DATAGRAM_BYTES = 128 << 10
 
 
 class SiblingLink(Protocol):
-    """How a process tells the others what they cannot see for themselves."""
+    """Sends the other processes what they cannot see for themselves."""
 
     shares_prefixes: bool
 
@@ -59,7 +59,7 @@ class SiblingLink(Protocol):
     def online_loads(self) -> Sequence[SiblingLoad]: ...
 
     def demands(self) -> Mapping[int, Demand]:
-        """What each of the other processes or routers has to serve, by its number, as it told last."""
+        """What each of the other processes or routers has to serve, by its number, as it last sent."""
         ...
 
     def peer_counts(self) -> PeerCounts | None:
@@ -193,6 +193,6 @@ class DatagramSiblings(SharedState, asyncio.DatagramProtocol):
         """What earlier processes of this number had counted."""
         try:
             left = read_snapshot(orjson.loads(self._counts_file.read_bytes()))
-        except (OSError, ValueError, TypeError):  # the first one, or one that was killed while it wrote
+        except (OSError, ValueError, TypeError):  # the first process, or a process that was killed while it wrote
             return None
         return left._replace(gauges={}, process={})

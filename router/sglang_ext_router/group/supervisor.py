@@ -1,4 +1,4 @@
-"""Several router processes behind one address: starts them, replaces those that die, stops them all.
+"""Several router processes behind one address: starts them, replaces dead ones, stops them all.
 
 The kernel spreads connections over the processes (SO_REUSEPORT). A process notices the end of its
 supervisor by the end of its standard input, so none outlives it.
@@ -86,6 +86,6 @@ def _stop(children: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> int:
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
-        if child.returncode != -signal.SIGTERM:  # which ends one that had not got as far as to handle it
+        if child.returncode != -signal.SIGTERM:  # which ends a process that did not handle it yet
             status = max(status, abs(child.returncode))
     return status

@@ -1,6 +1,6 @@
 """Finds the instances in Kubernetes: lists and watches the EndpointSlices of their Services.
 
-The last known state keeps serving whatever happens to the API server: an instance goes only when a list or an event
+The last known state keeps serving when the API server fails: an instance goes only when a list or an event
 says so. Everything is listed again when the API server has forgotten what this process saw last (410), and now and
 then in any case, as an event may be lost.
 """
@@ -64,7 +64,7 @@ class DiscoveryState(NamedTuple):
 
 
 class Discovery:
-    """Keeps the router's registry as the cluster's EndpointSlices want it; what others added it leaves alone."""
+    """Keeps the router's registry as the cluster's EndpointSlices want it; it does not change what others added."""
 
     def __init__(self, config: RouterConfig, router: DiscoveredWorkers, open_api: Callable[[], KubernetesApi]) -> None:
         self._router = router
@@ -91,7 +91,7 @@ class Discovery:
         return len(self._listed) == len(self._tables)
 
     def state(self) -> DiscoveryState:
-        """For metrics: of several watches the one that is worst."""
+        """Return the worst state of several watches, for metrics."""
         states = [endpoint.state for endpoint in self._held.values()]
         return DiscoveryState(
             is_connected=self.has_listed and not self._failing,
@@ -221,7 +221,7 @@ def address_of(endpoint: Endpoint) -> WorkerAddress:
 
 
 def role_rules(config: RouterConfig) -> RoleRules:
-    """Of the selector options; RouterConfigError names one that is none."""
+    """Return the selectors of the options; RouterConfigError names a malformed one."""
     selectors = []
     for option, text, role in (
         ("--prefill-short-selector", config.prefill_short_selector, Role.SHORT),

@@ -33,7 +33,7 @@ class VersionExpiredError(ApiAnswerError):
 
 
 class KubernetesApi:
-    """The API server. The token is read anew for every request, as it is rotated."""
+    """The API server. The token is read again for every request, as it is rotated."""
 
     def __init__(self, url: str, token_file: Path | None, tls: ssl.SSLContext | None) -> None:
         self._url = url

@@ -106,7 +106,7 @@ class LongPoolMonitor:
         self._problem = problem
 
     def _follow_clock(self, now_s: object) -> None:
-        """Keep the offset, so that what is told twice has the same times, until the clocks show another one."""
+        """Keep the offset, so that repeated reports have the same times, until the clocks show another one."""
         if not isinstance(now_s, int | float):
             return  # nothing can be placed in time
         offset_s = self._clock() - now_s
@@ -159,7 +159,7 @@ def cached_rooms(answer: Mapping[str, Any]) -> Iterator[tuple[int, bool]]:
 
 
 def pool_prompts(answer: object, offset_s: float) -> list[PromptRow]:
-    """The prompts that a coordinator's /status tells of, those under way last; `offset_s` is added to its times.
+    """Return the prompts of a coordinator's /status, running ones last; `offset_s` is added to its times.
 
     Empty where the status is none.
     """

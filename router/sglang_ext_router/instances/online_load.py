@@ -1,6 +1,6 @@
 """How long requests of online clients wait for their prefill, and how much work lies before them: `GET /load`.
 
-A batch run reads it to stay out of their way: the low priority class alone does not keep what it has already sent from
+A batch run reads it to stay out of their way: a low priority does not keep what it has already sent from
 standing before a request that comes next.
 """
 
@@ -21,7 +21,7 @@ OFFLINE_PRIORITY = "low"
 
 
 class OnlineLoad(TypedDict):
-    """One length class: seconds are None where there is nothing to tell them by."""
+    """One length class; seconds are None where nothing was measured."""
 
     online_in_flight: int
     online_wait_s: float | None
@@ -30,7 +30,7 @@ class OnlineLoad(TypedDict):
 
 
 class OnlineWaits:
-    """What requests waited lately, and at which instance; those of low priority are not online."""
+    """How long requests waited recently, and at which instance; requests of low priority are not online."""
 
     def __init__(self) -> None:
         self._waits: deque[tuple[float, str, float]] = deque(maxlen=MAX_WAITS)
@@ -50,13 +50,13 @@ class OnlineWaits:
 class UnderWay(NamedTuple):
     """Requests of online clients that have not got an answer yet, at this moment."""
 
-    classes: Sequence[tuple[str, LengthClass]]  # of those that were sent to instances, each with its model
+    classes: Sequence[tuple[str, LengthClass]]  # of the requests that were sent to instances, each with its model
     unfinished: Sequence[tuple[str, float]]  # instance and wait so far of those whose prefill has not ended
-    queued_s: Sequence[float]  # time so far of those that wait for admission
+    queued_s: Sequence[float]  # time so far of the requests that wait for admission
 
 
 class SiblingLoad(NamedTuple):
-    """What another process of this router tells."""
+    """The load that another process of this router sends."""
 
     in_flight: Mapping[str, Mapping[str, int]]  # online requests, by model and class
     waits_s: Mapping[str, float]  # of online requests, by instance

@@ -26,7 +26,7 @@ from sglang_ext_router.request.routing import PoolPlace, RoutePlanner
 TICKETS_PATH = "/tickets"
 CONNECT_TIMEOUT_S = 2.0
 MAX_ANSWER_BYTES = 4096
-MOST_UNCACHED = 1024  # prompts that were sent, and that the coordinator may still tell of
+MOST_UNCACHED = 1024  # prompts that were sent, and that the coordinator may still report
 
 
 class OfferOutcome(StrEnum):
@@ -60,7 +60,7 @@ class PoolOffers:
         metrics: RouterMetrics,
         learn: Callable[[Prompt, Worker], None],
     ) -> None:
-        """`learn` is told which prompt an instance has in its prefix cache."""
+        """`learn` receives each prompt that an instance has in its prefix cache."""
         self._config = config
         self._monitor = monitor
         self._planner = planner

@@ -24,7 +24,7 @@ class ModelPools:
     """
 
     def __init__(self, name: str) -> None:
-        self.name = name  # empty: of instances that tell none
+        self.name = name  # empty: of instances that report none
         self.ready_prefill: tuple[Worker, ...] = ()
         self.ready_decode: tuple[Worker, ...] = ()
         self.prefill_roles: tuple[Role, ...] = ()
@@ -32,7 +32,7 @@ class ModelPools:
         # Prompts up to the first fit every ready decode instance, beyond the second none.
         self.shortest_limit_tokens = 0
         self.longest_prompt_tokens: int | None = None
-        self.longest_prefill_tokens: int | None = None  # for prompts that prefill serves alone
+        self.longest_prefill_tokens: int | None = None  # for prompts without a decode leg
         self.boundary = FixedBoundary(DEFAULT_BOUNDARY_TOKENS)  # where short ends, as its prefill instances say
         self.estimator = TokenEstimator()
         self.tokeniser: PromptTokeniser | None = None  # comes once a tokenizer is known
@@ -40,7 +40,7 @@ class ModelPools:
     def set_ready(self, ready: Sequence[Worker]) -> None:
         """Take over the model's ready instances, without those whose revision has none of the other kind.
 
-        Where there is no pair at all none is left out: prefill alone may be all that is wanted.
+        Without any pair no instance is left out: a request may need only prefill.
         """
         decode_revisions = {worker.revision for worker in ready if not worker.role.is_prefill}
         pairs = {worker.revision for worker in ready if worker.role.is_prefill and worker.revision in decode_revisions}
@@ -88,7 +88,7 @@ class WorkerRegistry:
         self._by_name: dict[str, ModelPools] = {}  # these, and their aliases
         self._for_any_name: ModelPools | None = None  # where there is no choice
         self._for_no_name: ModelPools | None = None
-        # Tokens and busy seconds that each pool of each model has shown lately, and when they were added up
+        # Recent tokens and busy seconds of each pool of each model, and when they were added up
         self._shown: dict[tuple[str, Role], tuple[float, float]] = {}
         self._shown_s = float("-inf")
         self.suspects: set[int] = set()  # ids of instances whose circuit breaker may not be closed
@@ -147,7 +147,7 @@ class WorkerRegistry:
         self._by_name = {**aliases, **self.models}
         sole = next(iter(self.models.values())) if len(self.models) == 1 else None
         self._for_no_name = sole
-        # An instance that tells no name may be meant by any.
+        # An instance that reports no name may be meant by any.
         takes_any = self._config.accept_any_model or (sole is not None and not sole.name)
         self._for_any_name = sole if takes_any else None
 

@@ -45,11 +45,11 @@ class WorkReader:
         self._take = take
         self._asked: dict[int, _Asked] = {}
         self.most = KEPT_RECORDS  # records of the next answers
-        self.missed = 0  # records of answered instances that were not told, as there were too many
+        self.missed = 0  # records of answered instances that were left out, as there were too many
 
     @property
     def telling(self) -> int:
-        """Instances that tell what they did."""
+        """Return how many instances report what they did."""
         return sum(one.is_telling for one in self._asked.values())
 
     @property
@@ -58,7 +58,7 @@ class WorkReader:
         return len(self._asked) - self.telling
 
     def share_out(self, instances: int, interval_s: float) -> None:
-        """So many are asked every `interval_s` from now on."""
+        """Ask this number of instances every `interval_s` from now on."""
         self.most = max(MIN_RECORDS, min(KEPT_RECORDS, int(MAX_RECORDS_PER_S * interval_s / max(1, instances))))
 
     def begin_anew(self) -> None:
@@ -70,12 +70,12 @@ class WorkReader:
         self._asked = {number: self._asked[number] for number in known if number in self._asked}
 
     def query(self, worker: Worker) -> str:
-        """What is asked of it beside its queues."""
+        """Return the query for an instance's work, which is asked for with its queues."""
         asked = self._asked.get(worker.id)
         return f"?since={0 if asked is None else asked.cursor}&most={self.most}"
 
     def take(self, worker: Worker, answer: object) -> None:
-        """Its answer; what cannot be used counts as not told."""
+        """Take an answer; unusable parts count as missing."""
         try:
             work = read_work(answer.get(WORK_KEY) if isinstance(answer, Mapping) else None)
         except ValueError as error:

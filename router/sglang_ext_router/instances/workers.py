@@ -14,11 +14,11 @@ PRIOR_TOKENS_PER_S = 2000.0
 PRIOR_BUSY_S = 0.5  # what is expected of an instance weighs as much as this much busy time of its own
 MEMORY_S = 30.0  # time after which old observations count half
 _new = tuple.__new__  # a named tuple without its slow constructor: several are made for every request
-UNKNOWN_CAPACITY_TOKENS = 1 << 40  # until an instance has told its own
+UNKNOWN_CAPACITY_TOKENS = 1 << 40  # until an instance has reported its own
 
 
 class PrefillRate:
-    """Prefill rate of one instance: what it did lately, and beside it what is expected of one in its place.
+    """Prefill rate of one instance: its recent rate, and the rate that is expected in its place.
 
     Follows the instance's running totals; stays at the prior for an engine that does not report them. What it did
     counts ever less as time goes by. An instance that looked slow, cold after its start say, gets little to do and
@@ -81,14 +81,14 @@ class Worker:
         )
         self.rate = PrefillRate()
         self.progress = PrefillProgress()
-        # Told by the instance
+        # Reported by the instance
         self.bootstrap_port = address.bootstrap_port
         self.has_given_bootstrap_port = address.bootstrap_port is not None
         self.model = ""  # the name under which it is served
         self.given_revision = address.revision
         self.revision = address.revision or ""
         self.topology = address.topology
-        self.facts: PairingFacts | None = None  # what those that serve one model must agree in
+        self.facts: PairingFacts | None = None  # in which the instances of one model must agree
         self.serves_facts = False  # it was let in with these
         self.out_since_s = 0.0  # when it was taken out, on the loop's clock
         self.tokenizer_path = ""
@@ -103,7 +103,7 @@ class Worker:
         self.is_healthy = False
         self.is_draining = False
         self.is_moving = False  # between two pools: takes nothing new
-        self.is_refused = False  # it does not fit those that serve its model
+        self.is_refused = False  # it does not fit the serving instances of its model
         self.failed_checks = 0
         self.last_error = "not checked yet"
         # Load: the router's own view, exact for what it sent, and the instance's last report

@@ -1,7 +1,7 @@
 """One line of JSON per request, in a file or on standard output (`--access-log`).
 
 A thread makes and writes the lines: neither a slow disk nor a reader that stands still holds a request up. What cannot
-be written is dropped and counted. The file is opened anew when it has been renamed or removed, and on SIGHUP.
+be written is dropped and counted. The file is opened again when it has been renamed or removed, and on SIGHUP.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class AccessEntry(NamedTuple):
     sequences: int | None = None
     prompt_tokens_estimated: int | None = None  # of the longest prompt
     cached_tokens_estimated: int | None = None
-    prompt_tokens: int | None = None  # as the instance told
+    prompt_tokens: int | None = None  # as the instance reports
     output_tokens: int | None = None
     prefill: str | None = None  # URLs of the last attempt's instances
     decode: str | None = None
@@ -139,7 +139,7 @@ class AccessLog:
             self._write(lines)
 
     def _follow_file(self) -> None:
-        """Open the file anew if its name is another file's by now, or it could not be opened before."""
+        """Open the file again if its name is another file's by now, or it could not be opened before."""
         if self._path is None:
             return
         wants, self._wants_reopening = self._wants_reopening, False
@@ -171,7 +171,9 @@ class AccessLog:
                 try:
                     view = view[os.write(self._file, view) :]
                 except BlockingIOError:
-                    waiting = select.poll()  # which bears a file number beyond 1023, as one opened anew may have
+                    waiting = (
+                        select.poll()
+                    )  # which bears a file number beyond 1023, as a file that is opened again may have
                     waiting.register(self._file, select.POLLOUT)
                     waiting.poll(RETRY_S * 1000)
                     if self._is_stopping:

@@ -153,8 +153,8 @@ def group_families(
         return GaugeMetricFamily(PREFIX + name, text, value=value)
 
     yield gauge("peers_found", "Other routers of the group, by options or the Service", peers and peers.found)
-    yield gauge("peers_connected", "Those that this router sends its state to", peers and peers.connected)
-    yield gauge("peers_received", "Those whose state came lately", peers and peers.received)
+    yield gauge("peers_connected", "Routers that this router sends its state to", peers and peers.connected)
+    yield gauge("peers_received", "Routers whose state came recently", peers and peers.received)
     yield CounterMetricFamily(
         PREFIX + "peer_messages_skipped", "Messages that a peer did not read", value=peers and peers.skipped_messages
     )

@@ -1,4 +1,4 @@
-"""`/ui`: the live page, and `/ui/stream`, which tells it what happens, as server-sent events.
+"""`/ui`: the live page, and `/ui/stream`, which sends it what happens, as server-sent events.
 
 While no page is open nothing is gathered. While one is, this looks at the requests under way four times a second and at
 the instances once, and asks these for their queues and what they did once a second, less often where they are many.
@@ -143,7 +143,7 @@ class LivePage:
         self._asking: asyncio.Task[None] | None = None
         self._hello = b""
         self._ticks = 0
-        # Of the controller's latest moves, by time and instance: the outcome that was told
+        # Of the controller's latest moves, by time and instance: the outcome that was sent
         self._moves: dict[tuple[float, str], MoveOutcome | None] = {}
         self._is_stopped = False
 
@@ -181,7 +181,7 @@ class LivePage:
     def begin_anew(self, viewer: Viewer) -> None:
         """A viewer has come, or has missed messages: the hello, after which it knows nothing, and then all there is.
 
-        What has ended or gone in what it missed is not told again, and so cannot stay on its page.
+        What has ended or gone in what it missed is not sent again, and so cannot stay on its page.
         """
         view = self._router.services.view
         if view is not None:
@@ -239,7 +239,7 @@ class LivePage:
     def _notes(self) -> list[str]:
         config, peers = self._router.config, self._router.siblings.peer_counts()
         notes = [
-            f"Told by sglang-ext {__version__}. A router sees a prefill end when its KV has been taken: queueing, "
+            f"Sent by sglang-ext {__version__}. A router sees a prefill end when its KV has been taken: queueing, "
             "computing and transfer are one phase here.",
         ]
         if config.processes > 1:
@@ -259,11 +259,11 @@ class LivePage:
             f"second late; later where there are more than {ASKED_PER_S}."
         )
         if self._router.long_pool is None:
-            notes.append("No coordinator is known (--coordinator-url): what a long pool shares is not told.")
+            notes.append("No coordinator is known (--coordinator-url): what a long pool shares is not shown.")
         return notes
 
     def _tick(self) -> None:
-        """Look, and tell the viewers."""
+        """Look, and send to the viewers."""
         loop = self._router.loop
         self._timer = loop.call_later(MIN_INTERVAL_S, self._tick)
         view = self._router.services.view
@@ -283,7 +283,7 @@ class LivePage:
         counts = Counts(self._router.requests_queued, len(self._router.running), self._ended())
         running = tuple(self._router.running)
         step = -(-len(running) // MAX_SCANNED) or 1
-        if step > 1:  # those that the part below leaves out
+        if step > 1:  # requests that the part below leaves out
             view.follow((one, one.seen()) for one in view.followed if isinstance(one, RequestFlow))
         view.take_in_flight(((one, one.seen()) for one in running[::step]), counts, now_s)
         frame = view.frame(now_s)
@@ -299,7 +299,7 @@ class LivePage:
         return {"unknown" if name == "none" else name: (answered, failed) for name, (answered, failed) in ended.items()}
 
     def _elsewhere(self) -> Elsewhere:
-        """What the others have told: processes of one router also what they have counted."""
+        """Return what the others have sent: processes of one router also what they have counted."""
         siblings = self._router.siblings
         ended: dict[int, tuple[int, int]] = {}
         for number, snapshot in siblings.metric_snapshots():

@@ -32,7 +32,7 @@ MAX_PENDING = 4096  # traces that wait to be sent; further ones are dropped
 MAX_BATCH = 256
 INTERVAL_S = 0.5
 POST_TIMEOUT_S = 5.0
-POOL_TIMEOUT_S = 10.0  # how long a trace waits until the coordinator tells of its request's end
+POOL_TIMEOUT_S = 10.0  # how long a trace waits until the coordinator reports its request's end
 COMPLAIN_S = 60.0
 _TRACEPARENT = re.compile(rb"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _SAMPLED = 1
@@ -49,9 +49,9 @@ class Ended(NamedTuple):
 
 
 class Tracer:
-    """Gives requests their place in a trace, and sends the spans of those that are sampled.
+    """Gives requests their place in a trace, and sends the spans of sampled requests.
 
-    `counts` has the traces that were sent, and those that were dropped: too many waited, the collector did not take
+    `counts` has the sent traces and the dropped ones: too many waited, the collector did not take
     them, or no spans could be made of them.
     """
 
@@ -155,7 +155,7 @@ class Tracer:
                 continue
             try:
                 spans += self._spans(ended, record, names)
-            except Exception as error:  # one that cannot be told must not cost the others
+            except Exception as error:  # a trace that cannot be sent must not cost the others
                 self._drop(1, f"no spans can be made: {error!r}")
                 continue
             count += 1
@@ -177,7 +177,7 @@ class Tracer:
                 if reply.status >= 300:
                     self._drop(count, f"status {reply.status}")
                     return False
-        except Exception as error:  # whatever a collector or a proxy before it comes up with
+        except Exception as error:  # any answer of a collector or of a proxy before it
             self._drop(count, str(error) or type(error).__name__)
             return False
         except asyncio.CancelledError:
@@ -187,7 +187,7 @@ class Tracer:
         return True
 
     def _pool_records(self) -> tuple[Mapping[int, Mapping[str, Any]], Mapping[str, str]]:
-        """What the coordinator told latest of each request, by room, and the members' names."""
+        """Return the coordinator's latest report of each request, by room, and the members' names."""
         pool = self._long_pool
         answer: Any = None if pool is None else pool.answer
         try:
