@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import aiohttp
 import orjson
@@ -27,17 +26,16 @@ from sglang_ext_router.control.api_document import (
     describe_api,
     request_body,
 )
-from sglang_ext_router.control.controller import PoolController
 from sglang_ext_router.control.pools import add_pool_routes, worker_id, worker_state
 from sglang_ext_router.http import replies
-from sglang_ext_router.http.access import Access
-from sglang_ext_router.instances.long_pool import LongPoolMonitor
-from sglang_ext_router.instances.probe import Prober
-from sglang_ext_router.instances.registry import ModelPools, WorkerRegistry
+from sglang_ext_router.instances.registry import WorkerRegistry
 from sglang_ext_router.instances.workers import Worker
 from sglang_ext_router.observe.live_page import read_page
 from sglang_ext_router.request.prompt import BadRequestError, parse_body
 from sglang_ext_router.request.request_fields import check_detokenise, check_tokenise
+
+if TYPE_CHECKING:
+    from sglang_ext_router.router import Router
 
 HIDDEN = "(hidden)"
 CHECKED_BYTES = 4 << 20  # of a body to tokenise: parsing a larger one takes too long, so only an instance checks it
@@ -52,41 +50,6 @@ _SECRET_NAME = re.compile(
     r"(?:$|[_-](?:password|hash|value)$)|password|secret",
     re.IGNORECASE,
 )
-
-
-class ControlTarget(Protocol):
-    """The part of the router that the control plane reads and changes."""
-
-    config: RouterConfig
-    loop: asyncio.AbstractEventLoop
-    registry: WorkerRegistry
-    prober: Prober
-    controller: PoolController
-    long_pool: LongPoolMonitor | None
-    access: Access
-
-    @property
-    def is_draining(self) -> bool: ...
-
-    @property
-    def requests_in_flight(self) -> int: ...
-
-    @property
-    def requests_queued(self) -> int: ...
-
-    def add_worker(self, address: WorkerAddress) -> Worker: ...
-
-    def remove_worker(self, worker: Worker) -> None: ...
-
-    def drain_worker(self, worker: Worker, is_draining: bool) -> None: ...
-
-    def forget_prefixes(self) -> None: ...
-
-    def describe_load(self, models: Sequence[ModelPools]) -> dict[str, Any]: ...
-
-    def length_boundary_tokens(self, models: Sequence[ModelPools]) -> int: ...
-
-    def render_metrics(self, accept: str) -> tuple[bytes, str]: ...
 
 
 MAX_LABEL_CHARACTERS = 63  # of the value of a Kubernetes label
@@ -149,7 +112,7 @@ def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:
     return described
 
 
-def build_app(router: ControlTarget) -> FastAPI:
+def build_app(router: Router) -> FastAPI:
     """Return the application for one router process."""
     app = FastAPI(
         title="sglang-ext router", version=__version__, docs_url="/docs", redoc_url=None, strict_content_type=False

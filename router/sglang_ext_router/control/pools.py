@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import FastAPI
 from fastapi.params import Depends
@@ -17,26 +17,11 @@ from sglang_ext_router.config import RouterConfig, RouterConfigError, parse_work
 from sglang_ext_router.control.api_document import ADMIN_ONLY, WORKER_URL_PATTERN, answers
 from sglang_ext_router.control.controller import MoveRecord, MoveRefusedError, PoolController, pool_of
 from sglang_ext_router.decide.instance_pressure import pressure
-from sglang_ext_router.instances.long_pool import LongPoolMonitor
-from sglang_ext_router.instances.registry import ModelPools, WorkerRegistry, describe_roles
+from sglang_ext_router.instances.registry import WorkerRegistry, describe_roles
 from sglang_ext_router.instances.workers import Worker
 
-
-class PoolsTarget(Protocol):
-    """What these paths read and change of the router."""
-
-    config: RouterConfig
-    registry: WorkerRegistry
-    controller: PoolController
-    long_pool: LongPoolMonitor | None
-
-    @property
-    def requests_in_flight(self) -> int: ...
-
-    @property
-    def requests_queued(self) -> int: ...
-
-    def length_boundary_tokens(self, models: Sequence[ModelPools]) -> int: ...
+if TYPE_CHECKING:
+    from sglang_ext_router.router import Router
 
 
 class Move(BaseModel):
@@ -65,7 +50,7 @@ def worker_state(worker: Worker) -> str:
     return "moving" if worker.is_moving else "ready"
 
 
-def add_pool_routes(app: FastAPI, router: PoolsTarget, client: Sequence[Depends], admin: Sequence[Depends]) -> None:
+def add_pool_routes(app: FastAPI, router: Router, client: Sequence[Depends], admin: Sequence[Depends]) -> None:
     """Add the paths; `client` and `admin` are the checks of who may read and who may change."""
 
     @app.get("/pools", dependencies=client)
@@ -101,14 +86,14 @@ def add_pool_routes(app: FastAPI, router: PoolsTarget, client: Sequence[Depends]
         return describe_move(record)
 
 
-def describe_model(router: PoolsTarget, model: str) -> dict[str, Any]:
+def describe_model(router: Router, model: str) -> dict[str, Any]:
     """The pools of one model as JSON, and what is decided for them."""
     pools = {role.value: describe_pool(router, role, model) for role in Role}
     boundary_tokens = router.length_boundary_tokens([router.registry.models[model]])
     return {"length_boundary_tokens": boundary_tokens, "pools": pools, **_describe_control(router.controller, model)}
 
 
-def describe_pool(router: PoolsTarget, role: Role, model: str | None = None) -> dict[str, Any]:
+def describe_pool(router: Router, role: Role, model: str | None = None) -> dict[str, Any]:
     """One pool as JSON, of one model or of all together; only that of a single model has a pressure."""
     members = [worker for worker in router.registry if worker.role is role and (model is None or worker.model == model)]
     described: dict[str, Any] = {

@@ -20,7 +20,7 @@ import socket
 import struct
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -28,7 +28,6 @@ from sglang_ext.shared_key import CODE_BYTES, NONCE_BYTES, is_proof, make_nonce,
 from sglang_ext_router.config import RouterConfig
 from sglang_ext_router.group.shared_state import (
     NO_LOAD,
-    LinkedRouter,
     Loads,
     PeerCounts,
     SharedState,
@@ -37,6 +36,9 @@ from sglang_ext_router.group.shared_state import (
 )
 from sglang_ext_router.observe.metrics import MetricsSnapshot
 from sglang_ext_router.request.upstream import watch_peer
+
+if TYPE_CHECKING:
+    from sglang_ext_router.router import Router
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +163,7 @@ class PeerRouters(SharedState):
         self._server: asyncio.Server
         self.skipped = 0  # messages that a peer did not get, as it did not read
 
-    async def start(self, router: LinkedRouter) -> None:
+    async def start(self, router: Router) -> None:
         self._router = router
         self._server = await asyncio.start_server(self._hear, sock=self._sock, limit=MAX_FRAME_BYTES)
         self._tasks = [asyncio.create_task(self._find_peers()), asyncio.create_task(self._tell())]

@@ -7,10 +7,9 @@ silent is forgotten after a while.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_ext.types import Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress
@@ -20,9 +19,8 @@ from sglang_ext_router.instances.online_load import SiblingLoad
 from sglang_ext_router.observe.metrics import MetricsSnapshot, read_snapshot
 
 if TYPE_CHECKING:
-    from sglang_ext_router.instances.registry import WorkerRegistry
     from sglang_ext_router.instances.workers import Worker
-    from sglang_ext_router.request.routing import RoutePlanner
+    from sglang_ext_router.router import Router
 
 # As JSON: url, counter, origin, role or null when removed, bootstrap port or null, draining; and, where the instance
 # was given either, revision or null and topology
@@ -143,28 +141,6 @@ def _whole(value: object) -> int:
     return value
 
 
-class LinkedRouter(Protocol):
-    """What a link reads and changes of its own process."""
-
-    loop: asyncio.AbstractEventLoop
-    registry: WorkerRegistry
-    planner: RoutePlanner
-
-    def adopt_worker(self, address: WorkerAddress) -> Worker: ...
-
-    def drop_worker(self, worker: Worker) -> None: ...
-
-    def set_draining(self, worker: Worker, is_draining: bool) -> None: ...
-
-    def online_load(self) -> SiblingLoad: ...
-
-    def demand(self) -> Demand: ...
-
-    def limit_requests(self, most: int) -> None: ...
-
-    def metrics_snapshot(self) -> MetricsSnapshot: ...
-
-
 Loads = dict[str, tuple[int, int]]  # by address: requests under way, tokens promised
 NO_LOAD = (0, 0)
 
@@ -207,7 +183,7 @@ class SharedState:
         self._sums: Loads = {}  # over those states
         self._prefixes: list[tuple[str, list[int]]] = []
         self._prefix_blocks = 0
-        self._router: LinkedRouter
+        self._router: Router
 
     # -- sending ----------------------------------------------------------------------------------------
 

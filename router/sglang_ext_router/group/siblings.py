@@ -17,12 +17,13 @@ import orjson
 
 from sglang_ext_router.config import RouterConfig, WorkerAddress
 from sglang_ext_router.decide.admission import Demand
-from sglang_ext_router.group.shared_state import LinkedRouter, PeerCounts, SharedState
+from sglang_ext_router.group.shared_state import PeerCounts, SharedState
 from sglang_ext_router.instances.online_load import SiblingLoad
 from sglang_ext_router.observe.metrics import MetricsSnapshot, read_snapshot
 
 if TYPE_CHECKING:
     from sglang_ext_router.instances.workers import Worker
+    from sglang_ext_router.router import Router
 
 logger = logging.getLogger(__name__)
 LOAD_INTERVAL_S = 0.1
@@ -36,7 +37,7 @@ class SiblingLink(Protocol):
 
     shares_prefixes: bool
 
-    async def start(self, router: LinkedRouter) -> None: ...
+    async def start(self, router: Router) -> None: ...
 
     async def stop(self) -> None: ...
 
@@ -72,7 +73,7 @@ class NoSiblings:
 
     shares_prefixes = False
 
-    async def start(self, router: LinkedRouter) -> None:
+    async def start(self, router: Router) -> None:
         """There is nothing to start."""
 
     async def stop(self) -> None:
@@ -123,7 +124,7 @@ class DatagramSiblings(SharedState, asyncio.DatagramProtocol):
         self._socket: socket.socket
         self._timer: asyncio.TimerHandle | None = None
 
-    async def start(self, router: LinkedRouter) -> None:
+    async def start(self, router: Router) -> None:
         self._router = router
         path = self._folder / f"{self._index}.sock"
         path.unlink(missing_ok=True)

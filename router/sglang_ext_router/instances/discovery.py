@@ -12,7 +12,7 @@ import logging
 import random
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import aiohttp
 
@@ -30,8 +30,9 @@ from sglang_ext_router.decide.endpoint_slices import (
     reconcile,
 )
 from sglang_ext_router.instances.kubernetes_api import ApiAnswerError, KubernetesApi, VersionExpiredError, own_namespace
-from sglang_ext_router.instances.registry import WorkerRegistry
-from sglang_ext_router.instances.workers import Worker
+
+if TYPE_CHECKING:
+    from sglang_ext_router.router import Router
 
 logger = logging.getLogger(__name__)
 
@@ -41,18 +42,6 @@ FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 
 _NO_ANSWER = (ApiAnswerError, aiohttp.ClientError, OSError, TimeoutError)
 _STRANGE_ANSWER = (ValueError, LookupError, TypeError, AttributeError)  # of something that is no API server
-
-
-class DiscoveredWorkers(Protocol):
-    """What discovery changes of its router."""
-
-    registry: WorkerRegistry
-
-    def adopt_worker(self, address: WorkerAddress) -> Worker: ...
-
-    def lose_worker(self, worker: Worker) -> None: ...
-
-    def set_draining(self, worker: Worker, is_draining: bool) -> None: ...
 
 
 class DiscoveryState(NamedTuple):
@@ -66,7 +55,7 @@ class DiscoveryState(NamedTuple):
 class Discovery:
     """Keeps the router's registry as the cluster's EndpointSlices want it; it does not change what others added."""
 
-    def __init__(self, config: RouterConfig, router: DiscoveredWorkers, open_api: Callable[[], KubernetesApi]) -> None:
+    def __init__(self, config: RouterConfig, router: Router, open_api: Callable[[], KubernetesApi]) -> None:
         self._router = router
         self._open_api = open_api
         namespace = config.service_discovery_namespace or own_namespace()

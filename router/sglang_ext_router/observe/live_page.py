@@ -13,30 +13,28 @@ import hashlib
 import logging
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib.resources import files
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from sglang_ext import __version__
 from sglang_ext.live.decide.messages import MIN_INTERVAL_S, InstanceRow, LoadRow, hello
 from sglang_ext.live.decide.view import Counts, Elsewhere, LiveView, SeenInstance
-from sglang_ext_router.config import RouterConfig
-from sglang_ext_router.control.controller import PoolController, pool_of
+from sglang_ext_router.control.controller import pool_of
 from sglang_ext_router.control.pools import worker_state
 from sglang_ext_router.decide.instance_pressure import pressure
 from sglang_ext_router.decide.pool_move import MoveOutcome
-from sglang_ext_router.group.siblings import SiblingLink
 from sglang_ext_router.http import replies
-from sglang_ext_router.http.access import Access
 from sglang_ext_router.http.http1 import ClientConnection
 from sglang_ext_router.http.request_parser import Request
-from sglang_ext_router.instances.long_pool import LongPoolMonitor, pool_prompts, pool_spans
-from sglang_ext_router.instances.registry import ModelPools, WorkerRegistry
+from sglang_ext_router.instances.long_pool import pool_prompts, pool_spans
 from sglang_ext_router.instances.work_reader import WorkReader
 from sglang_ext_router.instances.workers import Worker
 from sglang_ext_router.observe.access_log import AccessEntry, peer_of
 from sglang_ext_router.request.flow import RequestFlow
-from sglang_ext_router.request.services import Services
+
+if TYPE_CHECKING:
+    from sglang_ext_router.router import Router
 
 logger = logging.getLogger(__name__)
 
@@ -51,25 +49,6 @@ _STREAM_HEAD = (
     b"content-type: text/event-stream\r\ncache-control: no-store\r\nx-accel-buffering: no\r\n"
     b"transfer-encoding: chunked\r\n"
 )
-
-
-class ViewedRouter(Protocol):
-    """What the page is about."""
-
-    config: RouterConfig
-    loop: asyncio.AbstractEventLoop
-    registry: WorkerRegistry
-    controller: PoolController
-    long_pool: LongPoolMonitor | None
-    access: Access
-    services: Services
-    siblings: SiblingLink
-    running: dict[RequestFlow, None]
-
-    @property
-    def requests_queued(self) -> int: ...
-
-    def length_boundary_tokens(self, models: Sequence[ModelPools]) -> int: ...
 
 
 def read_page() -> tuple[bytes, dict[str, str]]:
@@ -135,7 +114,7 @@ class Viewer:
 class LivePage:
     """The viewers of one router process, and what they are shown."""
 
-    def __init__(self, router: ViewedRouter, process_index: int) -> None:
+    def __init__(self, router: Router, process_index: int) -> None:
         self._router = router
         self._process_index = process_index
         self._viewers: dict[Viewer, None] = {}
