@@ -1,4 +1,4 @@
-"""One router process: what its parts share, and which of them serves a request."""
+"""One router process: it connects the parts, and dispatches each request to the part that serves it."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ DRAIN_FLUSH_S = 1.0  # for aborts and error replies when the grace period is ove
 
 
 class Router:
-    """Serves client connections; owns the registry, the planner, and everything under way."""
+    """Serves client connections; owns the registry, the planner, and all running requests."""
 
     def __init__(
         self,
@@ -164,10 +164,10 @@ class Router:
             config.stream_stall_timeout_secs or math.inf,
             config.sse_keep_alive_secs or math.inf,
         )
-        self._progress_interval_s = min(limits_s) / 20  # not at every sweep: it asks every request
+        self._progress_interval_s = min(limits_s) / 20  # not at every sweep, as every request is asked
         self._next_progress_s = 0.0
         self._tokenisers = Tokenisers(loop)
-        self._told_boundaries: set[int] = set()  # other ones than the router's that instances have
+        self._warned_boundaries: set[int] = set()  # boundaries of instances that differ from the router's
 
     # -- life -------------------------------------------------------------------------------------------
 
@@ -241,7 +241,7 @@ class Router:
     # -- requests ---------------------------------------------------------------------------------------
 
     def dispatch(self, connection: ClientConnection, request: Request) -> None:
-        """Generation requests take the lean path, everything else the control plane."""
+        """Serve a generation request with a `RequestFlow`, any other request by the control plane."""
         if request.path not in GENERATION_PATHS:
             self._dispatch_control(connection, request)
             return
@@ -279,15 +279,15 @@ class Router:
         connection.call = AsgiCall(self.app, connection, request, self.access_log)
 
     def demand(self) -> Demand:
-        """Requests under way, waiting and just refused here, by which routers that share a limit divide it."""
-        refused_lately = self.admission.refused - self._refused_before
-        return Demand(self.admission.running, self.admission.waiting + refused_lately)
+        """Return the requests under way, waiting and just refused, by which routers that share a limit divide it."""
+        recently_refused = self.admission.refused - self._refused_before
+        return Demand(self.admission.running, self.admission.waiting + recently_refused)
 
-    def limit_requests(self, most: int) -> None:
-        """The part of `--max-concurrent-requests` that is this one's, from now on."""
+    def limit_requests(self, limit: int) -> None:
+        """Set this process's part of `--max-concurrent-requests`."""
         now_s = self.loop.time()
         self._refused_before = self.admission.refused
-        self._start(self.admission.set_limit(most, now_s), now_s)
+        self._start(self.admission.set_limit(limit, now_s), now_s)
 
     def _on_ended(self, request: RequestFlow, now_s: float) -> None:
         """A running request is over: its place goes to the next in the queue."""
@@ -298,7 +298,7 @@ class Router:
         """Start what was admitted, in order."""
         self._admitted += admitted
         if self._is_starting:
-            return  # one that was just started has ended at once: the loop below goes on
+            return  # a request that was just started has ended at once: the loop below continues
         self._is_starting = True
         try:
             while self._admitted:
@@ -311,7 +311,7 @@ class Router:
         return bool(self.clients.open or self.running or self.services.aborter.is_busy)
 
     async def _wait_drained(self, limit_s: float) -> None:
-        """Until every connection has closed, which it does behind its last reply, and every abort is sent."""
+        """Wait until every connection has closed, which it does behind its last reply, and every abort is sent."""
         end_s = self.loop.time() + limit_s
         while self.loop.time() < end_s and self._is_busy:  # noqa: ASYNC110 - there is no one event for all of it
             await asyncio.sleep(DRAIN_POLL_S)
@@ -354,7 +354,7 @@ class Router:
     # -- reports ---------------------------------------------------------------------------------------
 
     def describe_load(self, models: Sequence[ModelPools]) -> dict[str, Any]:
-        """What `GET /load` tells of these models, in this process, and in all where the instances tell it."""
+        """Return the answer of `GET /load` about these models."""
         now_s = self.loop.time()
         waits, under_way, siblings = self.services.online_waits, self._under_way(now_s), self.siblings.online_loads()
         return {
@@ -367,13 +367,13 @@ class Router:
         }
 
     def length_boundary_tokens(self, models: Sequence[ModelPools]) -> int:
-        """Most new tokens of a short prefill of these models; of several that differ the middle one."""
-        told = sorted(self.planner.boundary(model).limit_tokens for model in models)
+        """Return the most new tokens of a short prefill of these models; of several that differ the middle one."""
+        boundaries = sorted(self.planner.boundary(model).limit_tokens for model in models)
         given = self.config.length_boundary_tokens or DEFAULT_BOUNDARY_TOKENS
-        return told[(len(told) - 1) // 2] if told else given
+        return boundaries[(len(boundaries) - 1) // 2] if boundaries else given
 
     def online_load(self) -> SiblingLoad:
-        """What the other processes get to know of the online requests here."""
+        """Return what the other processes are sent about the online requests here."""
         now_s = self.loop.time()
         return summarise(self.services.online_waits, self._under_way(now_s), now_s)
 
@@ -387,7 +387,7 @@ class Router:
         )
 
     def metrics_snapshot(self) -> MetricsSnapshot:
-        """What the other processes get to know of the counts here."""
+        """Return what the other processes are sent about the counts here."""
         legs = {worker.url: (worker.sent_legs, worker.failed_legs) for worker in self.registry}
         return self.metrics.snapshot(legs, self._gauges(), process_figures())
 
@@ -401,7 +401,7 @@ class Router:
         }
 
     def render_metrics(self, accept: str) -> tuple[bytes, str]:
-        """What `/metrics` answers to a client with this Accept header, and its content type."""
+        """Return the body of `/metrics` for a client with this Accept header, and its content type."""
         snapshots = self.siblings.metric_snapshots()
         others = [snapshot for _, snapshot in snapshots]
         families: list[Metric] = list(request_families(self.metrics, others))
@@ -467,11 +467,11 @@ class Router:
             self.planner.index.clear(worker.id)
 
     def _compare_boundary(self, worker: Worker) -> None:
-        """Say it once where an instance takes for long what the router sends as short, or the other way round."""
+        """Warn once for each instance boundary that differs from the router's own."""
         own, others = self.config.length_boundary_tokens, worker.length_boundary_tokens
-        if not own or others is None or others == own or others in self._told_boundaries:
+        if not own or others is None or others == own or others in self._warned_boundaries:
             return
-        self._told_boundaries.add(others)
+        self._warned_boundaries.add(others)
         logger.warning(
             "worker %s (%s) counts prefills of up to %d new tokens as short, the router those of up to %d: prompts "
             "between are routed as one class and scheduled as the other (--length-boundary-tokens of the router, "

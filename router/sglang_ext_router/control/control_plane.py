@@ -329,7 +329,7 @@ def build_app(router: Router) -> FastAPI:
         if registry.find(url) is not None:
             raise HTTPException(409, f"{url} is a worker already")
         address = WorkerAddress(url, new.role, new.bootstrap_port, new.revision, new.topology)
-        refusal = await router.prober.why_refused(address)
+        refusal = await router.prober.refusal(address)
         if refusal is not None:
             raise HTTPException(409, f"{url}: {refusal}")
         if registry.find(url) is not None:  # added while it was probed

@@ -28,7 +28,7 @@ _ADMITTED = AdmissionOutcome.ADMITTED
 
 
 class AdmissionQueue(Generic[T]):
-    """Bounded concurrency with a bounded queue. Items are told apart by equality and must be hashable.
+    """Bounded concurrency with a bounded queue. Items are compared by equality and must be hashable.
 
     `max_concurrent` None means no bound. Every admitted item must be released exactly once. Raises
     ValueError, naming the argument, when a bound makes no sense.
@@ -65,7 +65,7 @@ class AdmissionQueue(Generic[T]):
         self.limit: float = float("inf") if max_concurrent is None else max_concurrent
         self._heap: list[tuple[float, int, T]] = []  # may hold removed items
         self._waiting: dict[T, int] = {}  # item → its sequence number in the heap
-        self._late: list[T] = []  # found expired by a release, to be told by the next expire
+        self._late: list[T] = []  # found expired by a release; the next expire returns them
         self._sequence = 0
         self.running = 0
         # totals since the start
@@ -77,12 +77,12 @@ class AdmissionQueue(Generic[T]):
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue."""
+        """Return the number of requests in the queue."""
         return len(self._waiting)
 
     @property
     def queue(self) -> Iterable[T]:
-        """Those requests."""
+        """Return the requests in the queue."""
         return self._waiting
 
     def offer(self, item: T, now_s: float, deadline_s: float | None = None) -> AdmissionOutcome:
@@ -114,9 +114,9 @@ class AdmissionQueue(Generic[T]):
         return self._admit(now_s) if self._heap else []
 
     def set_limit(self, max_concurrent: int, now_s: float) -> list[T]:
-        """Admit so many at once from now on; return the items admitted by that, in order, as `release` does.
+        """Change how many items may run at once; return the items admitted by that, in order, as `release` does.
 
-        What runs beyond a smaller limit runs on. 0 admits nothing. Raises ValueError below 0.
+        Items that run beyond a smaller limit run to their end. 0 admits nothing. Raises ValueError below 0.
         """
         if max_concurrent < 0:
             raise ValueError(f"max_concurrent must be at least 0, got {max_concurrent}")
@@ -171,7 +171,7 @@ class AdmissionQueue(Generic[T]):
 
 
 class Demand(NamedTuple):
-    """What one of several routers has to serve: requests under way, and those that wait for a place."""
+    """The requests of one of several routers: how many are under way, and how many wait for a place."""
 
     running: int
     waiting: int
@@ -182,10 +182,10 @@ class Demand(NamedTuple):
 
 
 def fair_shares(limit: int, demands: Mapping[int, Demand]) -> dict[int, int]:
-    """Places of each router, by its number; together exactly `limit`.
+    """Divide `limit` places among the routers, by their numbers; the shares add up to exactly `limit`.
 
-    Max-min fair: none has less than it needs while another one has more than as much. What none needs yet is
-    divided equally, so that each can admit at once what comes next.
+    The division is max-min fair: no router has less than it needs while another one has more than that. Places that no
+    router needs yet are divided equally, so that each can admit its next requests at once.
     """
     order = sorted(demands, key=lambda number: (demands[number].total, number))
     shares: dict[int, int] = {}
@@ -201,11 +201,11 @@ def fair_shares(limit: int, demands: Mapping[int, Demand]) -> dict[int, int]:
 
 
 def limit_of(number: int, limit: int, demands: Mapping[int, Demand], granted: Mapping[int, int]) -> int:
-    """How many requests this router may have under way: its share, and no more than the others leave now.
+    """Return how many requests this router may have under way: its share, and no more than the others leave now.
 
-    A share grows at once, while the requests of the one that it was taken from run to their end: until then there is
-    no place. `granted`: the largest share of another router since its demand was reported; of those that waited then,
-    as many may run by now. Where there are more routers than places each may have one request.
+    A share grows at once, but the router that it was taken from still runs its requests to their end: until then there
+    is no place. `granted` is the largest share of another router since it reported its demand: of the requests that
+    waited then, as many may run by now. Where there are more routers than places each may have one request.
     """
     left = limit
     for other, one in demands.items():

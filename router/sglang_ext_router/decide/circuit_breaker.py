@@ -76,7 +76,7 @@ class CircuitBreaker:
         self._successes = 0
 
     def state(self, now_s: float) -> CircuitState:
-        """The state at `now_s`: an open circuit becomes half-open by the passing of time alone."""
+        """The state at `now_s`: an open circuit becomes half-open when its time has passed."""
         if self._state is _OPEN and now_s - self._opened_s >= self.open_s:
             return _HALF_OPEN
         return self._state
@@ -91,7 +91,7 @@ class CircuitBreaker:
 
     @property
     def is_quiet(self) -> bool:
-        """Closed, and no failure remembered: successes and starts need not be told."""
+        """Return whether it is closed and remembers no failure: successes and starts need not be recorded."""
         return self._state is _CLOSED and not self._failures_s
 
     def on_start(self, now_s: float) -> None:

@@ -42,7 +42,7 @@ class Endpoint(NamedTuple):
     url: str
     role: Role
     bootstrap_port: int | None
-    uid: str  # of its pod; empty if the slice does not tell
+    uid: str  # of its pod; empty if the slice does not name it
     state: EndpointState
     revision: str | None = None  # None: the instance says it, or has none
     topology: str = ""  # DOMAIN/NODE, the domain being its zone unless a label says another one
@@ -166,7 +166,7 @@ class SliceTable:
 
 
 class Change(NamedTuple):
-    """What has to be done about one instance; `endpoint` is as it is wanted, or as it was for one that goes."""
+    """One change of the registry; `endpoint` is the wanted one, or the last known one of an instance that goes."""
 
     kind: ChangeKind
     endpoint: Endpoint

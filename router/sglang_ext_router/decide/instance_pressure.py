@@ -37,7 +37,7 @@ class InstanceSignals(NamedTuple):
 
     short_backlog_s: float  # predicted time to prefill what is queued there, by class
     long_backlog_s: float
-    slo_violation_rate: float  # share of its pool's prefills that ended after their deadline, lately
+    slo_violation_rate: float  # recent share of its pool's prefills that ended after their deadline
     tardiness: float  # mean of max(0, end - deadline) / (deadline - arrival) over them
     utilisation: float  # busy share of the last seconds, 0 to 1
     stray_utilisation: float = 0.0  # the part of it that went to the other pool's class
@@ -69,7 +69,7 @@ class PoolInstance(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PressureSettings:
-    """The controller's parameters; defaults are those of the router's options."""
+    """The controller's parameters, with the defaults of the router's options."""
 
     backlog_weight: float = 1.0  # alpha
     sla_weight: float = 1.0  # beta
@@ -138,7 +138,7 @@ class _Estimate(NamedTuple):
     """Of one length class, wherever it is served, smoothed. In instances, that is seconds of work per second."""
 
     offered: float
-    settled: float  # the same, smoothed for longer: what tells a turn of the load from noise
+    settled: float  # the same, smoothed for longer: it distinguishes a change of the load from noise
     trend: float | None  # growth of the backlog; None after a single look
 
 
@@ -387,7 +387,7 @@ def _pool_pressure(
 
 
 def _part(signals: InstanceSignals, length_class: LengthClass, *, is_stray: bool) -> InstanceSignals:
-    """What one class contributes to an instance's signals; tardiness is known of the instance's own class alone."""
+    """What one class contributes to an instance's signals; tardiness is known only for the instance's own class."""
     stray, total = signals.stray_utilisation, signals.utilisation
     return signals._replace(
         short_backlog_s=signals.short_backlog_s if length_class is _SHORT else 0.0,

@@ -2,8 +2,8 @@
 
 The lease is one record, written only over the version that was read. A holder renews it; it counts itself as the leader
 until `renew_deadline_s` after it began its last renewal that succeeded. Another takes over when it has seen the same
-renewal for `duration_s`, which is longer: so there are never two leaders, whatever is lost or late, as long as clocks
-run equally fast. That is the way of Kubernetes' own controllers (client-go's leader election).
+renewal for `duration_s`, which is longer: so there are never two leaders, even if messages are lost or late, as long
+as clocks run equally fast. That is the way of Kubernetes' own controllers (client-go's leader election).
 
     read ── none ───────────────────────────────▶ CREATE ─┐
          ── own, or released ───────────────────▶ WRITE ──┼─ success ─▶ leader for renew_deadline_s

@@ -1,6 +1,6 @@
 """Which prefill and decode instances serve a request together: of one revision, and near each other if that is wanted.
 
-While one revision replaces another both serve. KV cache passes between instances of one revision alone, so a request
+While one revision replaces another both serve. KV cache passes only between instances of one revision, so a request
 belongs to a revision before it belongs to an instance, and each revision gets as many requests as it can carry.
 """
 

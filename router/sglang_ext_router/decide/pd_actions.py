@@ -1,4 +1,4 @@
-"""What the prefill-decode protocol tells its driver to do: small frozen records, shared where possible."""
+"""The actions of the prefill-decode protocol for its driver: small frozen records, shared where possible."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class StartLegs:
 
 @dataclass(frozen=True, slots=True)
 class AbortLeg:
-    """Close this leg's connection at once; what it still says is of no interest."""
+    """Close this leg's connection at once; no further event of it matters."""
 
     leg: Leg
 
@@ -96,7 +96,7 @@ class RecordSuccess:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseTrial:
-    """Verdict on a leg: it says nothing about its instance (a breaker's trial is released)."""
+    """Verdict on a leg: its end says nothing about its instance (a breaker's trial is released)."""
 
     leg: Leg
 

@@ -1,8 +1,8 @@
 """One client request over its prefill leg and its decode leg: a state machine without I/O.
 
 Events go in, actions come out; the driver carries all actions of one event out, in order, before it feeds the
-next event. Every event of a leg names the attempt that it belongs to, so late news of an older attempt is
-void.
+next event. Every event of a leg names the attempt that it belongs to, so late events of an older attempt are
+ignored.
 
     new ──start──▶ open ──first body of decode──▶ relaying ──decode done──▶ draining ──prefill ended──▶ over
                    │  ▲                              │                                                   ▲
@@ -14,10 +14,10 @@ void.
 * A status outside `RETRYABLE_STATUS` (a 400, say) is an answer: it is relayed, also from the prefill leg.
 * A lost connection ends the attempt at once. A 5xx may be the echo of the other leg's failure (a decode
   instance answers 500 when its prefill instance dies), so the verdict waits, for one back-off at most, for
-  what the other leg has to say: an answer there outweighs a loss, a loss a 408 or 429, and those a 5xx.
+  the end of the other leg: an answer there outweighs a loss, a loss a 408 or 429, and those a 5xx.
 * A leg that an instance has taken and lost (or may have taken, see `on_leg_stale`) is sent again only once: a request
   that ends the instances that serve it must not visit them all.
-* Where prefill serves alone its leg is relayed in the place of decode's, which counts as ended from the start.
+* Where prefill serves without decode, its leg is relayed instead of decode's, which counts as ended from the start.
 * Each started leg of each attempt gets exactly one verdict (`RecordFailure`, `RecordSuccess` or `ReleaseTrial`) and
   ends completed, lost or aborted; each request ends with exactly one `RequestFinished`, and nothing comes after it.
 """
@@ -146,9 +146,9 @@ class PDProtocol:
     """The protocol of one client request; see the module's text for its rules.
 
     `max_retries` bounds the attempts after the first. `is_stream` says whether a failure after the first byte
-    can be told as an SSE event. `is_single_sequence` says that the request makes one sequence: then decode's
+    can be reported as an SSE event. `is_single_sequence` says that the request makes one sequence: then decode's
     first body byte proves that all KV has arrived, and a prefill leg failing after it does no harm. Without
-    `needs_decode` prefill serves alone: there is no decode leg, and no event of one.
+    `needs_decode` only prefill serves: there is no decode leg, and no event of one.
     """
 
     __slots__ = (
@@ -239,7 +239,7 @@ class PDProtocol:
         return self._reject(leg, status)
 
     def on_first_body(self, leg: Leg, attempt: int) -> Actions:
-        """The first body byte of a leg has arrived; the prefill leg's says nothing beside a decode leg."""
+        """The first body byte of a leg has arrived; that of prefill is ignored where there is a decode leg."""
         if attempt != self._attempt or leg is not self._relayed or self._legs[leg] is not _ACCEPTED:
             return NOTHING
         if self._phase is _OPEN:
@@ -289,8 +289,8 @@ class PDProtocol:
     def on_leg_stale(self, leg: Leg, attempt: int) -> Actions:
         """A kept connection was closed before a byte of the answer came: the instance was most likely closing it.
 
-        That is no failure. But the instance may have taken the request, whose room is used up then: all starts anew, on
-        new connections, once.
+        That is no failure. But the instance may have taken the request, whose room is used up then: both legs start
+        again, on new connections, once.
         """
         if attempt != self._attempt or self._legs[leg] in _NOT_RUNNING:
             return NOTHING
@@ -317,7 +317,7 @@ class PDProtocol:
         return self._finish(self._end_both())
 
     def on_timeout(self) -> Actions:
-        """The time allowed for the whole request is over, whatever its phase."""
+        """The time allowed for the whole request is over, in any phase."""
         phase = self._phase
         if phase is _OVER:
             return NOTHING

@@ -28,7 +28,7 @@ class Boundary(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FixedBoundary:
-    """The same limit whatever is cached. Raises ValueError when the limit leaves no short prefill."""
+    """The same limit for any length of cached prefix. Raises ValueError when the limit leaves no short prefill."""
 
     limit_tokens: int
 

@@ -32,9 +32,9 @@ class MovePhase(StrEnum):
     NEW = "new"
     DRAINING = "draining"  # nothing new is sent there
     READING = "reading"  # asked for its mode and generation
-    SWITCHING = "switching"  # told its new mode
+    SWITCHING = "switching"  # was sent its new mode
     VERIFYING = "verifying"
-    UNDOING = "undoing"  # told its old mode
+    UNDOING = "undoing"  # was sent its old mode
     VERIFYING_UNDO = "verifying_undo"
     OVER = "over"
 

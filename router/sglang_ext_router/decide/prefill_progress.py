@@ -1,6 +1,6 @@
 """How far a prefill instance has come with what it was sent, by what the router sees of it: which prefills ended when.
 
-Without this an instance that is about to end a large batch looks as loaded as one that has just begun it.
+Without this an instance near the end of a large batch looks as loaded as an instance that has just begun it.
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ M = TypeVar("M")
 
 ADAPTER_SEPARATOR = ":"  # SGLang's `model:adapter`
 MAX_NAME_CHARACTERS = 512  # of what a client may give; no model has such a name
-AUTO = "auto"  # KV dtype: the one that the model's checkpoint asks for
+AUTO = "auto"  # KV dtype: that of the model's checkpoint
 
 
 class PairingFacts(NamedTuple):
-    """What one instance tells of itself. None where it does not: what is unknown is taken to agree."""
+    """What one instance reports of itself; None: not reported, and taken to agree."""
 
     url: str
     model: str  # the name under which it is served
@@ -46,8 +46,8 @@ def find_model(name: str, served: Mapping[str, M]) -> M | None:
     return found
 
 
-def why_refused(candidate: PairingFacts, serving: Iterable[PairingFacts]) -> str | None:
-    """Why the candidate must not serve beside those that serve already; None if it may.
+def pairing_refusal(candidate: PairingFacts, serving: Iterable[PairingFacts]) -> str | None:
+    """Return why the candidate must not serve together with the instances that serve already; None if it may.
 
     Only instances of the candidate's own model and revision count: KV cache passes between no others. The line names
     both instances and both values.

@@ -53,7 +53,7 @@ class DiscoveryState(NamedTuple):
 
 
 class Discovery:
-    """Keeps the router's registry as the cluster's EndpointSlices want it; it does not change what others added."""
+    """Keeps the router's registry as the cluster's EndpointSlices want it; instances from other sources stay."""
 
     def __init__(self, config: RouterConfig, router: Router, open_api: Callable[[], KubernetesApi]) -> None:
         self._router = router
@@ -80,7 +80,7 @@ class Discovery:
         return len(self._listed) == len(self._tables)
 
     def state(self) -> DiscoveryState:
-        """Return the worst state of several watches, for metrics."""
+        """For metrics: of several watches the one that is worst."""
         states = [endpoint.state for endpoint in self._held.values()]
         return DiscoveryState(
             is_connected=self.has_listed and not self._failing,
@@ -210,7 +210,7 @@ def address_of(endpoint: Endpoint) -> WorkerAddress:
 
 
 def role_rules(config: RouterConfig) -> RoleRules:
-    """Return the selectors of the options; RouterConfigError names a malformed one."""
+    """Of the selector options; RouterConfigError names one that is none."""
     selectors = []
     for option, text, role in (
         ("--prefill-short-selector", config.prefill_short_selector, Role.SHORT),

@@ -30,7 +30,7 @@ class ReportedClass(NamedTuple):
     tokens: int
     backlog_s: float  # predicted time to prefill them
     oldest_wait_s: float
-    slo_violation_rate: float  # share of the recently ended prefills that ended after their deadline
+    slo_violation_rate: float  # share of the recently ended prefills that missed their deadline
     tardiness: float  # mean of max(0, end - deadline) / (deadline - arrival) over them
     utilisation: float  # share of the last seconds that this class kept the instance busy
 

@@ -45,7 +45,7 @@ class LongPoolMonitor:
         self._status: dict[str, Any] | None = None
         self.answer: object = None  # the latest, as the coordinator gave it
         self.on_answer: Callable[[Mapping[str, Any]], None] = lambda answer: None  # is given each
-        self.clock_offset_s: float | None = None  # what turns its times into those of `clock`
+        self.clock_offset_s: float | None = None  # added to its times to get those of `clock`
         self._read_s: float | None = None
         self._problem: str | None = "not asked yet"
 
@@ -106,7 +106,7 @@ class LongPoolMonitor:
         self._problem = problem
 
     def _follow_clock(self, now_s: object) -> None:
-        """Keep the offset, so that repeated reports have the same times, until the clocks show another one."""
+        """Keep the offset, so that what is reported twice has the same times, until the clocks show another one."""
         if not isinstance(now_s, int | float):
             return  # nothing can be placed in time
         offset_s = self._clock() - now_s
@@ -159,7 +159,7 @@ def cached_rooms(answer: Mapping[str, Any]) -> Iterator[tuple[int, bool]]:
 
 
 def pool_prompts(answer: object, offset_s: float) -> list[PromptRow]:
-    """Return the prompts of a coordinator's /status, running ones last; `offset_s` is added to its times.
+    """Return the prompts in a coordinator's /status, the ones under way last; `offset_s` is added to its times.
 
     Empty where the status is none.
     """

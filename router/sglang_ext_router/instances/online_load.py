@@ -1,7 +1,7 @@
 """How long requests of online clients wait for their prefill, and how much work lies before them: `GET /load`.
 
-A batch run reads it to stay out of their way: a low priority does not keep what it has already sent from
-standing before a request that comes next.
+A batch run reads it to yield to them: low priority does not keep the requests that it has already sent from standing
+before a request that comes next.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OFFLINE_PRIORITY = "low"
 
 
 class OnlineLoad(TypedDict):
-    """One length class; seconds are None where nothing was measured."""
+    """One length class: seconds are None where nothing was measured."""
 
     online_in_flight: int
     online_wait_s: float | None
@@ -30,7 +30,7 @@ class OnlineLoad(TypedDict):
 
 
 class OnlineWaits:
-    """How long requests waited recently, and at which instance; requests of low priority are not online."""
+    """How long recent requests waited, and at which instance; requests of low priority are not online."""
 
     def __init__(self) -> None:
         self._waits: deque[tuple[float, str, float]] = deque(maxlen=MAX_WAITS)
@@ -40,7 +40,7 @@ class OnlineWaits:
         self._waits.append((now_s, url, wait_s if wait_s > 0 else 0.0))
 
     def recent(self, now_s: float) -> list[tuple[str, float]]:
-        """Instance and wait of those of the last 5 s."""
+        """Return instance and wait of each prefill that ended in the last 5 s."""
         waits = self._waits
         while waits and waits[0][0] < now_s - WINDOW_S:
             waits.popleft()
@@ -50,26 +50,26 @@ class OnlineWaits:
 class UnderWay(NamedTuple):
     """Requests of online clients that have not got an answer yet, at this moment."""
 
-    classes: Sequence[tuple[str, LengthClass]]  # of the requests that were sent to instances, each with its model
+    classes: Sequence[tuple[str, LengthClass]]  # model and class of each request that was sent to instances
     unfinished: Sequence[tuple[str, float]]  # instance and wait so far of those whose prefill has not ended
-    queued_s: Sequence[float]  # time so far of the requests that wait for admission
+    queued_s: Sequence[float]  # time so far of each request that waits for admission
 
 
 class SiblingLoad(NamedTuple):
-    """The load that another process of this router sends."""
+    """The online requests of another process of this router, as it reports them."""
 
     in_flight: Mapping[str, Mapping[str, int]]  # online requests, by model and class
     waits_s: Mapping[str, float]  # of online requests, by instance
 
 
 def quantile_s(waits_s: Sequence[float]) -> float | None:
-    """The 90th percentile; None of nothing."""
+    """Return the 90th percentile; None of an empty sequence."""
     ordered = sorted(waits_s)
     return ordered[min(len(ordered) - 1, int(QUANTILE * len(ordered)))] if ordered else None
 
 
 def summarise(waits: OnlineWaits, under_way: UnderWay, now_s: float) -> SiblingLoad:
-    """What the other processes get to know of this one."""
+    """Return what the other processes are sent about this one."""
     waits_s: dict[str, list[float]] = {}
     for url, wait_s in (*waits.recent(now_s), *under_way.unfinished):
         waits_s.setdefault(url, []).append(wait_s)
@@ -88,7 +88,7 @@ def describe_class(
     siblings: Sequence[SiblingLoad],
     now_s: float,
 ) -> OnlineLoad:
-    """One class of some models together for `GET /load`.
+    """Describe one class of some models together for `GET /load`.
 
     `online_wait_s` is the 90th percentile of what online requests of any class waited at the instances that serve this
     one, for work of this class stands before them there; requests count while they still wait, and at the admission

@@ -26,7 +26,7 @@ from sglang_ext_router.request.routing import PoolPlace, RoutePlanner
 TICKETS_PATH = "/tickets"
 CONNECT_TIMEOUT_S = 2.0
 MAX_ANSWER_BYTES = 4096
-MOST_UNCACHED = 1024  # prompts that were sent, and that the coordinator may still report
+MAX_UNCACHED = 1024  # prompts that were sent, and that the coordinator may still report as cached
 
 
 class OfferOutcome(StrEnum):
@@ -60,7 +60,7 @@ class PoolOffers:
         metrics: RouterMetrics,
         learn: Callable[[Prompt, Worker], None],
     ) -> None:
-        """`learn` receives each prompt that an instance has in its prefix cache."""
+        """`learn` is called with each prompt that an instance has in its prefix cache."""
         self._config = config
         self._monitor = monitor
         self._planner = planner
@@ -73,11 +73,11 @@ class PoolOffers:
         self._asking: set[asyncio.Task[str]] = set()
 
     def count(self, outcome: OfferOutcome) -> None:
-        """Note what became of a prompt that could be offered."""
+        """Count what became of a prompt that could be offered."""
         self._counts[outcome.value] = self._counts.get(outcome.value, 0) + 1
 
     def wants(self, request: PreparedRequest) -> bool:
-        """Whether to ask the coordinator: a long prompt that members may share, and that no instance has much of."""
+        """Return whether to ask the coordinator: a long prompt that members may share, and no instance holds half of."""
         prompt, planner = request.prompt, self._planner
         if request.prompt_tokens <= planner.boundary(request.model).limit_tokens:
             return False
@@ -85,7 +85,7 @@ class PoolOffers:
             return False
         if prompt.images or prompt.audios:
             return False
-        if 2 * planner.most_cached_tokens(request.model, prompt, request.prompt_tokens) >= request.prompt_tokens:
+        if 2 * planner.max_cached_tokens(request.model, prompt, request.prompt_tokens) >= request.prompt_tokens:
             return False  # it goes where its prefix is
         if not self._monitor.is_answering:
             self.count(OfferOutcome.AWAY)
@@ -134,7 +134,7 @@ class PoolOffers:
         """The instance that was named gets it; whether it has it in its prefix cache is known later."""
         if prompt.hashes:
             self._uncached[room] = prefill, prompt
-            if len(self._uncached) > MOST_UNCACHED:
+            if len(self._uncached) > MAX_UNCACHED:
                 del self._uncached[next(iter(self._uncached))]
 
     def _learn_prefixes(self, answer: Mapping[str, Any]) -> None:
@@ -159,7 +159,7 @@ class PoolOffers:
         return None
 
     async def _name(self, ticket: dict[str, Any], limit_s: float) -> str:
-        """The name of the member that shall get it. _OfferError."""
+        """Return the name of the member that shall get the prompt. Raises _OfferError."""
         if self._session is None:
             # A kept connection might just have been closed by the coordinator.
             connector = aiohttp.TCPConnector(limit=0, force_close=True)

@@ -1,6 +1,6 @@
 """Watches every instance: health, identity, load, and whether it is alive at all.
 
-Health is what `/health` says, for which SGLang asks its scheduler: during a long chunk it answers late.
+Health is what `/health` says, for which SGLang asks its scheduler: during a long chunk the answer is late.
 Liveness is whether the server process answers anything, for which nothing is asked of the scheduler: a process that is
 stopped, or a machine that is gone, keeps its connections open and is silent on all of them.
 """
@@ -18,7 +18,7 @@ import aiohttp
 
 from sglang_ext.types import Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress
-from sglang_ext_router.decide.served_models import AUTO, PairingFacts, why_refused
+from sglang_ext_router.decide.served_models import AUTO, PairingFacts, pairing_refusal
 from sglang_ext_router.instances.registry import WorkerRegistry
 from sglang_ext_router.instances.workers import Worker
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 LIVENESS_PATH = "/ping"  # answered without the scheduler; an engine that does not know it answers 404, which will do
 LIVENESS_STEPS = 10
-RETURN_S = 60.0  # for which an instance that is out may come back to the others of its model as it was
+RETURN_S = 60.0  # for which one that is out may come back to the others of its model as it was
 REGISTRATION_TIMEOUT_S = 2.0  # for an instance that is being added to say what it is
 EXTENSION_KEY = "sglang_ext"
 LAPS_PATH = "/laps"
@@ -64,9 +64,9 @@ class Prober:
         on_frozen: Callable[[Worker], None],
         last_received_s: Callable[[Worker], float],
     ) -> None:
-        """Callbacks: `on_restarted` for an instance that went out, `on_frozen` where its requests are lost, too.
+        """Callbacks: `on_restarted` for one that went out, `on_frozen` for one whose requests are lost, too.
 
-        `last_received_s` returns when an instance last sent anything on the connections of requests (the loop's clock).
+        `last_received_s` tells when an instance last sent anything on the connections of requests (the loop's clock).
         """
         self._config = config
         self._registry = registry
@@ -196,7 +196,7 @@ class Prober:
             worker.length_boundary_tokens = tokens
             self._on_info(worker)
 
-    async def why_refused(self, address: WorkerAddress) -> str | None:
+    async def refusal(self, address: WorkerAddress) -> str | None:
         """Why an instance must not be added; None if it may, or does not answer yet: its checks judge it then."""
         assert self._session is not None
         try:
@@ -204,14 +204,14 @@ class Prober:
                 async with self._session.get(address.url + "/server_info") as reply:
                     reply.raise_for_status()
                     info = await reply.json(content_type=None)
-            return self._why_refused(address.role, read_facts(address.url, info, address.revision), info)
+            return self._refusal(address.role, read_facts(address.url, info, address.revision), info)
         except _ANSWER_ERRORS:
             return None
 
-    def _why_refused(self, role: Role, facts: PairingFacts, info: Mapping[str, Any]) -> str | None:
-        """Return why an instance does not fit its role, or the serving instances of its model.
+    def _refusal(self, role: Role, facts: PairingFacts, info: Mapping[str, Any]) -> str | None:
+        """Why an instance does not fit its role, or those that serve its model.
 
-        An instance that is out for a moment still counts: a misfit must not take the place of all when they come back.
+        One that is out for a moment still counts: a misfit must not take the place of all others when they come back.
         """
         mode = info.get("disaggregation_mode")
         wanted = "decode" if role is Role.DECODE else "prefill"
@@ -219,7 +219,7 @@ class Prober:
             return f"it runs with --disaggregation-mode {mode}, but was given to the router as {wanted}"
         counted_s = asyncio.get_running_loop().time() - RETURN_S
         serving = (one for one in self._registry if one.serves_facts and (one.has_info or one.out_since_s > counted_s))
-        return why_refused(facts, (one.facts for one in serving if one.facts is not None))
+        return pairing_refusal(facts, (one.facts for one in serving if one.facts is not None))
 
     def _failed(self, worker: Worker, reason: str, is_silent: bool) -> None:
         worker.failed_checks += 1
@@ -242,7 +242,7 @@ class Prober:
     async def _watch_liveness(self, worker: Worker) -> None:
         """Take the instance out when nothing comes from it, neither an answer nor a byte of any reply.
 
-        An instance that reports itself unwell, or closes its port, may still serve its requests: only one that reports
+        One that says that it is not well, or closes its port, may still be serving what it has: only one that says
         nothing at all loses its requests.
         """
         config, loop = self._config, asyncio.get_running_loop()
@@ -297,7 +297,7 @@ class Prober:
         worker.facts = facts
         worker.model = facts.model
         worker.revision = facts.revision
-        refusal = self._why_refused(worker.role, facts, info)
+        refusal = self._refusal(worker.role, facts, info)
         if refusal is not None:
             raise _MisfitError(refusal)
         worker.tokenizer_path = str(info.get("tokenizer_path") or info.get("model_path") or "")
@@ -356,7 +356,7 @@ def _unallocated_tokens(rank: dict[str, Any]) -> int:
 
 
 def read_facts(url: str, info: Mapping[str, Any], given_revision: str | None = None) -> PairingFacts:
-    """Return the part of an instance's `/server_info` in which the instances of one model must agree.
+    """What an instance's `/server_info` says of what those that serve one model must agree in.
 
     A revision that it was given here wins over its own.
     """
@@ -375,13 +375,13 @@ def read_facts(url: str, info: Mapping[str, Any], given_revision: str | None = N
 
 
 def _extension(info: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of the answer that only an instance of `sglang-ext worker` has."""
-    own = info.get(EXTENSION_KEY)
-    return own if isinstance(own, dict) else {}
+    """Return what only an instance of `sglang-ext worker` reports; empty for any other."""
+    reported = info.get(EXTENSION_KEY)
+    return reported if isinstance(reported, dict) else {}
 
 
 def _element_type(info: Mapping[str, Any]) -> str | None:
-    """Return the KV dtype of an instance that does not report it; None where its model decides."""
+    """What an instance that does not tell it keeps in its KV cache; None where that is for its model to say."""
     given = _text(info.get("dtype"))
     if info.get("kv_cache_dtype") != AUTO or given == AUTO:
         return None

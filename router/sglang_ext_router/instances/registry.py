@@ -24,7 +24,7 @@ class ModelPools:
     """
 
     def __init__(self, name: str) -> None:
-        self.name = name  # empty: of instances that report none
+        self.name = name  # empty: its instances report no name
         self.ready_prefill: tuple[Worker, ...] = ()
         self.ready_decode: tuple[Worker, ...] = ()
         self.prefill_roles: tuple[Role, ...] = ()
@@ -38,9 +38,9 @@ class ModelPools:
         self.tokeniser: PromptTokeniser | None = None  # comes once a tokenizer is known
 
     def set_ready(self, ready: Sequence[Worker]) -> None:
-        """Take over the model's ready instances, without those whose revision has none of the other kind.
+        """Take over the model's ready instances, except those whose revision lacks the other kind.
 
-        Without any pair no instance is left out: a request may need only prefill.
+        Where there is no pair at all, none is left out: requests without a decode leg can be served.
         """
         decode_revisions = {worker.revision for worker in ready if not worker.role.is_prefill}
         pairs = {worker.revision for worker in ready if worker.role.is_prefill and worker.revision in decode_revisions}
@@ -56,7 +56,7 @@ class ModelPools:
         self.shortest_limit_tokens = min(limits, default=0)
 
     def missing_roles(self) -> list[str]:
-        """What keeps the model from being served: `prefill`, `decode`, both, a pair of one revision, or nothing."""
+        """Return what the model lacks to be served: `prefill`, `decode`, both, a pair of one revision, or nothing."""
         missing = [] if self.ready_prefill else ["prefill"]
         if not self.ready_decode:
             return [*missing, "decode"]
@@ -66,11 +66,11 @@ class ModelPools:
         return ["prefill and decode of one revision"]
 
     def lacks_pair(self) -> str:
-        """That no revision has both kinds, in words."""
+        """Return the message that no revision has both kinds."""
         return f"no prefill and decode instance{f' of {self.name}' if self.name else ''} of one revision are ready"
 
     def lacks(self, kind: str) -> str:
-        """That there is no instance of this kind, in words."""
+        """Return the message that there is no instance of this kind."""
         return f"no {kind} instance{f' of {self.name}' if self.name else ''} is ready"
 
 
@@ -147,12 +147,12 @@ class WorkerRegistry:
         self._by_name = {**aliases, **self.models}
         sole = next(iter(self.models.values())) if len(self.models) == 1 else None
         self._for_no_name = sole
-        # An instance that reports no name may be meant by any.
+        # Any name may mean an instance that reports none.
         takes_any = self._config.accept_any_model or (sole is not None and not sole.name)
         self._for_any_name = sole if takes_any else None
 
     def find_model(self, name: str | None) -> ModelPools | None:
-        """The model that a request names, by its name, an alias, or as `NAME:ADAPTER`; without a name the only one."""
+        """Return the model that a request names: a name, an alias, or `NAME:ADAPTER`; without a name the only model."""
         if not name:
             return self._for_no_name
         found = self._by_name.get(name)
@@ -161,25 +161,25 @@ class WorkerRegistry:
         return found
 
     def names_adapter(self, name: str) -> bool:
-        """Whether this is `NAME:ADAPTER` and not the name of a model."""
+        """Return whether this is `NAME:ADAPTER` and not the name of a model."""
         return ADAPTER_SEPARATOR in name and name not in self._by_name
 
     def served_names(self) -> list[str]:
-        """Models and aliases that a client may name."""
+        """Return the models and aliases that a client may name."""
         return [name for name in self._by_name if name]
 
     @property
     def aliases(self) -> dict[str, ModelPools]:
-        """Those of models that are served."""
+        """Return the aliases of models that are served."""
         return {name: pools for name, pools in self._by_name.items() if name not in self.models}
 
     @property
     def is_complete(self) -> bool:
-        """Whether every instance has been asked once: until then any model may turn out to be served."""
+        """Return whether every instance has been asked once: until then any model may turn out to be served."""
         return all(worker.is_checked for worker in self._by_id.values())
 
     def expected_tokens_per_s(self, worker: Worker, now_s: float) -> float:
-        """Prefill rate of the other instances of its pool together; the prior where they have shown nothing."""
+        """Return the prefill rate of the other instances of its pool together; the prior where nothing was measured."""
         if now_s - self._shown_s >= SHOWN_FOR_S:  # not for every report: a pool has hundreds of instances
             self._shown_s = now_s
             self._shown = {}
@@ -193,7 +193,7 @@ class WorkerRegistry:
         )
 
     def missing_roles(self) -> str | None:
-        """What keeps the router from serving any model, in words; None while it can serve one."""
+        """Return what keeps the router from serving any model; None while it can serve one."""
         missing = {name: pools.missing_roles() for name, pools in self.models.items()}
         if not all(missing.values()):
             return None
@@ -205,7 +205,7 @@ class WorkerRegistry:
 
 
 def describe_roles(workers: Iterable[Worker]) -> dict[str, int]:
-    """Number of ready instances by role."""
+    """Count the ready instances by role."""
     counts = {role.value: 0 for role in Role}
     for worker in workers:
         if worker.is_ready:

@@ -32,7 +32,7 @@ class _Asked(NamedTuple):
     """One instance, as it answered last."""
 
     cursor: int
-    offset_s: float  # what turns its times into those of the router
+    offset_s: float  # added to its times to get those of the router
     is_telling: bool
 
 
@@ -45,23 +45,23 @@ class WorkReader:
         self._take = take
         self._asked: dict[int, _Asked] = {}
         self.most = KEPT_RECORDS  # records of the next answers
-        self.missed = 0  # records of answered instances that were left out, as there were too many
+        self.missed = 0  # records that instances left out of their answers, as there were too many
 
     @property
-    def telling(self) -> int:
+    def reporting(self) -> int:
         """Return how many instances report what they did."""
         return sum(one.is_telling for one in self._asked.values())
 
     @property
     def silent(self) -> int:
         """Instances that answer, but not what they did: of an earlier version."""
-        return len(self._asked) - self.telling
+        return len(self._asked) - self.reporting
 
     def share_out(self, instances: int, interval_s: float) -> None:
-        """Ask this number of instances every `interval_s` from now on."""
+        """So many are asked every `interval_s` from now on."""
         self.most = max(MIN_RECORDS, min(KEPT_RECORDS, int(MAX_RECORDS_PER_S * interval_s / max(1, instances))))
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """Another reader has come: all that the instances have kept is asked for once more."""
         self._asked = {number: one._replace(cursor=0) for number, one in self._asked.items()}
 
@@ -70,12 +70,12 @@ class WorkReader:
         self._asked = {number: self._asked[number] for number in known if number in self._asked}
 
     def query(self, worker: Worker) -> str:
-        """Return the query for an instance's work, which is asked for with its queues."""
+        """Return the further query for an instance that is asked for its queues."""
         asked = self._asked.get(worker.id)
         return f"?since={0 if asked is None else asked.cursor}&most={self.most}"
 
     def take(self, worker: Worker, answer: object) -> None:
-        """Take an answer; unusable parts count as missing."""
+        """Take over the answer of an instance; an unusable one counts as none."""
         try:
             work = read_work(answer.get(WORK_KEY) if isinstance(answer, Mapping) else None)
         except ValueError as error:

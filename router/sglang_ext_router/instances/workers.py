@@ -18,11 +18,11 @@ UNKNOWN_CAPACITY_TOKENS = 1 << 40  # until an instance has reported its own
 
 
 class PrefillRate:
-    """Prefill rate of one instance: its recent rate, and the rate that is expected in its place.
+    """Prefill rate of one instance: its recent work, blended with the rate that is expected of its pool.
 
-    Follows the instance's running totals; stays at the prior for an engine that does not report them. What it did
-    counts ever less as time goes by. An instance that looked slow, cold after its start say, gets little to do and
-    so nothing to show that it no longer is: without forgetting it would never get anything again.
+    It follows the running totals that the instance reports, and stays at the prior for an engine that reports none.
+    Old observations decay. An instance that looked slow, after its start for example, gets few requests and cannot show
+    that it has become fast: without decay it would never get requests again.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class PrefillRate:
     def observe(
         self, total_tokens: int, total_busy_us: int, now_s: float, expected_tokens_per_s: float = PRIOR_TOKENS_PER_S
     ) -> None:
-        """Take the totals of a report; totals that went back mean that the instance was restarted."""
+        """Take the totals of a report; smaller totals than before mean that the instance was restarted."""
         last, last_us, last_s = self._last_tokens, self._last_busy_us, self._last_s
         self._last_tokens, self._last_busy_us, self._last_s = total_tokens, total_busy_us, now_s
         if last is None:
@@ -56,7 +56,7 @@ class PrefillRate:
 
 
 def blended_rate(tokens: float, busy_s: float, expected_tokens_per_s: float) -> float:
-    """Tokens/s of `tokens` in `busy_s`, with `PRIOR_BUSY_S` of the expected rate added."""
+    """Return the tokens/s of `tokens` in `busy_s`, with `PRIOR_BUSY_S` of the expected rate added."""
     return (tokens + PRIOR_BUSY_S * expected_tokens_per_s) / (busy_s + PRIOR_BUSY_S)
 
 
@@ -81,14 +81,14 @@ class Worker:
         )
         self.rate = PrefillRate()
         self.progress = PrefillProgress()
-        # Reported by the instance
+        # Told by the instance
         self.bootstrap_port = address.bootstrap_port
         self.has_given_bootstrap_port = address.bootstrap_port is not None
         self.model = ""  # the name under which it is served
         self.given_revision = address.revision
         self.revision = address.revision or ""
         self.topology = address.topology
-        self.facts: PairingFacts | None = None  # in which the instances of one model must agree
+        self.facts: PairingFacts | None = None  # in which all instances of one model must agree
         self.serves_facts = False  # it was let in with these
         self.out_since_s = 0.0  # when it was taken out, on the loop's clock
         self.tokenizer_path = ""
@@ -103,7 +103,7 @@ class Worker:
         self.is_healthy = False
         self.is_draining = False
         self.is_moving = False  # between two pools: takes nothing new
-        self.is_refused = False  # it does not fit the serving instances of its model
+        self.is_refused = False  # it does not fit the instances that serve its model
         self.failed_checks = 0
         self.last_error = "not checked yet"
         # Load: the router's own view, exact for what it sent, and the instance's last report
@@ -137,7 +137,7 @@ class Worker:
         )
 
     def request_head(self, target: bytes) -> bytes:
-        """Start of a request to `target` there, up to the headers that differ from request to request."""
+        """Return the start of a request to `target`, up to the headers that differ from request to request."""
         head = self.request_heads.get(target)
         if head is None:
             head = b"POST %b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\n" % (
@@ -150,12 +150,12 @@ class Worker:
 
     @property
     def is_ready(self) -> bool:
-        """Whether new requests may go there, circuit breaker aside."""
+        """Return whether the instance takes new requests; its circuit breaker is asked separately."""
         return self.is_healthy and not self.is_draining and not self.is_moving
 
     @property
     def is_checked(self) -> bool:
-        """Whether its first health check has ended, either way."""
+        """Return whether its first health check has ended, either way."""
         return self.has_info or self.failed_checks > 0
 
     def prefill_load(self, cached_tokens: int, now_s: float) -> PrefillLoad:
@@ -185,10 +185,10 @@ class Worker:
 
     @property
     def virtual_tokens(self) -> int:
-        """KV on its way to a decode instance, from dispatch to first token (Tetris, "Decode choice").
+        """Return the tokens whose KV is on its way to a decode instance, from dispatch to first token (Tetris).
 
-        What the routers have sent and what the instance says that it waits for are mostly the same transfers, so the
-        larger one counts: dispatches since the report, or transfers that another router has started.
+        The prompts that the routers have sent and those that the instance reports to wait for are mostly the same, so
+        the larger number counts: there are dispatches since the report, or transfers that another router has started.
         """
         sent_tokens = self.reserved_tokens + self.sibling_tokens
         return sent_tokens if sent_tokens > self.reported_awaiting_tokens else self.reported_awaiting_tokens

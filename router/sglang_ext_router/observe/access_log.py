@@ -1,6 +1,6 @@
 """One line of JSON per request, in a file or on standard output (`--access-log`).
 
-A thread makes and writes the lines: neither a slow disk nor a reader that stands still holds a request up. What cannot
+A thread makes and writes the lines: neither a slow disk nor a stalled reader delays a request. What cannot
 be written is dropped and counted. The file is opened again when it has been renamed or removed, and on SIGHUP.
 """
 
@@ -35,7 +35,7 @@ CLOSE_TIMEOUT_S = 2.0
 
 
 class AccessEntry(NamedTuple):
-    """What is logged of one request; None and empty texts are left out. Times in seconds, from its arrival."""
+    """One line; None and empty texts are left out. Times are in seconds from the request's arrival."""
 
     path: str
     status: int  # as in `requests_total`: 499 where the client left
@@ -64,8 +64,8 @@ class AccessEntry(NamedTuple):
 class AccessLog:
     """Lines of JSON for one target; `add` may be called from the event loop, and returns at once.
 
-    `counts` tells how many lines were `written`, and how many were not: the target took them not (`failed`), or not in
-    time (`overflow`). OSError where the file cannot be opened.
+    `counts` holds the number of lines that were `written`, that the target did not take (`failed`), or not in time
+    (`overflow`). OSError where the file cannot be opened.
     """
 
     def __init__(self, target: str) -> None:
@@ -93,7 +93,7 @@ class AccessLog:
         self._pending.append((time.time(), entry))
 
     def add_refusal(self, transport: asyncio.BaseTransport, target: bytes, status: int, message: str) -> None:
-        """The same for a request that its connection refused."""
+        """Have a line written for a request that its connection refused."""
         path = target.partition(b"?")[0].decode("latin-1")
         self.add(AccessEntry(path, status, "error_before", 0.0, client=peer_of(transport), method="", error=message))
 
@@ -171,9 +171,7 @@ class AccessLog:
                 try:
                     view = view[os.write(self._file, view) :]
                 except BlockingIOError:
-                    waiting = (
-                        select.poll()
-                    )  # which bears a file number beyond 1023, as a file that is opened again may have
+                    waiting = select.poll()  # select() takes no file number beyond 1023
                     waiting.register(self._file, select.POLLOUT)
                     waiting.poll(RETRY_S * 1000)
                     if self._is_stopping:
@@ -198,7 +196,7 @@ class AccessLog:
 
 
 def peer_of(transport: asyncio.BaseTransport) -> str:
-    """Address and port of a connection's other end, as far as they are known."""
+    """Return address and port of a connection's other end; empty where they are not known."""
     peer = transport.get_extra_info("peername")
     return f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) and len(peer) >= 2 else ""
 

@@ -1,4 +1,4 @@
-"""`/ui`: the live page, and `/ui/stream`, which sends it what happens, as server-sent events.
+"""`/ui`: the live page, and `/ui/stream`, its stream of server-sent events.
 
 While no page is open nothing is gathered. While one is, this looks at the requests under way four times a second and at
 the instances once, and asks these for their queues and what they did once a second, less often where they are many.
@@ -104,7 +104,7 @@ class Viewer:
         self._is_paused = False
         if self._has_missed:
             self._has_missed = False
-            self._page.begin_anew(self)
+            self._page.restart(self)
 
     def access_entry(self, now_s: float) -> AccessEntry:
         """Its line in the access log."""
@@ -148,7 +148,7 @@ class LivePage:
             self._viewers[viewer] = None
             if self._router.services.view is None:
                 self._begin()
-            self.begin_anew(viewer)
+            self.restart(viewer)
 
     def remove(self, viewer: Viewer) -> None:
         """A viewer has left; with the last one, gathering ends."""
@@ -157,8 +157,8 @@ class LivePage:
         if not self._viewers:
             self._end()
 
-    def begin_anew(self, viewer: Viewer) -> None:
-        """A viewer has come, or has missed messages: the hello, after which it knows nothing, and then all there is.
+    def restart(self, viewer: Viewer) -> None:
+        """Send a viewer that has come, or has missed messages, the hello, and then everything.
 
         What has ended or gone in what it missed is not sent again, and so cannot stay on its page.
         """
@@ -168,7 +168,7 @@ class LivePage:
             view.resend()
             work_reader = self._router.controller.monitor.work_reader
             if work_reader is not None:
-                work_reader.begin_anew()
+                work_reader.restart()
 
     def stop(self) -> None:
         """End all streams, and open none any more."""
@@ -218,7 +218,7 @@ class LivePage:
     def _notes(self) -> list[str]:
         config, peers = self._router.config, self._router.siblings.peer_counts()
         notes = [
-            f"Sent by sglang-ext {__version__}. A router sees a prefill end when its KV has been taken: queueing, "
+            f"Told by sglang-ext {__version__}. A router sees a prefill end when its KV has been taken: queueing, "
             "computing and transfer are one phase here.",
         ]
         if config.processes > 1:
@@ -238,11 +238,11 @@ class LivePage:
             f"second late; later where there are more than {ASKED_PER_S}."
         )
         if self._router.long_pool is None:
-            notes.append("No coordinator is known (--coordinator-url): what a long pool shares is not shown.")
+            notes.append("No coordinator is known (--coordinator-url): what a long pool shares is not told.")
         return notes
 
     def _tick(self) -> None:
-        """Look, and send to the viewers."""
+        """Send the viewers a frame of what is under way now."""
         loop = self._router.loop
         self._timer = loop.call_later(MIN_INTERVAL_S, self._tick)
         view = self._router.services.view
@@ -257,12 +257,12 @@ class LivePage:
             self._tell_long_pool(view)
             work_reader = self._router.controller.monitor.work_reader
             if work_reader is not None:
-                view.take_lanes(work_reader.telling, work_reader.silent, work_reader.missed)
+                view.take_lanes(work_reader.reporting, work_reader.silent, work_reader.missed)
         self._ticks += 1
         counts = Counts(self._router.requests_queued, len(self._router.running), self._ended())
         running = tuple(self._router.running)
         step = -(-len(running) // MAX_SCANNED) or 1
-        if step > 1:  # requests that the part below leaves out
+        if step > 1:  # the followed requests that the part below leaves out
             view.follow((one, one.seen()) for one in view.followed if isinstance(one, RequestFlow))
         view.take_in_flight(((one, one.seen()) for one in running[::step]), counts, now_s)
         frame = view.frame(now_s)
@@ -278,7 +278,7 @@ class LivePage:
         return {"unknown" if name == "none" else name: (answered, failed) for name, (answered, failed) in ended.items()}
 
     def _elsewhere(self) -> Elsewhere:
-        """Return what the others have sent: processes of one router also what they have counted."""
+        """Return what the other routers and processes have reported; processes of one router report counts, too."""
         siblings = self._router.siblings
         ended: dict[int, tuple[int, int]] = {}
         for number, snapshot in siblings.metric_snapshots():

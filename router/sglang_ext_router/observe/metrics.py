@@ -1,7 +1,7 @@
-"""What one router process counts, cheap enough for every request; `observe/exposition.py` shows it to Prometheus.
+"""The counters and histograms of one router process; `observe/exposition.py` shows them to Prometheus.
 
-prometheus_client's own instruments take a lock and several microseconds an observation, which the data path does not
-have.
+prometheus_client's own instruments take a lock and several microseconds for each observation, too much for the data
+path.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Labels: TypeAlias = tuple[str, ...]
 
 
 class MetricsSnapshot(NamedTuple):
-    """The counts that one process sends the others; plain JSON types once it has been through `orjson`."""
+    """What one process sends to the others; plain JSON types once it has been through `orjson`."""
 
     counters: dict[str, list[tuple[Labels, float]]]
     histograms: list[tuple[str, str, list[int], float]]  # name, length class or "", counts, total
@@ -37,7 +37,7 @@ class MetricsSnapshot(NamedTuple):
     process: dict[str, float]  # prometheus_client's `process_*`
 
     def with_counts_of(self, earlier: MetricsSnapshot) -> MetricsSnapshot:
-        """What both have counted; gauges are this one's. ValueError if buckets differ."""
+        """Add up the counts of both; gauges stay those of this one. Raises ValueError if buckets differ."""
         counters: dict[str, list[tuple[Labels, float]]] = {}
         for name in self.counters.keys() | earlier.counters.keys():
             totals: dict[Labels, float] = {}
@@ -58,7 +58,7 @@ class MetricsSnapshot(NamedTuple):
 
 
 def read_snapshot(wire: Sequence[Any]) -> MetricsSnapshot:
-    """What JSON has made of a snapshot; ValueError or TypeError for what is none, as of another version."""
+    """Read a snapshot from parsed JSON. Raises ValueError or TypeError for another shape, of another version."""
     counters, histograms, legs, gauges, process = wire
     return MetricsSnapshot(
         {name: [(tuple(labels), value) for labels, value in entries] for name, entries in counters.items()},
@@ -70,7 +70,7 @@ def read_snapshot(wire: Sequence[Any]) -> MetricsSnapshot:
 
 
 class ClassMetrics:
-    """What is measured per length class."""
+    """The instruments of one length class."""
 
     __slots__ = (
         "duration_s",
@@ -110,10 +110,10 @@ class ClassMetrics:
 
 
 class RouterMetrics:
-    """All instruments of one router process. Increment the attributes directly."""
+    """All instruments of one router process. Callers increment the attributes directly."""
 
     def __init__(self, limit_s: float = 1800.0) -> None:
-        """`limit_s`: how long a request may take at most."""
+        """`limit_s` is the longest time that a request may take."""
         self.requests: dict[tuple[str, str, int, str], int] = {}  # (path, class, status, outcome) → count
         self.short = ClassMetrics(limit_s)
         self.long = ClassMetrics(limit_s)
@@ -122,9 +122,9 @@ class RouterMetrics:
         self.retries: dict[str, int] = {}  # leg that failed → count
         self.retries_refused: dict[str, int] = {}  # reason → count
         self.aborts: dict[str, int] = {}  # reason → count
-        self.pool_offers: dict[str, int] = {}  # what came of them → count
-        self.access_log_lines: dict[str, int] = {}  # what came of them → count
-        self.traces: dict[str, int] = {}  # what came of them → count
+        self.pool_offers: dict[str, int] = {}  # outcome → count
+        self.access_log_lines: dict[str, int] = {}  # outcome → count
+        self.traces: dict[str, int] = {}  # outcome → count
         self.refusals: dict[str, int] = {}  # status → count; that of the client connections
         self.loop_lag_s = Histogram(LOOP_LAG_BUCKETS_S)
         self.tokenised = 0
@@ -136,7 +136,7 @@ class RouterMetrics:
         return self.short if length_class is LengthClass.SHORT else self.long
 
     def classes(self) -> tuple[tuple[LengthClass, ClassMetrics], ...]:
-        """The length classes and what was measured of each."""
+        """Return the length classes with their instruments."""
         return (LengthClass.SHORT, self.short), (LengthClass.LONG, self.long)
 
     def count(self, counts: dict[str, int], key: str) -> None:
@@ -178,7 +178,7 @@ class RouterMetrics:
     def snapshot(
         self, worker_legs: dict[str, tuple[int, int]], gauges: dict[str, float], process: dict[str, float]
     ) -> MetricsSnapshot:
-        """Everything that adds up over processes; what this object does not count itself is given."""
+        """Return everything that adds up over processes; the arguments are what this object does not count itself."""
         return MetricsSnapshot(
             {name: samples for name, _, _, samples in self.counters()},
             [(name, cls, one.counts, one.total) for name, _, cls, one in self.histograms()],
@@ -188,7 +188,7 @@ class RouterMetrics:
         )
 
     def counters(self) -> Iterator[tuple[str, str, Labels, list[tuple[Labels, float]]]]:
-        """Name, help, label names, and the samples, of each counter."""
+        """Yield name, help, label names and samples of each counter."""
         yield (
             "requests",
             "Requests answered, by path, length class, HTTP status and outcome",
@@ -239,7 +239,7 @@ class RouterMetrics:
         return list(self.requests.items())
 
     def histograms(self) -> Iterator[tuple[str, str, str, Histogram]]:
-        """Name, help, length class (or another label's value, or nothing), and the counts, of each histogram."""
+        """Yield name, help, length class (or another label's value, or nothing) and counts of each histogram."""
         for length_class, one in self.classes():
             cls = length_class.value
             yield "ttft_seconds", "Time from a stream's arrival to the first byte of its reply's body", cls, one.ttft_s

@@ -1,4 +1,4 @@
-"""The spans of one request in OTLP's JSON, from what the router and a long pool's coordinator remember of it."""
+"""The spans of one request in OTLP's JSON, made from the records of the router and of a long pool's coordinator."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TraceContext(NamedTuple):
 
 
 class SpanMaker:
-    """Makes the spans of one trace; times given to it are those of the loop."""
+    """Makes the spans of one trace; its callers give times of the event loop."""
 
     def __init__(self, trace_id: str, unix_offset_s: float, next_id: Callable[[], str]) -> None:
         self._trace_id = trace_id
@@ -66,7 +66,7 @@ class SpanMaker:
 
 
 def add_request(maker: SpanMaker, context: TraceContext, seen: SeenRequest, ended_s: float) -> str:
-    """Add what the router saw; returns the id of the prefill's span, empty where nothing was sent."""
+    """Add the router's spans; return the id of the prefill's span, empty where nothing was sent."""
     sent_s, prefill_s, token_s = seen.sent_s, seen.prefilled_s, seen.first_token_s
     maker.add(
         SpanName.REQUEST,
@@ -106,7 +106,7 @@ def add_request(maker: SpanMaker, context: TraceContext, seen: SeenRequest, ende
 
 
 def _time_in_model(seen: SeenRequest, ended_s: float) -> dict[Key, float]:
-    """As SGLang measures them in an instance, from when it has passed the request on: here to both instances."""
+    """Return the times that SGLang measures in an instance; here they begin when both legs are sent."""
     sent_s, token_s = seen.sent_s, seen.first_token_s
     if sent_s is None or token_s is None:
         return {}

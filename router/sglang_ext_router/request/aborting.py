@@ -1,4 +1,4 @@
-"""Tells instances to drop requests whose client or other leg has gone.
+"""Has instances drop requests whose client or other leg has gone.
 
 Closing a leg's connection is not enough: SGLang looks for closed connections only every few seconds, and a
 decode instance would keep waiting for KV that never comes.
@@ -26,13 +26,13 @@ CALL_TIMEOUT_S = 10.0
 
 
 class Aborter:
-    """Fire and forget: an instance that cannot be reached has nothing left to abort."""
+    """Sends aborts without waiting for answers: an instance that cannot be reached has nothing left to abort."""
 
     def __init__(self, pools: UpstreamPools, authorization: bytes, loop: asyncio.AbstractEventLoop) -> None:
         self._pools = pools
         self._authorization = authorization
         self._loop = loop
-        self._queues: dict[int, _AbortQueue] = {}  # of instances that have something to be told
+        self._queues: dict[int, _AbortQueue] = {}  # of instances with calls under way or waiting
 
     def abort(self, worker: Worker, request_ids: Sequence[str]) -> None:
         """Abort these requests on an instance, now and once more a little later."""
@@ -50,12 +50,12 @@ class Aborter:
 
     @property
     def is_busy(self) -> bool:
-        """Whether an abort is on its way, or waits to be sent."""
+        """Return whether an abort is on its way, or waits to be sent."""
         return any(queue.is_busy for queue in self._queues.values())
 
 
 class _AbortQueue:
-    """The calls to one instance: those under way, which it owns, and the ids that wait."""
+    """The abort calls to one instance: it owns the calls under way, and keeps the ids that wait."""
 
     def __init__(
         self, worker: Worker, pools: UpstreamPools, authorization: bytes, loop: asyncio.AbstractEventLoop
@@ -72,7 +72,7 @@ class _AbortQueue:
         return bool(self._calls or self._waiting)
 
     def add(self, request_ids: Sequence[str]) -> None:
-        """Send what may be sent now, the rest as answers come."""
+        """Send as many calls as may be under way now, and the others as answers come."""
         self._waiting.extend(request_ids)
         if len(self._calls) >= CALLS_AT_ONCE:
             overdue_s = self._loop.time() - CALL_TIMEOUT_S
@@ -104,5 +104,5 @@ class _AbortQueue:
         self._loop.call_soon(self._send_next)
 
     def on_leg_stale(self, leg: UpstreamConnection) -> None:
-        self._waiting.appendleft(self._calls.pop(leg))  # to abort twice does no harm
+        self._waiting.appendleft(self._calls.pop(leg))  # aborting twice does no harm
         self._loop.call_soon(self._send_next)

@@ -89,7 +89,7 @@ class Attempt:
         prefill_head = route.prefill.request_head(target) + head
         prefill = start(route.prefill, owner, _PREFILL, number, prefill_head, on_new_connections, body, tail)
         if request.prompt.is_stream or decode_worker is None:
-            prefill.tells_body = True  # which may be an error
+            prefill.reports_body = True  # which may be an error
         prefill.keeps_reply = is_joined = request.scores.is_joined
         self._legs = [prefill, None]
         if decode_worker is not None:
@@ -99,7 +99,7 @@ class Attempt:
             self._legs[_DECODE] = decode
 
     def leg(self, kind: Leg) -> UpstreamConnection | None:
-        """The leg's connection; None once it has ended."""
+        """Return the leg's connection; None once it has ended."""
         return self._legs[kind]
 
     def forget_leg(self, leg: UpstreamConnection) -> None:
@@ -112,7 +112,7 @@ class Attempt:
         leg, self._legs[kind] = self._legs[kind], None
         if leg is None:
             return
-        leg.abort()  # it may still be relayed: its last bytes tell whether an error event fits behind them
+        leg.abort()  # it may still be relayed: its last bytes decide whether an error event fits behind them
         self.abort_on(leg.worker)
 
     def abort_on(self, worker: Worker) -> None:

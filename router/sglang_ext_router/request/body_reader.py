@@ -1,4 +1,4 @@
-"""Reads large request bodies in a process beside the router's, as other requests must not wait meanwhile.
+"""Reads large request bodies in another process, so that other requests do not wait meanwhile.
 
 A body of tens of megabytes takes a second and more to parse, under the interpreter's lock all the time, so that
 a thread would not help. The processes stay for the next body; a body that is large but simple, one long text say,
@@ -40,7 +40,7 @@ Outcome = ReadBody | BadRequestError | None
 
 
 def is_read_at_once(raw: bytes | bytearray, draw: Callable[[], float]) -> bool:
-    """Whether reading this body takes so little that it may be done on the event loop.
+    """Return whether this body can be read on the event loop, as that takes at most 10 ms.
 
     Its values are counted in samples, evenly spread from where `draw` says, in [0, 1): counting them all would take as
     long as parsing one long text. A part that is dense in values and long enough to matter cannot hide between them.
@@ -59,7 +59,7 @@ def is_read_at_once(raw: bytes | bytearray, draw: Callable[[], float]) -> bool:
 
 
 def count_values(raw: bytes | bytearray) -> int:
-    """At least as many as the JSON text has values; what looks like one inside a string counts too."""
+    """Return an upper bound of the number of values in JSON text; commas and brackets in strings count too."""
     return raw.count(b",") + raw.count(b"[") + raw.count(b"{")
 
 
@@ -76,7 +76,7 @@ class BodyReader:
     def read(
         self, path: bytes, raw: bytes | bytearray, is_http_11: bool, has_hints: bool, on_read: Callable[[Outcome], None]
     ) -> Future[Outcome]:
-        """What `read_body` makes of these arguments is told to `on_read` later, on the loop; None: it cannot be read.
+        """Call `on_read` later, on the loop, with the result of `read_body`; None: the body cannot be read.
 
         The future that is returned may be cancelled when its request is given up.
         """
@@ -85,7 +85,7 @@ class BodyReader:
         return future
 
     async def stop(self) -> None:
-        """End the processes; what is being read is not told."""
+        """End the processes; `on_read` is not called for bodies that are being read."""
         self._is_stopped = True
         while self._idle:
             self._end(self._idle.pop())
@@ -102,7 +102,7 @@ class BodyReader:
         self._loop.call_soon_threadsafe(on_read, None if error is not None else future.result())
 
     def _ask(self, path: bytes, raw: bytes | bytearray, is_http_11: bool, has_hints: bool) -> Outcome:
-        """In a thread."""
+        """Run in a thread, which waits for the other process."""
         try:
             process = self._idle.pop()
         except IndexError:  # asking first would leave time for the other thread to take it
@@ -152,7 +152,7 @@ class BodyReader:
 
 
 def serve_stdin() -> None:
-    """The process beside: reads bodies from standard input until it ends, answers each on standard output."""
+    """Run as the other process: read bodies from standard input until it ends, answer each on standard output."""
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     while True:
         try:
@@ -173,7 +173,7 @@ def serve_stdin() -> None:
 
 
 def _resident_kib() -> int:
-    """Memory of this process now. What `getrusage` tells is the most there ever was, before the fork too."""
+    """Return the memory of this process now. `getrusage` reports the maximum, including that before the fork."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * (resource.getpagesize() >> 10)
 
@@ -181,7 +181,7 @@ def _resident_kib() -> int:
 def _outcome(
     path: bytes, raw: bytes | bytearray, is_http_11: bool, has_hints: bool
 ) -> ReadBody | tuple[str, str | None]:
-    """What was read, without what the router has already or does not need of a large body; or the error's parts."""
+    """Read the body; leave out what the router has already or does not need. Return the parts of an error."""
     try:
         values = count_values(raw)
         if values > MAX_VALUES:

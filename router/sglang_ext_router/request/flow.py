@@ -346,7 +346,7 @@ class RequestFlow:
         assert protocol is not None
         if self._request.prompt.is_stream:
             if begins_unclear(leg):
-                leg.body_told = False  # ask again when more is there
+                leg.body_reported = False  # ask again when more is there
                 return
             status = stream_error_status(leg)
             if status is not None:

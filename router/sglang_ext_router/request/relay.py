@@ -80,11 +80,11 @@ class Relay:
 
     @property
     def is_open(self) -> bool:
-        """Whether the client still waits for its reply, or for the rest of it."""
+        """Return whether the client still waits for its reply, or for the rest of it."""
         return self._client is not None
 
     def begin_attempt(self, request_id: bytes, route: Route | None, scores: ScorePlan) -> None:
-        """The request is sent to instances; what an earlier attempt brought for a joined reply is void."""
+        """Prepare for the replies of a new attempt; parts of a joined reply from an earlier attempt are dropped."""
         self._record.request_id = request_id
         self.route = route
         self._scores = scores
@@ -96,7 +96,7 @@ class Relay:
         if self._client is not None:
             self._record.has_left = True
         self._client = None
-        self._note_built()
+        self._on_built()
 
     # -- an instance's reply ----------------------------------------------------------------------------
 
@@ -116,7 +116,7 @@ class Relay:
             self.answer_error(400, "a streamed reply needs HTTP/1.1")
             return False
         if self._is_own_head:
-            self._go_on(leg, head, rest)
+            self._continue_stream(leg, head, rest)
             return True
         leg.sink = self.write
         self._source = leg
@@ -128,7 +128,7 @@ class Relay:
         return True
 
     def write(self, data: bytes) -> None:
-        """More of the reply that is relayed."""
+        """Write more of the relayed reply."""
         client = self._client
         if client is not None:
             client.write(data)
@@ -138,7 +138,7 @@ class Relay:
         if leg is self._source:
             self._source = None
             if leg.sink is None and self._is_own_head:
-                self._tell_error(leg.status, as_error(reply_body(leg.raw), leg.status))
+                self._end_with_error(leg.status, as_error(reply_body(leg.raw), leg.status))
             else:
                 self._finish()
         elif self._joined is not None and leg.status == 200:
@@ -165,7 +165,7 @@ class Relay:
         client.write(_KEEP_ALIVE)
         self._kept_alive_s = now_s
 
-    def _go_on(self, leg: UpstreamConnection, head: bytes, rest: bytes) -> None:
+    def _continue_stream(self, leg: UpstreamConnection, head: bytes, rest: bytes) -> None:
         """Send an instance's reply behind the head that the client has."""
         self._source = leg
         if is_chunked(head) and leg.status == 200:
@@ -175,7 +175,7 @@ class Relay:
             self.take_complete(leg)
             leg.sink = None
 
-    def _tell_error(self, status: int, error: bytes) -> None:
+    def _end_with_error(self, status: int, error: bytes) -> None:
         """End a stream that the client has the head of by an error."""
         client = self._client
         if client is not None:
@@ -210,21 +210,21 @@ class Relay:
         self._builder.build(form, reply_body(prefill), decode_body, self._answer, lambda: self._client is not None)
 
     def _answer(self, body: bytes | BuildFailure) -> None:
-        """The reply is made, or cannot be."""
+        """Send the joined reply, or the error for one that cannot be made."""
         self.is_building = False
         if isinstance(body, BuildFailure):
             self.answer_error(503 if body is BuildFailure.OVERLOAD else 502, body.value)
-            self._note_built()
+            self._on_built()
             return
         client, self._client = self._client, None
         if client is not None:
             client.respond(200, body, extra=self._own_headers())
-        self._note_built()
+        self._on_built()
 
-    def _note_built(self) -> None:
-        told, self.when_built = self.when_built, None
-        if told is not None:
-            told()
+    def _on_built(self) -> None:
+        when_built, self.when_built = self.when_built, None
+        if when_built is not None:
+            when_built()
 
     def _finish(self) -> None:
         """The whole reply is written: the connection is free, the request may still have a prefill leg."""
@@ -241,7 +241,7 @@ class Relay:
         """Reply with an error of the router's own, unless the client has left."""
         if self._is_own_head:
             self._record.error = message
-            self._tell_error(status, replies.error_json(status, message, param, code))
+            self._end_with_error(status, replies.error_json(status, message, param, code))
             return
         client, self._client = self._client, None
         if client is None:
@@ -288,7 +288,7 @@ class Relay:
 
 
 def begins_unclear(leg: UpstreamConnection) -> bool:
-    """Whether too little of a stream is here to tell a token from an error."""
+    """Return whether too little of a stream is here to distinguish a token from an error."""
     body = leg.body_so_far()
     if body.startswith(_RESPONSE_CREATED):
         return _first_of_response(leg.raw) is None
@@ -312,9 +312,9 @@ def _first_of_response(raw: bytes) -> bytes | None:
 
 
 def stream_error_status(leg: UpstreamConnection) -> int | None:
-    """Status of the failure that a streamed reply begins with; None if it begins with a token.
+    """Return the status of the failure that a streamed reply begins with; None if it begins with a token.
 
-    The OpenAI endpoints say it as `{"error": ...}`, `/generate` as an output whose finish reason is abort.
+    The OpenAI endpoints report a failure as `{"error": ...}`, `/generate` as an output whose finish reason is abort.
     """
     body = leg.body_so_far()
     if body.startswith(_ERROR_EVENT):
@@ -331,7 +331,7 @@ def stream_error_status(leg: UpstreamConnection) -> int | None:
 
 
 def end_error_status(end: bytes) -> int | None:
-    """Status of the failure that a stream ended with, by its last events; None if it ended as it should."""
+    """Return the status of the failure in the last events of a stream; None if it ended as it should."""
     if _ERROR_EVENT in end:
         return find_int(end, b'"code":') or 500
     if _ABORTED_OUTPUT in end:
@@ -340,7 +340,7 @@ def end_error_status(end: bytes) -> int | None:
 
 
 def split_head(raw: bytes) -> tuple[bytes, bytes]:
-    """A reply's head without the blank line and without headers of the connection; the rest."""
+    """Split a reply into its head, without headers of the connection, and the rest from the blank line on."""
     split = raw.index(b"\r\n\r\n") + 2
     head = raw[:split]
     if b"onnection:" in head or b"eep-alive:" in head or b"EEP-ALIVE:" in head or b"ONNECTION:" in head:
@@ -349,12 +349,12 @@ def split_head(raw: bytes) -> tuple[bytes, bytes]:
 
 
 def is_chunked(head: bytes) -> bool:
-    """Whether the reply comes in chunks, which a client of HTTP/1.0 does not know."""
+    """Return whether the reply comes in chunks, which a client of HTTP/1.0 does not understand."""
     return b"\ntransfer-encoding:" in head.lower()
 
 
 def find_int(data: bytes, key: bytes) -> int | None:
-    """Value of the last `"key":<int>` in JSON text, without parsing all of it."""
+    """Return the value of the last `"key":<int>` in JSON text, without parsing all of it."""
     start = data.rfind(key)
     if start < 0:
         return None
@@ -368,7 +368,7 @@ def find_int(data: bytes, key: bytes) -> int | None:
 
 
 def route_headers(request_id: bytes, route: Route | None, queue_s: float) -> bytes:
-    """The router's own header lines: what was decided, unless `route` is None."""
+    """Return the router's own header lines; those of the route are left out where `route` is None."""
     if route is None:
         return b"x-request-id: %b\r\n" % request_id
     decode = route.decode
@@ -382,16 +382,16 @@ def route_headers(request_id: bytes, route: Route | None, queue_s: float) -> byt
 
 
 def as_error(body: bytes, status: int) -> bytes:
-    """An instance's error as OpenAI's clients read it in a stream, on one line."""
+    """Return an instance's error on one line, in the form that OpenAI's clients read in a stream."""
     try:
-        told = orjson.loads(body)
+        error = orjson.loads(body)
     except ValueError:
-        told = None
-    if not isinstance(told, dict):
+        error = None
+    if not isinstance(error, dict):
         return replies.error_json(status, "an instance refused the request")
-    return orjson.dumps(told if "error" in told else {"error": told})
+    return orjson.dumps(error if "error" in error else {"error": error})
 
 
 def reply_body(raw: bytes) -> bytes:
-    """Body of a reply with Content-Length, given as received."""
+    """Return the body of a reply with Content-Length, given as received."""
     return raw[raw.index(b"\r\n\r\n") + 4 :]

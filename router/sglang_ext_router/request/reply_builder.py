@@ -1,4 +1,4 @@
-"""Makes the client's reply of the instances' replies; large ones in a process beside, as other requests must not wait.
+"""Makes the client's reply from the instances' replies; large ones in another process, so that no request waits.
 
 The log-probabilities of a long prompt with a hundred alternatives at every position are tens of megabytes of JSON.
 """
@@ -23,7 +23,7 @@ MAX_INLINE_BYTES = 128 << 10  # of replies that are made at once: a few millisec
 MAX_PROCESSES = 2
 MAX_PENDING_BYTES = 512 << 20  # of replies that wait for a process or are in one
 _COMMAND = "from sglang_ext_router.request.reply_builder import build_from_stdin; build_from_stdin()"
-_BAD_REPLY = (ValueError, KeyError, TypeError, IndexError, AttributeError)  # whatever odd JSON makes of it
+_BAD_REPLY = (ValueError, KeyError, TypeError, IndexError, AttributeError)  # raised for replies of an unexpected shape
 
 
 class BuildFailure(Enum):
@@ -53,9 +53,9 @@ class ReplyBuilder:
         on_built: Callable[[bytes | BuildFailure], None],
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Tell `on_built` the reply's body or why there is none, at once or later.
+        """Call `on_built` with the reply's body or the reason why there is none, at once or later.
 
-        What is no longer wanted when its turn comes is not built, and `on_built` is not called.
+        A reply that is no longer wanted when its turn comes is not built, and `on_built` is not called.
         """
         size_bytes = len(prefill) + (0 if decode is None else len(decode))
         if size_bytes <= self._max_inline_bytes:
@@ -69,7 +69,7 @@ class ReplyBuilder:
             on_built(BuildFailure.OVERLOAD)
             return
         self._pending_bytes += size_bytes
-        task = self._loop.create_task(self._build_beside(form, prefill, decode, on_built, is_wanted))
+        task = self._loop.create_task(self._build_in_process(form, prefill, decode, on_built, is_wanted))
         self._tasks.add(task)
         task.add_done_callback(partial(self._done, size_bytes))
 
@@ -84,7 +84,7 @@ class ReplyBuilder:
             process.kill()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _build_beside(
+    async def _build_in_process(
         self,
         form: CompletionForm | None,
         prefill: bytes,
@@ -105,7 +105,7 @@ class ReplyBuilder:
                 on_built(BuildFailure.MISMATCH if body is None else body)
 
     def _run_process(self, form: CompletionForm | None, prefill: bytes, decode: bytes | None) -> bytes | None:
-        """In a thread, which only waits."""
+        """Run in a thread, which waits for the other process."""
         if self._is_stopped:
             return None
         sizes = [len(prefill), None if decode is None else len(decode)]
@@ -122,7 +122,7 @@ class ReplyBuilder:
 
 
 def build_from_stdin() -> None:
-    """The process beside: one reply from standard input to standard output; ends with 1 where it cannot be made."""
+    """Run as the other process: make one reply from standard input; exit with 1 where it cannot be made."""
     head = orjson.loads(sys.stdin.buffer.readline())
     prefill_bytes, decode_bytes = head["sizes"]
     prefill = sys.stdin.buffer.read(prefill_bytes)

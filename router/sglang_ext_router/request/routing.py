@@ -25,7 +25,7 @@ class Route(NamedTuple):
 
     decision: RouteDecision
     prefill: Worker
-    decode: Worker | None  # None: prefill serves alone
+    decode: Worker | None  # None: no decode leg
     is_spilled: bool
 
 
@@ -41,7 +41,7 @@ class NoInstanceError(Exception):
 
 
 class RoutePlanner:
-    """Holds what routing learns of the instances' prefix caches and asks the policies."""
+    """Chooses instances by the policies, and keeps what it learns of the instances' prefix caches."""
 
     def __init__(self, config: RouterConfig, registry: WorkerRegistry, draw: Callable[[], float]) -> None:
         self._registry = registry
@@ -51,7 +51,7 @@ class RoutePlanner:
         self._prefill_policy = prefill_policy(config.prefill_policy)
         self._decode_policy = decode_policy(config.decode_policy)
         self._allow_spill = config.pool_spill
-        # A long pool that computes one prompt on several instances is planned by its coordinator alone.
+        # A long pool that computes one prompt on several instances is planned only by its coordinator.
         may_overflow = config.pool_spill and not config.coordinator_url and config.pool_overflow_share > 0
         self._longest_wait_s = {
             LengthClass.SHORT: config.pool_overflow_share * config.controller_short_slo_secs if may_overflow else inf,
@@ -59,7 +59,7 @@ class RoutePlanner:
         }
         self._prefers_near = config.prefer_same_topology
         self._use_breakers = not config.disable_circuit_breaker
-        self._tokens_told = 0
+        self._replies_seen = 0
         self.index = PrefixIndex(config.prefix_index_blocks * BLOCK_BYTES, BLOCK_ENDS)
         for worker in registry:
             if worker.role.is_prefill:
@@ -68,12 +68,12 @@ class RoutePlanner:
     # -- size of the prompt -----------------------------------------------------------------------------
 
     def estimate_tokens(self, model: ModelPools, prompt: Prompt) -> int:
-        """Tokens of the longest single prompt: what decides class and fit."""
+        """Estimate the tokens of the longest single prompt, which decide class and fit."""
         known = prompt.longest_known_tokens or 0
         return max(known, model.estimator.estimate(prompt.longest_bytes)) if prompt.longest_bytes else max(1, known)
 
     def needs_exact_count(self, model: ModelPools, prompt: Prompt) -> bool:
-        """Whether estimate errors could change the class, or whether the prompt fits an instance."""
+        """Return whether the estimate's error could change the class, or whether the prompt fits an instance."""
         size_bytes = prompt.longest_bytes
         if not size_bytes:
             return False
@@ -84,16 +84,16 @@ class RoutePlanner:
         matched = self.index.matched(prompt.hashes)
         cached = 0
         if matched:
-            most_bytes = max([matched.get(worker.id, 0) for worker in model.ready_prefill], default=0)
-            cached = int(most_bytes * _tokens_per_byte(prompt, (low + high) // 2))
+            max_bytes = max([matched.get(worker.id, 0) for worker in model.ready_prefill], default=0)
+            cached = int(max_bytes * _tokens_per_byte(prompt, (low + high) // 2))
         return is_in_doubt(low, high, cached, self.boundary(model))
 
-    def most_cached_tokens(self, model: ModelPools, prompt: Prompt, prompt_tokens: int) -> int:
-        """Tokens of the prompt that the prefill instance with the longest prefix of it is believed to hold."""
+    def max_cached_tokens(self, model: ModelPools, prompt: Prompt, prompt_tokens: int) -> int:
+        """Return how many of the prompt's tokens the instance with the longest cached prefix is believed to hold."""
         return max(self._cached_tokens(prompt, prompt_tokens, model.ready_prefill), default=0)
 
     def boundary(self, model: ModelPools) -> FixedBoundary:
-        """Where short ends for a model: as the option says, else as its prefill instances do."""
+        """Return where short ends for a model: by the option, otherwise by its prefill instances."""
         return self._given_boundary or model.boundary
 
     # -- choice -----------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class RoutePlanner:
         prompt_tokens: int,
         now_s: float,
     ) -> tuple[Worker, PrefillLoad] | None:
-        """An instance of the other pool that has time for what the request's own pool makes wait."""
+        """Return an instance of the other pool that would begin the request sooner than its own pool."""
         own = set(pool.candidates)
         others = [
             i
@@ -209,7 +209,7 @@ class RoutePlanner:
         prompt_tokens: int,
         decodes: Sequence[Worker],
     ) -> tuple[PoolChoice, Sequence[Worker]]:
-        """The candidates of the request's revision, and its decode instances; every candidate has some."""
+        """Choose a revision; return its candidates and its decode instances, of which there is at least one."""
         revision = choose_revision(
             [prefills[i].revision for i in pool.candidates],
             [cached_tokens[i] for i in pool.candidates],
@@ -224,12 +224,12 @@ class RoutePlanner:
         )
 
     def _cached_tokens(self, prompt: Prompt, prompt_tokens: int, prefills: Sequence[Worker]) -> list[int]:
-        """Tokens of the prompt that each instance is believed to hold."""
+        """Return how many of the prompt's tokens each instance is believed to hold."""
         matched = self.index.matched(prompt.hashes)
         if not matched:
             return [0] * len(prefills)
         per_byte = _tokens_per_byte(prompt, prompt_tokens)
-        most = prompt_tokens - 1  # the last token is always computed anew
+        max_tokens = prompt_tokens - 1  # the last token is always computed again
         cached = []
         for worker in prefills:
             size_bytes = matched.get(worker.id)
@@ -237,11 +237,11 @@ class RoutePlanner:
                 cached.append(0)
             else:
                 tokens = int(size_bytes * per_byte)
-                cached.append(tokens if tokens < most else most)
+                cached.append(tokens if tokens < max_tokens else max_tokens)
         return cached
 
     def _usable(self, ready: Sequence[Worker], excluded: Set[int], now_s: float) -> Sequence[Worker]:
-        """Without open circuits and excluded instances, unless that leaves none."""
+        """Return the instances without open circuits and without excluded ones, unless that leaves none."""
         if self._use_breakers:
             closed = [worker for worker in ready if worker.breaker.can_try(now_s)]
             ready = closed or ready
@@ -254,40 +254,40 @@ class RoutePlanner:
     # -- learning ---------------------------------------------------------------------------------------
 
     def learn_route(self, prompt: Prompt, prefill: Worker) -> None:
-        """The prompt's prefix will be in this instance's cache."""
+        """Record that the prompt's prefix will be in this instance's cache."""
         self.index.record(prefill.id, prompt.hashes)
 
     def learn_not_prefilled(self, prompt: Prompt, prefill: Worker, held_tokens: int, prompt_tokens: int) -> None:
-        """The prefill did not end: what the instance did not hold before, it may not hold now."""
+        """Forget the part of the prompt that the instance did not hold before: its prefill did not end."""
         if prompt.hashes and self._registry.contains(prefill):
             held_bytes = (held_tokens + 1) / _tokens_per_byte(prompt, max(1, prompt_tokens))  # tokens were rounded down
             self.index.forget(prefill.id, prompt.hashes, int(held_bytes) if held_tokens else 0)
 
     def wants_token_count(self) -> bool:
-        """Whether to read a reply's token count: every one at first, then a sample of them."""
-        self._tokens_told += 1
-        return self._tokens_told < 256 or self._tokens_told % 8 == 0
+        """Return whether to read this reply's token count: that of every reply at first, then of a sample."""
+        self._replies_seen += 1
+        return self._replies_seen < 256 or self._replies_seen % 8 == 0
 
     def learn_tokens(self, model: ModelPools, prompt: Prompt, prompt_tokens: int) -> None:
-        """An instance told how many tokens the prompt had."""
+        """Learn from an instance's count of the prompt's tokens."""
         if prompt.sequence_count == 1 and prompt.text_bytes and not (prompt.images or prompt.audios):
             model.estimator.observe(prompt.text_bytes, prompt_tokens)
 
     def learn_boundary(self, prefill: Worker) -> None:
-        """A prefill instance told where short ends on it; of several that differ the middle one counts."""
+        """Learn where short ends on a prefill instance; of several that differ the middle boundary counts."""
         model = self._registry.models.get(prefill.model)
-        told = sorted(
-            one.length_boundary_tokens
-            for one in self._registry
-            if one.model == prefill.model and one.role.is_prefill and one.length_boundary_tokens is not None
+        boundaries = sorted(
+            worker.length_boundary_tokens
+            for worker in self._registry
+            if worker.model == prefill.model and worker.role.is_prefill and worker.length_boundary_tokens is not None
         )
-        if model is not None and told:
-            tokens = told[(len(told) - 1) // 2]
+        if model is not None and boundaries:
+            tokens = boundaries[(len(boundaries) - 1) // 2]
             if tokens != model.boundary.limit_tokens:
                 model.boundary = FixedBoundary(tokens)
 
     def learn_capacity(self, prefill: Worker) -> None:
-        """An instance told the size of its KV cache: it cannot hold more prefixes than that."""
+        """Learn the size of an instance's KV cache: it cannot hold more prefixes than that."""
         model = self._registry.models.get(prefill.model)
         if prefill.role.is_prefill and model is not None:
             size_bytes = prefill.kv_capacity_tokens * model.estimator.bytes_per_token
@@ -295,12 +295,12 @@ class RoutePlanner:
 
 
 def _able(decodes: Sequence[Worker], prompt_tokens: int) -> Sequence[Worker]:
-    """Those that could hold the prompt; all of them if none could."""
+    """Return the instances that could hold the prompt; all of them if none could."""
     return [worker for worker in decodes if prompt_tokens <= worker.max_prompt_tokens] or decodes
 
 
 def _pairs(prefills: Sequence[Worker], decodes: Sequence[Worker]) -> tuple[Sequence[Worker], Sequence[Worker]] | None:
-    """Those whose revision has both kinds; None if there are none."""
+    """Return the instances whose revision has both kinds; None if there are none."""
     revisions = {worker.revision for worker in prefills}.intersection([worker.revision for worker in decodes])
     if not revisions:
         return None

@@ -1,4 +1,4 @@
-"""What the requests of one router process share."""
+"""The objects that all requests of one router process share."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Services:
-    """One of each per process."""
+    """What `RequestFlow` and `Attempt` use: one object of each kind per process."""
 
     config: RouterConfig
     loop: asyncio.AbstractEventLoop
@@ -62,10 +62,10 @@ class Services:
     access_log: AccessLog | None
     pool_offers: PoolOffers | None = None  # with a coordinator that plans the long pool
     tracer: Tracer | None = None  # with a collector of traces
-    view: LiveView | None = None  # while there is a viewer: what is told to it
+    view: LiveView | None = None  # what its viewers are sent, while there are any
 
     def learn_prefix(self, prompt: Prompt, prefill: Worker) -> None:
-        """The prompt is in this instance's prefix cache, or will be."""
+        """Record that the prompt is in this instance's prefix cache, or will be."""
         if self.registry.contains(prefill):
             self.planner.learn_route(prompt, prefill)
             if self.siblings.shares_prefixes and prompt.hashes:

@@ -42,19 +42,19 @@ class PromptTokeniser:
 
 
 class Tokenisers:
-    """One for each tokenizer file, whichever models share it."""
+    """Keeps one tokenizer for each file; models may share it."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._by_file: dict[Path, PromptTokeniser | None] = {}
 
     def of(self, folder: str) -> PromptTokeniser | None:
-        """That of a local model folder; None where there is none that can be used."""
+        """Return the tokenizer of a local model folder; None where there is none that can be used."""
         file = Path(folder) / "tokenizer.json"
         if not folder or not file.is_file():
             return None
         if file not in self._by_file:
-            self._by_file[file] = None  # tried once, whatever comes of it
+            self._by_file[file] = None  # tried once
             try:
                 self._by_file[file] = PromptTokeniser(file, self._loop)
             except Exception as error:  # the library raises bare Exception

@@ -25,14 +25,14 @@ RESEND_WITHIN_S = 1.0
 MAX_IDLE_CONNECTIONS = 512
 _DECODE = Leg.DECODE
 MAX_HELD_BYTES = 1 << 20  # of a reply that is not relayed yet
-# A peer that is gone without a word (its machine lost power, a firewall forgot the connection) acknowledges nothing.
+# A peer that vanished (its machine lost power, a firewall forgot the connection) acknowledges nothing.
 UNACKNOWLEDGED_TIMEOUT_MS = 20_000
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 5, 3, 3
 _NEVER_S = float("-inf")
 
 
 class LegOwner(Protocol):
-    """What a leg reports to. `leg` is the connection; it belongs to the owner until it ends or is aborted."""
+    """Receives the events of a leg. `leg` is the connection; it belongs to the owner until it ends or is aborted."""
 
     def on_leg_head(self, leg: UpstreamConnection) -> None: ...
 
@@ -51,7 +51,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     __slots__ = (
         "_body_before",
-        "_head_told",
+        "_head_reported",
         "_is_between_chunks",
         "_is_fresh",
         "_kept",
@@ -63,8 +63,8 @@ class UpstreamConnection(asyncio.Protocol):
         "_request_end",
         "_tail",
         "attempt",
+        "body_reported",
         "body_started",
-        "body_told",
         "chunks",
         "has_connected",
         "idle_since_s",
@@ -77,10 +77,10 @@ class UpstreamConnection(asyncio.Protocol):
         "raw",
         "received_s",
         "reply_keeps_alive",
+        "reports_body",
         "sent_s",
         "sink",
         "status",
-        "tells_body",
         "transport",
     )
 
@@ -94,7 +94,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.owner: LegOwner | None = None
         self.kind = Leg.PREFILL
         self.attempt = 0
-        self.tells_body = False  # whether the owner hears of the start of the body
+        self.reports_body = False  # whether the owner gets `on_leg_body`
         self.has_connected = False
         self.received_s = _NEVER_S  # when its last bytes came, or reading went on
         self.is_paused = False
@@ -117,8 +117,8 @@ class UpstreamConnection(asyncio.Protocol):
         self.keeps_reply = False  # the whole reply is in `raw` once it is complete
         self._kept: list[bytes] = []  # what came of it behind the head; joined once, as it may be large
         self.reply_keeps_alive = False
-        self._head_told = False
-        self.body_told = False
+        self._head_reported = False
+        self.body_reported = False
 
     @property
     def worker(self) -> Worker:
@@ -138,7 +138,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._request_body = None
 
     def abort(self) -> None:
-        """Give the leg up: nothing more is told to its owner."""
+        """Give the leg up: its owner gets no further event."""
         self._take_owner()
         if self.transport is not None:
             self.transport.abort()
@@ -152,7 +152,7 @@ class UpstreamConnection(asyncio.Protocol):
             owner.on_leg_lost(self)
 
     def _take_owner(self) -> LegOwner | None:
-        """The owner, which hears of nothing any more."""
+        """Take the owner away, which gets no further event, and return it."""
         owner, self.owner = self.owner, None
         if owner is not None:
             self._pool.active.discard(self)
@@ -222,11 +222,11 @@ class UpstreamConnection(asyncio.Protocol):
         if self.is_complete and self._kept:
             self.raw = b"".join((self.raw, *self._kept))
             self._kept.clear()
-        if self.status and not self._head_told:
-            self._head_told = True
+        if self.status and not self._head_reported:
+            self._head_reported = True
             owner.on_leg_head(self)
-        if self.body_started and not self.body_told and self.tells_body and self.owner is owner:
-            self.body_told = True
+        if self.body_started and not self.body_reported and self.reports_body and self.owner is owner:
+            self.body_reported = True
             owner.on_leg_body(self)
         if self.is_complete and self.owner is owner:
             self._end(owner)
@@ -234,7 +234,7 @@ class UpstreamConnection(asyncio.Protocol):
             self.raw = self.raw[-MAX_HELD_BYTES // 2 :]  # a prefill's reply, of which only the end is read
 
     def eof_received(self) -> bool | None:
-        """Let asyncio close the connection: connection_lost tells the owner."""
+        """Let asyncio close the connection: connection_lost reports it to the owner."""
         return None
 
     def _end(self, owner: LegOwner) -> None:
@@ -315,7 +315,7 @@ class UpstreamPool:
         body: memoryview | None,
         end: bytes,
     ) -> UpstreamConnection:
-        """Send a request; what comes back is told to `owner`."""
+        """Send a request; `owner` gets the events of the reply."""
         idle = self._idle
         connection: UpstreamConnection | None = None
         while idle and not on_new_connection:
@@ -334,7 +334,7 @@ class UpstreamPool:
             self._connect(connection)
         connection.owner = owner
         connection.kind = kind
-        connection.tells_body = kind is _DECODE
+        connection.reports_body = kind is _DECODE
         connection.attempt = attempt
         connection.sent_s = self.loop.time()
         self.active.add(connection)
@@ -385,7 +385,7 @@ class UpstreamPool:
     @property
     def last_received_s(self) -> float:
         """When any of its open connections brought something."""
-        return max((one.received_s for one in (*self.active, *self._idle)), default=_NEVER_S)
+        return max((connection.received_s for connection in (*self.active, *self._idle)), default=_NEVER_S)
 
     @property
     def open_connections(self) -> int:
@@ -409,7 +409,7 @@ class UpstreamPool:
 
 
 def watch_peer(connected: socket.socket) -> None:
-    """Have the kernel end a connection whose peer is gone without a word, with or without data on its way."""
+    """Have the kernel end a connection whose peer has vanished, with or without data on its way."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
         (socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S),
@@ -440,7 +440,7 @@ class UpstreamPools:
         body: memoryview | None = None,
         end: bytes = b"",
     ) -> UpstreamConnection:
-        """Send a request to an instance; what comes back is told to `owner`. See `UpstreamConnection.send`."""
+        """Send a request to an instance; `owner` gets the events of the reply. See `UpstreamConnection.send`."""
         pool = self._pools.get(worker.id)
         if pool is None:
             pool = self._pools[worker.id] = UpstreamPool(worker, self._loop, self._tls)

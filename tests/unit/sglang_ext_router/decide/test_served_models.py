@@ -12,8 +12,8 @@ from sglang_ext_router.decide.served_models import (
     MAX_NAME_CHARACTERS,
     PairingFacts,
     find_model,
+    pairing_refusal,
     parse_alias,
-    why_refused,
 )
 
 PREFILL, DECODE = "http://prefill:1", "http://decode:1"
@@ -82,7 +82,7 @@ def test_a_pair_that_differs_is_refused(
 ) -> None:
     one, other = facts(PREFILL, **prefill), facts(DECODE, **decode)
     for candidate, serving in ((one, other), (other, one)):
-        refusal = why_refused(candidate, [serving])
+        refusal = pairing_refusal(candidate, [serving])
         assert refusal is not None
         assert "\n" not in refusal
         for word in (*words, PREFILL, DECODE, "m"):
@@ -106,17 +106,17 @@ def test_a_pair_that_differs_is_refused(
 )
 def test_a_pair_that_agrees_as_far_as_is_known_serves(prefill: dict[str, object], decode: dict[str, object]) -> None:
     one, other = facts(PREFILL, **prefill), facts(DECODE, **decode)
-    assert why_refused(one, [other]) is None
-    assert why_refused(other, [one]) is None
+    assert pairing_refusal(one, [other]) is None
+    assert pairing_refusal(other, [one]) is None
 
 
 def test_an_instance_is_not_compared_with_what_it_was() -> None:
-    assert why_refused(facts(PREFILL), [facts(PREFILL, page_size_tokens=1)]) is None
+    assert pairing_refusal(facts(PREFILL), [facts(PREFILL, page_size_tokens=1)]) is None
 
 
 def test_all_that_serve_are_looked_at() -> None:
     serving = [facts("http://a:1"), facts("http://b:1"), facts(DECODE, page_size_tokens=64)]
-    refusal = why_refused(facts(PREFILL), serving)
+    refusal = pairing_refusal(facts(PREFILL), serving)
     assert refusal is not None
     assert DECODE in refusal
 
@@ -134,5 +134,5 @@ def test_an_alias() -> None:
 def test_revisions_need_not_agree_in_anything() -> None:
     old = PairingFacts(PREFILL, "llama", kv_cache_dtype="auto", transfer_backend="nixl", revision="v1")
     new = PairingFacts(DECODE, "llama", kv_cache_dtype="fp8_e4m3", transfer_backend="mooncake", revision="v2")
-    assert why_refused(new, [old]) is None
-    assert "KV cache dtype" in (why_refused(new._replace(revision="v1"), [old]) or "")
+    assert pairing_refusal(new, [old]) is None
+    assert "KV cache dtype" in (pairing_refusal(new._replace(revision="v1"), [old]) or "")

@@ -56,7 +56,7 @@ def test_work_is_told_once_and_on_the_clock_of_the_router() -> None:
     assert (span.start_s, span.end_s) == (pytest.approx(101.0), pytest.approx(101.1))
     assert setup.ask() == "?since=1&most=64"
     assert len(setup.spans) == 1
-    assert (setup.reader.telling, setup.reader.silent, setup.reader.missed) == (1, 0, 0)
+    assert (setup.reader.reporting, setup.reader.silent, setup.reader.missed) == (1, 0, 0)
 
 
 def test_what_ended_before_the_page_was_opened_is_not_told() -> None:
@@ -86,7 +86,7 @@ def test_another_reader_is_told_all_that_is_kept_and_nothing_counts_as_missed() 
     for number in range(3):
         setup.run(101.0 + number)
     setup.ask()
-    setup.reader.begin_anew()
+    setup.reader.restart()
     assert setup.ask() == "?since=0&most=64"
     assert len(setup.spans) == 6
     assert setup.reader.missed == 0
@@ -128,13 +128,13 @@ def test_a_restarted_instance_is_told_of_again() -> None:
 def test_an_instance_that_does_not_tell_is_counted_as_silent(answer: object) -> None:
     setup = Setup()
     setup.reader.take(setup.worker, answer)
-    assert (setup.reader.telling, setup.reader.silent) == (0, 1)
+    assert (setup.reader.reporting, setup.reader.silent) == (0, 1)
     assert setup.spans == []
     setup.run(101.0)
     setup.ask()  # it has been updated
-    assert (setup.reader.telling, setup.reader.silent, len(setup.spans)) == (1, 0, 1)
+    assert (setup.reader.reporting, setup.reader.silent, len(setup.spans)) == (1, 0, 1)
     setup.reader.keep([8])
-    assert (setup.reader.telling, setup.reader.silent) == (0, 0)
+    assert (setup.reader.reporting, setup.reader.silent) == (0, 0)
 
 
 @pytest.mark.parametrize("instances", [1, 8, 50, 200, 1000])
