@@ -1,4 +1,4 @@
-"""How many requests may be under way, and in which order the others wait: earliest effective deadline first.
+"""Admission: it bounds the requests under way; the others wait, earliest effective deadline first.
 
 A request's effective deadline is the earlier of its own and its arrival plus the queue's timeout. Requests
 without a deadline therefore age: none that arrives later than a queue timeout after them can pass them.
@@ -17,7 +17,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 class AdmissionOutcome(Enum):
-    """What became of a request that was offered."""
+    """The result of offering a request."""
 
     ADMITTED = "admitted"
     QUEUED = "queued"
@@ -106,7 +106,7 @@ class AdmissionQueue(Generic[T]):
         return AdmissionOutcome.QUEUED
 
     def release(self, now_s: float) -> list[T]:
-        """One admitted item has ended; return the items admitted in its place, in order.
+        """Give back the place of an admitted item that has ended; return the items admitted instead, in order.
 
         Items that have expired meanwhile are not admitted; the next `expire` returns them.
         """

@@ -1,4 +1,4 @@
-"""When to stop sending to an instance that fails, and how to find out that it has recovered.
+"""A circuit breaker: it stops requests to an instance that fails, and finds out when the instance has recovered.
 
 The states are the usual three. Two things are not. A burst is one piece of evidence: a failure counts only if
 its request was started after the last counted failure was seen, so a hundred requests that die together do not
@@ -82,7 +82,7 @@ class CircuitBreaker:
         return self._state
 
     def can_try(self, now_s: float) -> bool:
-        """Whether a request may be sent now."""
+        """Return whether a request may be sent now."""
         if self._state is _CLOSED:
             return True
         if self.state(now_s) is _OPEN:

@@ -18,7 +18,7 @@ class DecodePolicy(Protocol):
 
 
 def fits(load: DecodeLoad, prompt_tokens: int) -> bool:
-    """Whether the instance can ever hold a prompt of this length; what is free just now does not matter."""
+    """Return whether the instance can ever hold a prompt of this length; what is free just now does not matter."""
     return prompt_tokens <= load.max_prompt_tokens
 
 

@@ -1,4 +1,4 @@
-"""What several policies share: positions out of one random draw, and fair turns among a changing set."""
+"""Helpers of several policies: positions out of one random draw, and fair turns among a changing set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Kubernetes' EndpointSlices say about the instances: who is there, in which role, and who is on its way out.
+"""The instances in Kubernetes' EndpointSlices: which are there, in which role, and which are terminating.
 
 A slice lists endpoints of one Service. An endpoint may be in several slices at a time, and comes and goes with its pod:
 not ready while the model is loaded, ready, `terminating` while it finishes what it has, gone. A pod that replaces
@@ -30,7 +30,7 @@ _ROLES = {
 
 
 class EndpointState(StrEnum):
-    """What the cluster wants of an endpoint."""
+    """The state that the cluster wants of an endpoint."""
 
     SERVING = "serving"
     DRAINING = "draining"  # nothing new: its pod ends, or says that it is not ready
@@ -64,7 +64,7 @@ def parse_selector(text: str) -> dict[str, str]:
 
 
 class RoleRules(NamedTuple):
-    """How a slice's role is found: by the first selector that its labels match, else by the label `ROLE_LABEL`."""
+    """Finds a slice's role: by the first selector that its labels match, otherwise by the label `ROLE_LABEL`."""
 
     selectors: Sequence[tuple[Mapping[str, str], Role]] = ()
 
@@ -183,7 +183,7 @@ class ChangeKind(StrEnum):
 
 
 def reconcile(held: Mapping[str, Endpoint], wanted: Mapping[str, Endpoint]) -> list[Change]:
-    """What leads from the endpoints that were taken over to those that the cluster has.
+    """Return the changes from the endpoints that were taken over to those that the cluster has.
 
     One that is not ready is added once it is. Another pod, role, bootstrap port or revision at the same address is
     another instance: what was there goes, and what is there now comes when it serves. A pod does not move, so another

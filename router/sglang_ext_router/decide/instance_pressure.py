@@ -33,7 +33,7 @@ MIN_RECOVERY_RATE = 0.05  # instances' worth of falling backlog, per instance, t
 
 
 class InstanceSignals(NamedTuple):
-    """What one instance says of itself."""
+    """The load that one instance reports."""
 
     short_backlog_s: float  # predicted time to prefill what is queued there, by class
     long_backlog_s: float
@@ -51,7 +51,7 @@ class InstanceSignals(NamedTuple):
 
     @property
     def is_usable(self) -> bool:
-        """Whether a decision may rest on it: all numbers finite and none negative."""
+        """Return whether a decision may rest on the report: all numbers are finite and none is negative."""
         return all(math.isfinite(value) and value >= 0.0 for value in self)
 
 
@@ -101,7 +101,7 @@ class PressureSettings:
 
 
 class DecisionReason(StrEnum):
-    """Why an instance is moved, or none is. Bounded: these are metric labels."""
+    """The reason why an instance is moved, or none is. Bounded: these are metric labels."""
 
     PRESSURE = "pressure"  # move: the other pool is pressed more
     BELOW_MINIMUM = "below_minimum"  # move: the other pool has fewer instances than it must
@@ -135,7 +135,7 @@ class PoolView(NamedTuple):
 
 
 class _Estimate(NamedTuple):
-    """Of one length class, wherever it is served, smoothed. In instances, that is seconds of work per second."""
+    """The smoothed load of one length class on all instances, in instances: seconds of work per second."""
 
     offered: float
     settled: float  # the same, smoothed for longer: it distinguishes a change of the load from noise
@@ -151,7 +151,7 @@ class _Memory(NamedTuple):
 
 
 class ControllerState(NamedTuple):
-    """What the controller carries from round to round. Start with `ControllerState()`."""
+    """The state of the controller between two rounds. Start with `ControllerState()`."""
 
     observed_s: float | None = None
     # worker id → pool, short and long backlog (s) when last observed
@@ -179,7 +179,7 @@ class ControllerState(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What one round came to. Without a proposal `reason` says why not."""
+    """The result of one round. Without a proposal, `reason` says why."""
 
     proposal: MoveProposal | None
     reason: DecisionReason
@@ -197,7 +197,7 @@ def pressure(signals: InstanceSignals, settings: PressureSettings) -> float:
 def decide(
     instances: Sequence[PoolInstance], settings: PressureSettings, state: ControllerState, now_s: float
 ) -> Decision:
-    """One round of Algorithm 2 over the instances that take requests; to be called every control period.
+    """Run one round of Algorithm 2 over the instances that take requests; called every control period.
 
     A round with a missing or unusable report decides nothing. The caller carries the proposal out, or not, and
     tells the outcome with `ControllerState.after_move` or `after_failed_move` before it asks again.
@@ -344,7 +344,7 @@ def _is_recovering(
     estimate: _Estimate,
     settings: PressureSettings,
 ) -> bool:
-    """Whether the backlog that presses the pool is on its way out: more instances would come too late."""
+    """Return whether the pool's backlog is shrinking already: more instances would come too late."""
     serving = pools[target] or pools[_other(target)]
     backlog_s = sum(one.signals.class_backlog_s(target) for one in serving if one.signals is not None)
     falling = -(estimate.trend or 0.0)
@@ -387,7 +387,7 @@ def _pool_pressure(
 
 
 def _part(signals: InstanceSignals, length_class: LengthClass, *, is_stray: bool) -> InstanceSignals:
-    """What one class contributes to an instance's signals; tardiness is known only for the instance's own class."""
+    """Return what one class contributes to an instance's signals; tardiness is known only for its own class."""
     stray, total = signals.stray_utilisation, signals.utilisation
     return signals._replace(
         short_backlog_s=signals.short_backlog_s if length_class is _SHORT else 0.0,

@@ -34,7 +34,7 @@ class LeaseSettings(NamedTuple):
 
 
 class LeaseAction(Enum):
-    """What to do about a lease that was just read."""
+    """The action for a lease that was just read."""
 
     CREATE = "create"
     WRITE = "write"  # renew it, or take it over
@@ -55,7 +55,7 @@ class Leadership:
         self._renewed_s = float("-inf")
 
     def is_leader(self, now_s: float) -> bool:
-        """Whether this candidate may act now."""
+        """Return whether this candidate may act now."""
         return now_s < self._renewed_s + self.settings.renew_deadline_s
 
     def on_read(self, lease: LeaseRecord | None, now_s: float) -> LeaseAction:

@@ -54,7 +54,7 @@ def choose_revision(
 
 
 def common_domains(one: str, other: str) -> int:
-    """How many domains two places have in common, from the widest on: 0 for places that have nothing in common."""
+    """Return how many domains two places share, from the widest on: 0 for places that share none."""
     common = 0
     for own, others in zip(one.split(TOPOLOGY_SEPARATOR), other.split(TOPOLOGY_SEPARATOR), strict=False):
         if not own or own != others:

@@ -15,7 +15,7 @@ class Leg(IntEnum):
 
 
 class FailureReason(StrEnum):
-    """Why the router itself, and no instance, answers a request with an error."""
+    """The reason for an error of the router's own."""
 
     NO_INSTANCE = "no_instance"
     CONNECT_FAILED = "connect_failed"

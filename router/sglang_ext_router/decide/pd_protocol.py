@@ -100,7 +100,7 @@ class RetryPolicy:
 
 
 class RequestPhase(Enum):
-    """Where a request stands."""
+    """The phase of a request."""
 
     NEW = "new"
     OPEN = "open"  # both legs sent, nothing relayed
@@ -196,7 +196,7 @@ class PDProtocol:
 
     @property
     def is_over(self) -> bool:
-        """Whether `RequestFinished` has come out."""
+        """Return whether `RequestFinished` has been returned."""
         return self._phase is _OVER
 
     # ---- events: each mutates the protocol's state and returns what to do, in order ----

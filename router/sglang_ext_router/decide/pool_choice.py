@@ -19,7 +19,7 @@ _SHORT_CLASS, _LONG_CLASS = LengthClass.SHORT, LengthClass.LONG
 
 
 class Boundary(Protocol):
-    """Where short ends. A fitted cost model gives LAPS's L_m(H); until there is one, a fixed limit serves."""
+    """Where short prompts end. A fitted cost model gives LAPS's L_m(H); until there is one, a fixed limit serves."""
 
     def new_tokens_limit(self, cached_tokens: int) -> int:
         """Most new tokens of a short prefill whose prefix of `cached_tokens` is in the cache."""
@@ -46,7 +46,7 @@ def classify(new_tokens: int, cached_tokens: int, boundary: Boundary) -> LengthC
 
 
 def is_in_doubt(low_tokens: int, high_tokens: int, cached_tokens: int, boundary: Boundary) -> bool:
-    """Whether a prompt of `low_tokens` to `high_tokens` (cached ones included) could be of either class.
+    """Return whether a prompt of `low_tokens` to `high_tokens` (cached ones included) could be of either class.
 
     Only then is counting its tokens exactly worth the time.
     """

@@ -18,7 +18,7 @@ VERIFY_PAUSE_S = 0.1  # between two readings of an instance's mode
 
 
 class MoveOutcome(StrEnum):
-    """How a move ended. Bounded: these are metric labels."""
+    """The outcome of a move. Bounded: these are metric labels."""
 
     MOVED = "moved"
     FAILED = "failed"  # nothing has changed, or what had was taken back
@@ -27,7 +27,7 @@ class MoveOutcome(StrEnum):
 
 
 class MovePhase(StrEnum):
-    """Where a move is."""
+    """The phase of a move."""
 
     NEW = "new"
     DRAINING = "draining"  # nothing new is sent there
@@ -40,7 +40,7 @@ class MovePhase(StrEnum):
 
 
 class MovePlan(NamedTuple):
-    """What shall be moved."""
+    """An instance and the pool that it shall be moved to."""
 
     source: LengthClass
     target: LengthClass

@@ -126,7 +126,7 @@ class PrefillPowerOfTwo:
 
 
 class CacheAware:
-    """As sglang_router's `cache_aware`, with its defaults.
+    """Choose as sglang_router's `cache_aware` does, with its defaults.
 
     When the pool is out of balance (most in flight > least + `balance_abs` and > least * `balance_rel`) the
     shortest queue; else the longest cached prefix, if it is at least `cache_threshold` of the prompt; else

@@ -1,4 +1,4 @@
-"""How far a prefill instance has come with what it was sent, by what the router sees of it: which prefills ended when.
+"""An estimate of a prefill instance's progress, from the times at which the router saw its prefills end.
 
 Without this an instance near the end of a large batch looks as loaded as an instance that has just begun it.
 """
@@ -27,7 +27,7 @@ class PrefillProgress:
         self._tokens = pending_tokens if pending_tokens <= ONE_ITERATION_TOKENS else 0
 
     def computed_tokens(self, now_s: float, tokens_per_s: float) -> int:
-        """How many of its pending tokens it should have computed by now. Never negative."""
+        """Return how many of its pending tokens it should have computed by now; never negative."""
         tokens = (now_s - self._since_s) * tokens_per_s
         if tokens <= 0:
             return 0

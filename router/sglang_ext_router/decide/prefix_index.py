@@ -1,4 +1,4 @@
-"""What each prefill instance is believed to have in its prefix cache, by hashes of the prompt's blocks.
+"""The blocks that each prefill instance is believed to have in its prefix cache, by the hashes of a prompt's blocks.
 
 The router learns it from what it routed and from what the engines report. A block's hash covers the prompt from its
 start to the block's end, so prompts make a tree: what they share is a path from its root. A node is a run of blocks
@@ -187,7 +187,7 @@ class PrefixIndex:
                 self._drop(worker_id, cache, cache.ring.newer, 0)
 
     def matched(self, hashes: Sequence[int]) -> dict[int, int]:
-        """How much of a prompt's start each worker is believed to have; nothing: the worker is left out."""
+        """Return how many bytes of a prompt's start each worker is believed to have; none: it is left out."""
         sizes: dict[int, int] = {}
         total = len(hashes)
         if not total:
@@ -341,7 +341,7 @@ class PrefixIndex:
 
 
 def _ends_a_prompt(worker_id: int, holding: _Holding) -> bool:
-    """Whether the worker has all that comes before, and nothing that builds on it."""
+    """Return whether the worker has all that comes before, and nothing that builds on it."""
     node = holding.node
     if holding.count == len(node.run) and any(worker_id in child.holdings for child in node.children.values()):
         return False
@@ -365,7 +365,7 @@ def _blocks_to(holding: _Holding) -> list[int]:
 
 
 def _common(run: Sequence[int], hashes: Sequence[int], start: int) -> int:
-    """How many blocks `run` shares with `hashes[start:]`: as hashes are chained, none behind the first difference."""
+    """Return how many blocks `run` shares with `hashes[start:]`: hashes are chained, so none after a difference."""
     high = min(len(run), len(hashes) - start)
     if run[high - 1] == hashes[start + high - 1]:
         return high

@@ -1,4 +1,4 @@
-"""How many retries the router may send: a share of its requests, so that retries never make an outage worse.
+"""A budget of retries: a share of the router's requests, so that retries never make an outage worse.
 
 As Finagle's budget (retries within a window are at most a share of the requests within it, and a few a second whatever
 the load) and Envoy's (the requests that are under way count).
@@ -33,7 +33,7 @@ class RetryBudget:
         self._requests = [0] * SLOTS
         self._retries = [0] * SLOTS
 
-    def note_request(self, now_s: float) -> None:
+    def record_request(self, now_s: float) -> None:
         """A request is sent for the first time."""
         self._advance(now_s)
         self._requests[self._slot % SLOTS] += 1

@@ -1,4 +1,4 @@
-"""How many tokens a prompt has, from its bytes, without tokenising: calibrated by what the engines report.
+"""An estimate of a prompt's tokens from its bytes, calibrated by the counts that the engines report.
 
 tokens ≈ bytes * slope + overhead, fitted by least squares on relative errors with exponential forgetting. The
 slope is one over the bytes per token of the traffic's language; the overhead is what the chat template adds.
@@ -107,7 +107,7 @@ class TokenEstimator:
         self._fit()
 
     def _is_size_known(self, prompt_bytes: int) -> bool:
-        """Whether prompts of about this size are among the recent samples: a fit does not reach beyond them."""
+        """Return whether prompts of about this size are among the recent samples: a fit does not reach beyond them."""
         if self._samples < _TRUSTED_SAMPLES:
             return False
         bits = min(prompt_bytes.bit_length(), _MAX_SIZE_BITS)

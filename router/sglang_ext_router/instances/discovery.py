@@ -45,7 +45,7 @@ _STRANGE_ANSWER = (ValueError, LookupError, TypeError, AttributeError)  # of som
 
 
 class DiscoveryState(NamedTuple):
-    """How well this process knows the cluster."""
+    """The state of this process's view of the cluster."""
 
     is_connected: bool  # False while the API server does not answer or refuses
     sync_age_s: float | None  # since it last answered or sent an event; None before everything was listed
@@ -76,11 +76,11 @@ class Discovery:
 
     @property
     def has_listed(self) -> bool:
-        """Whether the cluster's state has been seen once."""
+        """Return whether the cluster's state has been seen once."""
         return len(self._listed) == len(self._tables)
 
     def state(self) -> DiscoveryState:
-        """For metrics: of several watches the one that is worst."""
+        """Return the state for metrics: of several watches the worst."""
         states = [endpoint.state for endpoint in self._held.values()]
         return DiscoveryState(
             is_connected=self.has_listed and not self._failing,
@@ -210,7 +210,7 @@ def address_of(endpoint: Endpoint) -> WorkerAddress:
 
 
 def role_rules(config: RouterConfig) -> RoleRules:
-    """Of the selector options; RouterConfigError names one that is none."""
+    """Read the selector options. Raises RouterConfigError, naming the one that is no selector."""
     selectors = []
     for option, text, role in (
         ("--prefill-short-selector", config.prefill_short_selector, Role.SHORT),

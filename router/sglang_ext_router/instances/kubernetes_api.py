@@ -1,4 +1,4 @@
-"""As much of Kubernetes' API as the router needs: to list and watch objects of one kind, to read and write one."""
+"""The part of Kubernetes' API that the router needs: to list and watch objects of one kind, to read and write one."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class KubernetesApi:
     async def send(
         self, method: str, path: str, body: dict[str, Any] | None = None, accepted: Sequence[int] = (200,)
     ) -> tuple[int, dict[str, Any]]:
-        """One request for one object: status and answer; ApiAnswerError for a status that is not `accepted`."""
+        """Send a request for one object; return status and answer. Raises ApiAnswerError unless it is `accepted`."""
         timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
         data = None if body is None else orjson.dumps(body)
         headers = self._headers() | ({} if body is None else {"Content-Type": "application/json"})
@@ -130,7 +130,7 @@ async def _check(reply: aiohttp.ClientResponse) -> None:
 
 
 def connect_kubernetes(config: RouterConfig) -> Callable[[], KubernetesApi]:
-    """How to reach the API server: by options, or as a pod does. RouterConfigError where neither will do."""
+    """Return a function that connects to the API server: by options, or as a pod does. Raises RouterConfigError."""
     url = config.kubernetes_url
     if not url:
         host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT")
@@ -154,7 +154,7 @@ def connect_kubernetes(config: RouterConfig) -> Callable[[], KubernetesApi]:
 
 
 def own_namespace() -> str:
-    """Of the pod that this runs in; `default` outside a cluster."""
+    """Return the namespace of the pod that this runs in; `default` outside a cluster."""
     try:
         return (ACCOUNT_FOLDER / "namespace").read_text(encoding="utf-8").strip()
     except OSError:

@@ -46,7 +46,7 @@ class InstanceReport(NamedTuple):
     utilisation: float
 
     def signals(self, pool: LengthClass) -> InstanceSignals:
-        """What the controller judges a member of this pool by."""
+        """Return the signals by which the controller judges a member of this pool."""
         own, stray = (self.short, self.long) if pool is LengthClass.SHORT else (self.long, self.short)
         return InstanceSignals(
             self.short.backlog_s,

@@ -1,4 +1,4 @@
-"""What the coordinator of the long pool says of it, asked every now and then and kept for GET /pools.
+"""The status of the long pool's coordinator, polled and kept for GET /pools.
 
 No request waits for this: a coordinator that is away, slow or says nonsense is shown as such and nothing else.
 """
@@ -61,12 +61,12 @@ class LongPoolMonitor:
 
     @property
     def read_s(self) -> float | None:
-        """When the latest answer came, on the monitor's clock."""
+        """Return when the latest answer came, on the monitor's clock."""
         return self._read_s
 
     @property
     def is_answering(self) -> bool:
-        """Whether the latest answer was one."""
+        """Return whether the latest answer was a usable status."""
         return self._problem is None
 
     def describe(self) -> dict[str, Any]:
@@ -120,7 +120,7 @@ _NOTHING = ("model", "arrivals_per_s", "members", "requests", "recent")
 
 
 def read_status(answer: object) -> dict[str, Any]:
-    """What people want to see of a coordinator's /status. StatusError names what is not as it should be."""
+    """Return the part of a coordinator's /status that is shown. Raises StatusError, naming what is wrong in it."""
     status = _object(answer, "the answer")
     members = [_object(one, "a member") for one in _list(status, "members")]
     former = [_object(one, "a former member") for one in _list(status, "former_members")]
@@ -204,7 +204,7 @@ def _prompt(one: Mapping[str, Any], names: Mapping[str, str], offset_s: float) -
 
 
 def pool_spans(answer: object, offset_s: float) -> list[SeenSpan]:
-    """What the members of a long pool did, of the latest prompts; `offset_s` as for `pool_prompts`."""
+    """Return what the members of a long pool did for the latest prompts; `offset_s` as for `pool_prompts`."""
     try:
         timeline = timeline_of(answer, SHOWN_REQUESTS)
     except TimelineError:

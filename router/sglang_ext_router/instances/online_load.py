@@ -1,4 +1,4 @@
-"""How long requests of online clients wait for their prefill, and how much work lies before them: `GET /load`.
+"""The waits of online clients' requests for their prefill, and the work before them: `GET /load`.
 
 A batch run reads it to yield to them: low priority does not keep the requests that it has already sent from standing
 before a request that comes next.

@@ -30,7 +30,7 @@ MAX_UNCACHED = 1024  # prompts that were sent, and that the coordinator may stil
 
 
 class OfferOutcome(StrEnum):
-    """What became of a prompt that could be offered. Bounded: these are metric labels."""
+    """The outcome for a prompt that could be offered. Bounded: these are metric labels."""
 
     NAMED = "named"  # the coordinator has named an instance, which gets it
     AWAY = "away"  # the coordinator does not answer, or its connection has ended
@@ -77,7 +77,10 @@ class PoolOffers:
         self._counts[outcome.value] = self._counts.get(outcome.value, 0) + 1
 
     def wants(self, request: PreparedRequest) -> bool:
-        """Return whether to ask the coordinator: a long prompt that members may share, and no instance holds half of."""
+        """Return whether to ask the coordinator.
+
+        It is asked about a long prompt that members may share, and of which no instance holds half.
+        """
         prompt, planner = request.prompt, self._planner
         if request.prompt_tokens <= planner.boundary(request.model).limit_tokens:
             return False

@@ -197,7 +197,7 @@ class Prober:
             self._on_info(worker)
 
     async def refusal(self, address: WorkerAddress) -> str | None:
-        """Why an instance must not be added; None if it may, or does not answer yet: its checks judge it then."""
+        """Return why an instance must not be added; None if it may, or does not answer yet and is checked later."""
         assert self._session is not None
         try:
             async with asyncio.timeout(min(REGISTRATION_TIMEOUT_S, self._config.health_check_timeout_secs)):
@@ -209,7 +209,7 @@ class Prober:
             return None
 
     def _refusal(self, role: Role, facts: PairingFacts, info: Mapping[str, Any]) -> str | None:
-        """Why an instance does not fit its role, or those that serve its model.
+        """Return why an instance does not fit its role, or the others that serve its model.
 
         One that is out for a moment still counts: a misfit must not take the place of all others when they come back.
         """
@@ -263,7 +263,7 @@ class Prober:
             await asyncio.sleep(max(0.0, asked_s + config.liveness_interval_secs - loop.time()))
 
     async def _is_alive(self, worker: Worker) -> bool:
-        """Whether the instance's machine or process shows any sign of life within the timeout."""
+        """Return whether the instance's machine or process shows any sign of life within the timeout."""
         asking = asyncio.get_running_loop().create_task(self._ask_for_life(worker))
         try:
             # In steps: what has arrived while this process itself stood still is read before time is up.
@@ -356,7 +356,7 @@ def _unallocated_tokens(rank: dict[str, Any]) -> int:
 
 
 def read_facts(url: str, info: Mapping[str, Any], given_revision: str | None = None) -> PairingFacts:
-    """What an instance's `/server_info` says of what those that serve one model must agree in.
+    """Return the facts of an instance's `/server_info` in which all instances of one model must agree.
 
     A revision that it was given here wins over its own.
     """
@@ -381,7 +381,7 @@ def _extension(info: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _element_type(info: Mapping[str, Any]) -> str | None:
-    """What an instance that does not tell it keeps in its KV cache; None where that is for its model to say."""
+    """Return the KV dtype of an instance that does not report it; None where its model decides."""
     given = _text(info.get("dtype"))
     if info.get("kv_cache_dtype") != AUTO or given == AUTO:
         return None

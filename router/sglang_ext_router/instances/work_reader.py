@@ -1,4 +1,4 @@
-"""What prefill instances did, for the lanes of the live page: asked for with their queues, while a page is open.
+"""The work of prefill instances for the lanes of the live page: polled with their queues, while a page is open.
 
 Every instance has a cursor, so that an answer has what is new, and no more than the messages of the page have room for.
 Its clock is put onto the router's by the answers themselves.

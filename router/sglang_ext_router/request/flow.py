@@ -286,7 +286,7 @@ class RequestFlow:
             is_single_sequence=request.prompt.sequence_count == 1,
             needs_decode=needs_decode,
         )
-        services.retry_budget.note_request(services.loop.time())
+        services.retry_budget.record_request(services.loop.time())
         self._act(protocol.start())
 
     def _start_attempt(self, number: int, on_new_connections: bool) -> None:

@@ -68,7 +68,7 @@ def read_headers(headers: Sequence[tuple[bytes, bytes]], authorization: bytes, r
 
 
 class ReadBody(NamedTuple):
-    """What a body says, and what the instances get of it; it can be passed between processes."""
+    """The content of a body, and the body for the instances; it can be passed between processes."""
 
     model: str | None  # as the client names it; None or empty: it does not
     prompt: Prompt
@@ -151,7 +151,7 @@ class PreparedRequest:
     def message(
         self, bootstrap_json: bytes, room: int, made_id: bytes, now_s: float
     ) -> tuple[bytes, memoryview | None, bytes]:
-        """What both instances get behind their own request heads: the last headers, then the body.
+        """Return what follows the request head of each instance: the last headers, then the body.
 
         The middle one of the three parts is most of a large body, which is not copied; of a small one it is None.
         """

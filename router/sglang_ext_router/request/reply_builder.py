@@ -27,7 +27,7 @@ _BAD_REPLY = (ValueError, KeyError, TypeError, IndexError, AttributeError)  # ra
 
 
 class BuildFailure(Enum):
-    """Why there is no reply."""
+    """The reason why there is no reply."""
 
     MISMATCH = "the instances' replies do not match"
     OVERLOAD = "too many large replies are being put together; try again later"

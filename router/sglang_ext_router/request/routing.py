@@ -1,4 +1,4 @@
-"""From a measured prompt for one model to the two instances that serve it."""
+"""The choice of the two instances that serve a measured prompt for one model."""
 
 from __future__ import annotations
 

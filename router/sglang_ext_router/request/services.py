@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Services:
-    """What `RequestFlow` and `Attempt` use: one object of each kind per process."""
+    """The objects that `RequestFlow` and `Attempt` use: one of each kind per process."""
 
     config: RouterConfig
     loop: asyncio.AbstractEventLoop

@@ -287,7 +287,7 @@ class UpstreamConnection(asyncio.Protocol):
         return self._body_before + self._last_body if self._body_before else self._last_body
 
     def tail_ends_an_event(self) -> bool:
-        """Whether what was relayed so far ends at a chunk border behind a whole event, so that one more fits."""
+        """Return whether the relayed bytes end at a chunk border behind a whole event, so that one more event fits."""
         # Behind a chunk there must not even be a part of the next one's size.
         is_at_border = self._is_between_chunks and (self._tail or self.raw).endswith(b"\n\r\n")
         return is_at_border and self._last_body.endswith(b"\n\n")
@@ -384,12 +384,12 @@ class UpstreamPool:
 
     @property
     def last_received_s(self) -> float:
-        """When any of its open connections brought something."""
+        """Return when any of its open connections last received something."""
         return max((connection.received_s for connection in (*self.active, *self._idle)), default=_NEVER_S)
 
     @property
     def open_connections(self) -> int:
-        """With a request under way, or kept."""
+        """Return the number of connections with a request under way, or kept."""
         return len(self.active) + len(self._idle)
 
     def lose_all(self) -> None:
@@ -447,7 +447,7 @@ class UpstreamPools:
         return pool.start(owner, kind, attempt, request, on_new_connection, body, end)
 
     def last_received_s(self, worker: Worker) -> float:
-        """When a connection to the instance last brought something; minus infinity if none has."""
+        """Return when a connection to the instance last received something; minus infinity if none has."""
         pool = self._pools.get(worker.id)
         return _NEVER_S if pool is None else pool.last_received_s
 

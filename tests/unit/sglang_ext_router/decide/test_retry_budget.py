@@ -29,7 +29,7 @@ def test_no_window_has_more_retries_than_its_share_allows(
         now_s += pause_s
         most_running = max(most_running, running)
         if kind == "request":
-            budget.note_request(now_s)
+            budget.record_request(now_s)
             requests.append(now_s)
         elif budget.spend(now_s, running):
             retries.append(now_s)
@@ -44,7 +44,7 @@ def test_at_one_moment_the_share_is_exact(requests: int, running: int, settings:
     ratio, min_per_s, window_s = settings
     budget = RetryBudget(ratio, min_per_s, window_s)
     for _ in range(requests):
-        budget.note_request(5.0)
+        budget.record_request(5.0)
     spent = 0
     while budget.spend(5.0, running):
         spent += 1
