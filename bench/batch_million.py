@@ -76,7 +76,7 @@ class Run:
 
     @property
     def store(self) -> Path:
-        """Where the run keeps what it knows."""
+        """Return where the run keeps what it knows."""
         return self.output.with_name(f"{self.output.name}.store")
 
     def wait_until_s(self, end_s: float) -> None:
@@ -110,7 +110,7 @@ def done_rows(store: Path) -> int:
 
 
 def each_once(path: Path, rows: int) -> bool:
-    """Whether the output has every id once and nothing else."""
+    """Return whether the output has every id once and nothing else."""
     seen = array("B", bytes(rows))
     count = 0
     with path.open("rb") as opened:

@@ -1,4 +1,5 @@
-"""What a decision costs to make, in microseconds as called from Python, and how far the paper's is from the optimum.
+"""Describes what a decision costs to make, in microseconds as called from Python, and how far the paper's is from the
+optimum.
 
     python bench/cdsp_planner.py [--sizes 8 16 32 64 128 256 1024] [--queue-sizes 128 1024]
         [--snapshots 1000] [--repeats 21] [--quality 300]
@@ -37,7 +38,7 @@ from time import perf_counter_ns
 
 from sglang_ext.long_pool.decide.on_time_order import OnTimeOptions, OnTimeOrder, PendingPrefill
 from sglang_ext.long_pool.decide.planner import CdspPlanner, CdspRequest, ChunkPlan, PlannerConfig
-from sglang_ext.long_pool.decide.pool_schedule import PoolSchedule, fastest_s, least_work_s
+from sglang_ext.long_pool.decide.pool_schedule import PoolSchedule, fastest_s, min_work_s
 from sglang_ext.long_pool.decide.price_planner import PrefillSnapshot, PriceOptions, PricePlanner, WaitingPrompt
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
 from sglang_ext.long_pool.decide.table1 import LARGEST_SIZE, fitted_candidates
@@ -148,7 +149,7 @@ def time_turns_us(instances: int, waiting: int, snapshots: int, repeats: int) ->
 
 def _waiting_prompt(key: int, costs: tuple[SpCandidate, ...], random: Random) -> PendingPrefill:
     tokens, arrival_s = request(random).new_tokens, -random.random()
-    whole_s, work_s = fastest_s(costs, 0, tokens), least_work_s(costs, 0, tokens)
+    whole_s, work_s = fastest_s(costs, 0, tokens), min_work_s(costs, 0, tokens)
     deadline_s = arrival_s + max(1.0, 5.0 * whole_s)
     return PendingPrefill(key, tokens, 0, -1, (), arrival_s, deadline_s, whole_s, whole_s, work_s, is_started=False)
 

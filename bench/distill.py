@@ -57,7 +57,7 @@ class JobMaker(Protocol):
 
 
 class Sides(NamedTuple):
-    """Where the two sides are reached, and the undivided server."""
+    """Describes where the two sides are reached, and the undivided server."""
 
     stock_url: str
     our_url: str

@@ -1,4 +1,5 @@
-"""How long an engine takes to start on a CPU: with imports of its own, and forked from a process that has them.
+"""Describes how long an engine takes to start on a CPU: with imports of its own, and forked from a process that has
+them.
 
     python bench/engine_start.py [--rounds 3] [--out FOLDER]
 

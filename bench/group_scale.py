@@ -1,4 +1,5 @@
-"""What a large deployment costs each router: peers, checks of instances, discovery, the controller, routing decisions.
+"""Describes what a large deployment costs each router: peers, checks of instances, discovery, the controller, routing
+decisions.
 
     python bench/group_scale.py [--seconds 8]
 
@@ -69,7 +70,8 @@ ROLES = (Role.SHORT, Role.LONG, Role.DECODE, Role.DECODE)
 
 
 class LinkedStandIn:
-    """What a link needs of its router: the real registry and planner, and no requests but those that are made up."""
+    """Describes what a link needs of its router: the real registry and planner, and no requests but those that are made
+    up."""
 
     def __init__(self, config: RouterConfig) -> None:
         self.loop = asyncio.get_running_loop()

@@ -122,7 +122,7 @@ class Run:
             progress(f"-- {step.name}: not begun: {left_s:.0f} s are left, it needs {step.start_s + RESERVE_S:.0f}")
             return {"not_measured": f"{left_s:.0f} s were left"}
         progress(f"-- {step.name}: {left_s:.0f} s are left, about {step.estimate_s:.0f} needed")
-        limit_s = left_s if self._is_dry else min(left_s, step.most_s)
+        limit_s = left_s if self._is_dry else min(left_s, step.max_s)
         started_s = time.perf_counter()
         log = self._out / step.log_name
         part = log.with_suffix(".json")

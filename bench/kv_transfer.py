@@ -1,4 +1,5 @@
-"""How fast KV reaches decode by the handshake when it is in pieces: scattered slots, other tensor-parallel sizes.
+"""Describes how fast KV reaches decode by the handshake when it is in pieces: scattered slots, other tensor-parallel
+sizes.
 
     python bench/kv_transfer.py [--rounds 25] [--output FILE]
 
@@ -128,7 +129,7 @@ class Rank:
 
 
 def shard_of(case: Case) -> KVShard:
-    """What a case sends."""
+    """Return what a case sends."""
     return KVShard((TokenSpan(0, case.tokens),), HEAD if case.heads == 1 else 0, case.heads, 0, LAYERS)
 
 
@@ -246,7 +247,7 @@ def main() -> None:
 
 
 def ratios(times: dict[tuple[str, str], list[float]]) -> dict[str, object]:
-    """What the result line says of the seconds of each case in each round."""
+    """Return what the result line says of the seconds of each case in each round."""
     table = []
     lowest: dict[str, dict[str, float]] = {}
     progress(f"{'transport':<16}{'case':<28}{'MB/s':>8}{'over contiguous':>18}")

@@ -1,10 +1,10 @@
-"""How long a prefill instance decides before an iteration, by the number of requests that wait.
+"""Describes how long a prefill instance decides before an iteration, by the number of requests that wait.
 
     python bench/laps_decision.py
 
 A queue of that many prompts (a tenth of them long), of ages up to 20 s, on an instance with 42 captured graphs and on
 one without: each round takes one decision, removes what it runs, and takes in as many new ones. Timed is what stands
-between two iterations: `Laps.choose` and `Laps.note_dispatch`, the queue's upkeep with it. Taking in a request is
+between two iterations: `Laps.choose` and `Laps.record_dispatch`, the queue's upkeep with it. Taking in a request is
 reported apart. Run it on an idle machine; a round that the system interrupted counts, but not in the median.
 
 The last line is `RESULT {json}`: `us_32` and `us_8192`, the mean of the rounds below the 95th percentile, with or
@@ -95,7 +95,7 @@ def measure(queued: int, grid: GraphGrid) -> Times:
         tokens = int(2 ** draw.uniform(9.5, 13)) if draw.random() < LONG_SHARE else draw.randint(5, 200)
         length_class = laps.classify(tokens, 0)
         deadline_s = laps.deadline_s(length_class, tokens, 0, arrival_s, None)
-        laps.note_arrival(now_s, length_class, tokens, 0, deadline_s)
+        laps.record_arrival(now_s, length_class, tokens, 0, deadline_s)
         request = QueuedPrefill(
             key, length_class, tokens, 0, tokens, arrival_s, deadline_s, PriorityClass.NORMAL, False, False
         )
@@ -108,7 +108,7 @@ def measure(queued: int, grid: GraphGrid) -> Times:
         start_s = time.perf_counter()
         plan = laps.choose(now_s, 1 << 20)
         if plan.batches:
-            laps.note_dispatch(now_s, plan.batches[0])
+            laps.record_dispatch(now_s, plan.batches[0])
         decisions.append(time.perf_counter() - start_s)
         batches.append(len(plan.batches[0].keys) if plan.batches else 0)
         now_s += ROUND_S

@@ -77,7 +77,7 @@ class IdlePrompt(NamedTuple):
 
     @property
     def flow_shop_s(self) -> float:
-        """What the chunks need on stages without further bubbles."""
+        """Return what the chunks need on stages without further bubbles."""
         times_s = [sum(chunk) for chunk in self.chunks_s]
         return sum(times_s) / STAGES + (STAGES - 1) * times_s[-1] / STAGES
 

@@ -1,4 +1,4 @@
-"""What each decision on the router's hot path costs: microseconds of one core, by the number of instances.
+"""Describes what each decision on the router's hot path costs: microseconds of one core, by the number of instances.
 
     python bench/policy_cost.py [--workers 2 16 128] [--seconds 0.05] [--repeats 5]
 

@@ -69,7 +69,7 @@ PHASES = (SHORT_HEAVY, LONG_HEAVY, SHORT_HEAVY, BALANCED, LONG_HEAVY, SHORT_HEAV
 
 
 class System(NamedTuple):
-    """How the two instances are used."""
+    """Describes how the two instances are used."""
 
     name: str
     modes: tuple[str, str]  # of the instances

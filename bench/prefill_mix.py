@@ -79,7 +79,7 @@ END_S = 1140.0  # after the start
 
 
 class Load(NamedTuple):
-    """How hard, as a share of the saturation rate, and for how long a round."""
+    """Describes how hard, as a share of the saturation rate, and for how long a round."""
 
     name: str
     share: float
@@ -91,7 +91,7 @@ EASIER_LOADS = (Load("light", 0.4, 12.0), Load("medium", 0.65, 12.0))  # with --
 
 
 class Plan(NamedTuple):
-    """How much is measured."""
+    """Describes how much is measured."""
 
     seeds: int
     parts: int  # rounds of a load with one seed
@@ -102,7 +102,7 @@ class Plan(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What was measured, all policies by name."""
+    """Describes what was measured, all policies by name."""
 
     rounds: dict[str, list[Round]]  # by load
     chunk_tokens: dict[str, int]  # of each peer

@@ -113,7 +113,7 @@ class Deployment:
         return await self.cluster.create(self.router, self._start_router)
 
     def router_urls(self) -> list[str]:
-        """Where clients may send requests."""
+        """Return where clients may send requests."""
         return [pod.url for pod in self.cluster.of("router") if pod.is_ready]
 
     def close(self) -> None:
@@ -228,7 +228,7 @@ async def run(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
 
 
 def result_of(load: SteadyLoad, phases: list[Phase], deployment: Deployment) -> dict[str, object]:
-    """What came of the requests, the pods and the times to first token."""
+    """Return what came of the requests, the pods and the times to first token."""
     outcomes = Counter(one.outcome for one in load.ended)
     for one in load.ended:
         if one.outcome != "ok":

@@ -1,4 +1,4 @@
-"""What a router costs: ours, `sglang-router` and `smg` on the same static upstreams.
+"""Describes what a router costs: ours, `sglang-router` and `smg` on the same static upstreams.
 
     python bench/router_overhead.py [--repeats 3] [--seconds 5]
 

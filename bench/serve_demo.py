@@ -34,7 +34,7 @@ LENGTH_BOUNDARY_TOKENS = 512
 
 
 class Target(NamedTuple):
-    """What a request of a class must keep to count as good."""
+    """Describes what a request of a class must keep to count as good."""
 
     ttft_ms: float
     tpot_ms: float

@@ -1,4 +1,5 @@
-"""How long the simulator takes, and how much memory: a real trace on 32 instances, a million requests on a thousand.
+"""Describes how long the simulator takes, and how much memory: a real trace on 32 instances, a million requests on a
+thousand.
 
     python bench/simulator_scale.py
 
@@ -26,7 +27,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from sglang_ext.long_pool.decide.pool_schedule import least_work_s
+from sglang_ext.long_pool.decide.pool_schedule import min_work_s
 from sglang_ext.planner.simulation.cluster import ClusterSpec
 from sglang_ext.planner.simulation.decode import DecodeSpec
 from sglang_ext.planner.simulation.engines import load_engine
@@ -52,7 +53,7 @@ class Run(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """What it took, and enough of what came out to see that it is the same simulation."""
+    """Describes what it took, and enough of what came out to see that it is the same simulation."""
 
     seconds: float
     processor_seconds: float  # of them; the rest went to other work on the machine
@@ -79,7 +80,7 @@ def carry_out(run: Run) -> Figures:
     requests = list(workload.requests)
     if run.drawn_requests is not None:
         lengths = workload.drawn_lengths()
-        rate_per_s = LOAD * run.prefill / fmean(least_work_s(engine.candidates, 0, prompt) for prompt, _ in lengths)
+        rate_per_s = LOAD * run.prefill / fmean(min_work_s(engine.candidates, 0, prompt) for prompt, _ in lengths)
         requests = list(drawn_requests(lengths, run.drawn_requests, rate_per_s, seed=0))
     options = SystemOptions(run.system, improvement_rate=IMPROVEMENT_RATE)
     outcome = simulate(

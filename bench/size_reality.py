@@ -64,7 +64,7 @@ START_TIMEOUT_S = 240.0
 
 
 class Measurement(NamedTuple):
-    """What one layout was predicted to do and did: shares in time and quantiles by objective."""
+    """Describes what one layout was predicted to do and did: shares in time and quantiles by objective."""
 
     layout: ClusterLayout
     predicted: dict[str, dict[str, float]]

@@ -59,7 +59,7 @@ class SoakError(RuntimeError):
 
 
 class Held(NamedTuple):
-    """What is held while no request is under way."""
+    """Describes what is held while no request is under way."""
 
     sample: Sample
     slots: dict[str, int]  # of the engines: kind → count, where it is not 0
@@ -186,7 +186,8 @@ async def _soak(cluster: ServedCluster, faults: Faults, duration_s: float, users
 
 
 async def _idle(cluster: ServedCluster) -> Held:
-    """What is held once the connections of the last requests are closed; what is let go within a minute is not."""
+    """Return what is held once the connections of the last requests are closed; what is let go within a minute is
+    not."""
     await asyncio.sleep(SETTLE_S)
     deadline_s = time.monotonic() + IDLE_LIMIT_S
     names = ("requests_in_flight", "requests_queued", "worker_in_flight", "worker_pending_tokens", "buffered_bytes")

@@ -129,7 +129,7 @@ def cluster_config(arguments: argparse.Namespace, machine: Host) -> ClusterConfi
 
 
 def describe(config: ClusterConfig, machine: Host) -> str:
-    """What the cluster consists of, and the engine that computes."""
+    """Return what the cluster consists of, and the engine that computes."""
     kinds = [
         f"{pool.count} {role}{' prefill' if role.is_prefill else ''}"
         for role, pool in config.pools.by_role()
@@ -209,7 +209,8 @@ def _await_pool(cluster: Cluster) -> None:
 
 
 class _SoonFree:
-    """Whether a long instance has work of its own, though not for long: what comes now begins on the other one."""
+    """Describes whether a long instance has work of its own, though not for long: what comes now begins on the other
+    one."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

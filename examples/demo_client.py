@@ -25,7 +25,7 @@ class Question:
 
 @dataclass(slots=True)
 class Reply:
-    """What came back, and when; times in seconds since the first questions were sent."""
+    """Describes what came back, and when; times in seconds since the first questions were sent."""
 
     question: Question
     length_class: str = ""

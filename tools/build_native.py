@@ -49,7 +49,7 @@ class NativeModule:
         return Path(self.package) / f"{self.name}{SUFFIX}"
 
     def in_place(self) -> Path:
-        """Where the module lies in an editable installation."""
+        """Return where the module lies in an editable installation."""
         return ROOT / self.root / self.built()
 
 
@@ -75,7 +75,7 @@ def nanobind_version() -> str:
 
 
 def is_built(module: NativeModule) -> bool:
-    """Whether the module in place is of these very sources."""
+    """Return whether the module in place is of these very sources."""
     file = module.in_place()
     return file.exists() and source_digest(module).encode() in file.read_bytes()
 

@@ -54,7 +54,7 @@ SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")
 
 
 def source_path(module: str) -> Path:
-    """Where a module's source lies in the checkout."""
+    """Return where a module's source lies in the checkout."""
     return PACKAGES[module.split("/")[0]] / module
 
 

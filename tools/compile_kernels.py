@@ -44,7 +44,7 @@ class Case(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """What one kernel takes of a multiprocessor."""
+    """Describes what one kernel takes of a multiprocessor."""
 
     case: str
     kernel: str
@@ -57,7 +57,7 @@ class Compiled(NamedTuple):
     vector_loads: int
 
     def is_for_tests(self) -> bool:
-        """Whether only tests launch it: attention in float32."""
+        """Return whether only tests launch it: attention in float32."""
         return "fp32" in self.case
 
 
@@ -232,7 +232,7 @@ def problems(records: list[Compiled]) -> list[str]:
 
 
 def path_of(triton_version: str) -> Path:
-    """Where the records of a version of Triton are kept."""
+    """Return where the records of a version of Triton are kept."""
     return RESULTS / f"compiled-sm90a-triton-{triton_version}.json"
 
 

@@ -1,4 +1,5 @@
-"""What the dashboard shows: rows of panels and their expressions. `render_monitoring.py` makes Grafana's file of it."""
+"""Describes what the dashboard shows: rows of panels and their expressions. `render_monitoring.py` makes Grafana's file
+of it."""
 
 from __future__ import annotations
 

@@ -43,7 +43,8 @@ def render(chart: Any, values: Document) -> dict[str, list[Document]]:
 
 
 def problems(documents: list[Document]) -> list[str]:
-    """What the schemas of Kubernetes do not allow. Of kinds that it does not have the pods' templates are looked at."""
+    """Return what the schemas of Kubernetes do not allow. Of kinds that it does not have the pods' templates are looked
+    at."""
     import kubernetes_validate
 
     found = []
@@ -60,7 +61,7 @@ def problems(documents: list[Document]) -> list[str]:
 
 
 def pod_templates(document: Any) -> Iterator[Document]:
-    """What stands anywhere in it under `template`, `leaderTemplate` and the like, as the kind PodTemplate."""
+    """Yield what stands anywhere in it under `template`, `leaderTemplate` and the like, as the kind PodTemplate."""
     entries = document.items() if isinstance(document, dict) else enumerate(document)
     for key, value in entries:
         if not isinstance(value, (dict, list)):

@@ -220,7 +220,7 @@ def spread_weights(model_runner: Any) -> None:
 
 @contextmanager
 def attention_to_oneself() -> Iterator[None]:
-    """What is captured meanwhile has attention that leaves out all tokens but the query's own."""
+    """Return what is captured meanwhile has attention that leaves out all tokens but the query's own."""
     from sglang_ext.graphs.sglang import runner
 
     class ToOneself(runner.CapturedAttention):

@@ -140,7 +140,7 @@ def normalised(name: str) -> str:
 
 
 def is_wanted(name: str) -> bool:
-    """Whether a wheel's entry goes into the bundle."""
+    """Return whether a wheel's entry goes into the bundle."""
     return not name.startswith(LEFT_OUT) and ".data/" not in name and NEVER_IMPORTED.match(name) is None
 
 
@@ -229,7 +229,7 @@ def repository_files(root: Path) -> list[str]:
 
 
 def part_limit_bytes(root: Path) -> int:
-    """How large one part may be, so that it and the repository travel together."""
+    """Return how large one part may be, so that it and the repository travel together."""
     return CARRIED_BYTES - GROWTH_BYTES - sum((root / name).lstat().st_size for name in repository_files(root))
 
 

@@ -33,7 +33,7 @@ class Card(NamedTuple):
 
     @property
     def slug(self) -> str:
-        """What result files are named by: `h100`, `h200`, or the whole name in small letters."""
+        """Return what result files are named by: `h100`, `h200`, or the whole name in small letters."""
         known = re.search(r"\b([A-Z]+\d+)\b", self.name)
         return known[1].lower() if known else re.sub(r"\W+", "-", self.name).strip("-").lower()
 

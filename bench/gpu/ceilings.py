@@ -13,7 +13,7 @@ from gpu.floor import Ceilings
 
 
 class Device(NamedTuple):
-    """What was measured of it."""
+    """Describes what was measured of it."""
 
     name: str
     ceilings: Ceilings

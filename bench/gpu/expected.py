@@ -1,4 +1,4 @@
-"""What a stage should show on a card, by the roofline alone, before anything was measured there.
+"""Describes what a stage should show on a card, by the roofline alone, before anything was measured there.
 
 A prefill takes at least the time of reading what it must read, or of computing what it must compute; a closed loop of
 N clients answers no faster than its new tokens can be computed, and by Little's law makes each wait N / rate. What is
@@ -23,7 +23,7 @@ REPREFILLS = ((16, 1, 1024), (64, 8, 1024), (16, 1, 4096), (256, 4, 4096))
 
 
 def expected_lines(stage: str, card: Card, selection: Selection) -> Iterator[str]:
-    """What to print before the stage: its time, and the figures that bound its results."""
+    """Yield what to print before the stage: its time, and the figures that bound its results."""
     try:
         steps = plan(stage, card, selection)
     except ValueError as error:

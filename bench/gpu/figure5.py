@@ -42,7 +42,7 @@ NO_WINDOW_MS = 0.01
 
 
 class Load(NamedTuple):
-    """How much is asked."""
+    """Describes how much is asked."""
 
     rates_per_s: tuple[float, ...]
     seconds: float

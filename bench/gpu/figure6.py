@@ -59,7 +59,7 @@ NO_GRAPHS = "no prefill graphs by length and batch size"
 
 
 class System(NamedTuple):
-    """What is not SGLang's own in a server."""
+    """Describes what is not SGLang's own in a server."""
 
     laps: LapsOptions | None = None
     graphs: GraphOptions | None = None
@@ -67,7 +67,7 @@ class System(NamedTuple):
 
 
 class Server(NamedTuple):
-    """Where a prefill instance listens."""
+    """Describes where a prefill instance listens."""
 
     url: str
     bootstrap_port: int
@@ -95,7 +95,7 @@ SYSTEMS = {
 
 
 class Load(NamedTuple):
-    """How much is asked."""
+    """Describes how much is asked."""
 
     concurrencies: tuple[int, ...]
     seconds: float
@@ -161,7 +161,8 @@ async def level(server: Server, concurrency: int, load: Load) -> dict[str, Any]:
 def launch_command(
     model: Path, system: System, ports: Sequence[int], has_gpu: bool
 ) -> tuple[list[str], dict[str, str]]:
-    """What starts a prefill instance on two ports, its own and its bootstrap server's; what to add to the environment.
+    """Return what starts a prefill instance on two ports, its own and its bootstrap server's; what to add to the
+    environment.
 
     The flags are those that a machine needs, none is to make SGLang faster or slower.
     """
@@ -184,7 +185,7 @@ def launch_command(
 
 
 def has_default_attention() -> bool:
-    """Whether FlashAttention 3 is there, SGLang's default on Hopper GPUs."""
+    """Return whether FlashAttention 3 is there, SGLang's default on Hopper GPUs."""
     kernels = find_spec("sgl_kernel")
     folders = [] if kernels is None else list(kernels.submodule_search_locations or ())
     return any(list(Path(folder).glob("flash_ops*.so")) for folder in folders)
@@ -235,7 +236,7 @@ def serve(
 
 @contextmanager
 def entry_point_folder() -> Iterator[str]:
-    """What an installation would have told SGLang of this project's plugin; nothing where there is one."""
+    """Return what an installation would have told SGLang of this project's plugin; nothing where there is one."""
     if entry_points(group="sglang.srt.plugins", name="sglang_ext"):
         yield ""
         return
@@ -268,13 +269,13 @@ def last_error(log: Path) -> str:
 
 
 def laps_status(server: Server) -> Any:
-    """What the two queues say of themselves: boundary, fit, how often a long prefill yielded."""
+    """Return what the two queues say of themselves: boundary, fit, how often a long prefill yielded."""
     with urllib.request.urlopen(f"{server.url}/laps", timeout=10) as reply:
         return json.load(reply)
 
 
 def decisions_between(before: Mapping[str, Any], after: Mapping[str, Any], took_s: float) -> dict[str, Any]:
-    """What LAPS's decisions took between two reports: before how many batches, seconds each, share of `took_s`.
+    """Return what LAPS's decisions took between two reports: before how many batches, seconds each, share of `took_s`.
 
     The device computes meanwhile or waits for them; SGLang's own building of a batch is not in it.
     """

@@ -245,7 +245,7 @@ def toolkit_environment(home: Path) -> dict[str, str]:
 
 
 def environment(given: Mapping[str, str], site: Path | None, scratch: Path) -> dict[str, str]:
-    """What to add to the environment of SGLang on the GPU machine, so that it runs there and can compile.
+    """Return what to add to the environment of SGLang on the GPU machine, so that it runs there and can compile.
 
     `site` is the unpacked bundle, None where there is none: its torch takes CUDA's libraries from the machine's.
     `scratch` gets a name for the driver's library, under which a linker finds it. Variables that `given` has already

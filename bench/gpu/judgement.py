@@ -1,4 +1,5 @@
-"""What a record of `bench/h200.py` shows: rows of all modes, aims, failures; and several commands' records as one.
+"""Describes what a record of `bench/h200.py` shows: rows of all modes, aims, failures; and several commands' records as
+one.
 
 Pure. A record is what the result file holds: `card`, `is_dry_run` and `stages`, each with `steps` by name; a step has
 what its process wrote, `seconds`, and `error` or `not_measured` where that is less than all.
@@ -82,7 +83,8 @@ def verdicts_of(record: Record) -> list[Verdict]:
 
 
 def failures_of(record: Record) -> list[str]:
-    """What is wrong, a line each: processes that failed, results beyond their bounds, checks that see nothing."""
+    """Return what is wrong, a line each: processes that failed, results beyond their bounds, checks that see
+    nothing."""
     is_dry = record["is_dry_run"]
     found = []
     for stage, one in record["stages"].items():

@@ -162,7 +162,7 @@ def _flashinfer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bo
 
 
 def ratios(blocks: list[dict[str, Any]], rates: dict[str, float], copy_bytes_per_s: float) -> dict[str, float]:
-    """What the aims are about, worst of the sizes."""
+    """Return what the aims are about, worst of the sizes."""
     found = {f"{name}_ratio": rate / copy_bytes_per_s for name, rate in rates.items()}
     striped = [
         max(rate for name, rate in block["striped"].items() if name.startswith("triton"))

@@ -1,4 +1,4 @@
-"""What the machine has that the stages need, each looked at in seconds, before minutes go into finding out.
+"""Describes what the machine has that the stages need, each looked at in seconds, before minutes go into finding out.
 
     python -m gpu.preflight --out FILE
     python -m gpu.preflight --out FILE --pretend      what can be looked at before: imports, as on a Hopper GPU
@@ -97,7 +97,7 @@ def engine() -> str:
 
 
 def carried_modules() -> str:
-    """What flashinfer need not compile."""
+    """Return what flashinfer need not compile."""
     from flashinfer.jit import env
 
     names = sorted(name for provider in env.FLASHINFER_AOT_PROVIDERS for name in provider.modules)
@@ -124,7 +124,7 @@ def own_modules() -> str:
 
 
 def sglang_modules() -> str:
-    """What SGLang compiles for a model with heads of 128 in bfloat16, once for all stages."""
+    """Return what SGLang compiles for a model with heads of 128 in bfloat16, once for all stages."""
     import torch
     from sglang.kernels.ops.attention.rope import _jit_fused_rope_module
     from sglang.kernels.ops.kvcache.kvcache import can_use_store_cache
@@ -210,7 +210,7 @@ def nvshmem() -> str:
 
 
 def nixl() -> str:
-    """What moves KV between two engines: one agent writes into another's device memory."""
+    """Return what moves KV between two engines: one agent writes into another's device memory."""
     import torch
 
     source = torch.arange(4096, dtype=torch.int32, device="cuda")

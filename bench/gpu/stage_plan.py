@@ -1,4 +1,5 @@
-"""What the stages of `bench/h200.py` consist of, how long each step should take, and in which commands they fit.
+"""Describes what the stages of `bench/h200.py` consist of, how long each step should take, and in which commands they
+fit.
 
 A stage is a list of steps, each a process of its own with a result and a log of its own. Pure: the same plan is
 checked by a test against the limit of a command, printed beforehand, and run.
@@ -49,7 +50,7 @@ _ENGINE_START_S = 35.0
 
 
 class Selection(NamedTuple):
-    """What is wanted of each stage; the default is all of it."""
+    """Describes what is wanted of each stage; the default is all of it."""
 
     modes: tuple[str, ...] = MODES
     systems: tuple[str, ...] = SYSTEMS
@@ -70,13 +71,13 @@ class Step(NamedTuple):
     start_s: float
 
     @property
-    def most_s(self) -> float:
+    def max_s(self) -> float:
         """Seconds after which it is stopped, so that what hangs leaves something to the steps behind it."""
         return max(LEAST_LIMIT_S, 2.5 * self.estimate_s)
 
     @property
     def is_float32(self) -> bool:
-        """Whether its model is one whose results are compared exactly."""
+        """Return whether its model is one whose results are compared exactly."""
         return self.stage in ("tokens", "two-engines")
 
     @property
@@ -91,7 +92,7 @@ def plan(stage: str, card: Card, selection: Selection, is_dry: bool = False) -> 
 
 
 def repeats_within(first_s: float, repeats: int, within_s: float, least: int = 5) -> int:
-    """How often to repeat what took `first_s`: `repeats`, or fewer so that it takes `within_s`, but `least`."""
+    """Return how often to repeat what took `first_s`: `repeats`, or fewer so that it takes `within_s`, but `least`."""
     return max(min(repeats, least), min(repeats, int(within_s / max(first_s, 1e-6))))
 
 

@@ -76,7 +76,7 @@ class Deviation(NamedTuple):
 
 
 def deviation(prompt_tokens: int, expected: Answer, tokens: Sequence[int]) -> Deviation | None:
-    """Where `tokens` leave what was expected; None where they do not."""
+    """Return where `tokens` leave what was expected; None where they do not."""
     same = next((at for at, pair in enumerate(zip(expected.tokens, tokens, strict=False)) if pair[0] != pair[1]), None)
     if same is None:
         same = min(len(expected.tokens), len(tokens))
@@ -191,7 +191,7 @@ def pool(engines: Engines, found: dict[str, Any]) -> Ask:
 
 
 def answer_alone(engine: Engine, prompt: Sequence[int]) -> Answer:
-    """What one ordinary instance answers."""
+    """Return what one ordinary instance answers."""
     body = {
         "input_ids": list(prompt),
         "sampling_params": {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},

@@ -1,4 +1,4 @@
-"""What the measurements should show, and whether they do: pure, so that a dry run exercises all of it."""
+"""Describes what the measurements should show, and whether they do: pure, so that a dry run exercises all of it."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class ClassLoad(NamedTuple):
 
 
 class ClassResult(NamedTuple):
-    """What the load generator measured, one entry per completed request."""
+    """Describes what the load generator measured, one entry per completed request."""
 
     ttft_ms: list[float]
     tpot_ms: list[float]

@@ -141,7 +141,7 @@ class Sent:
 
     @property
     def is_ended(self) -> bool:
-        """Whether all legs have been answered."""
+        """Return whether all legs have been answered."""
         return not any(thread.is_alive() for thread in self._threads)
 
     @property

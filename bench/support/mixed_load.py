@@ -39,7 +39,7 @@ class Arrival(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What became of it: times from its planned arrival; None where it failed."""
+    """Describes what became of it: times from its planned arrival; None where it failed."""
 
     arrival: Arrival
     ttft_s: float | None
@@ -205,7 +205,7 @@ class Replayer:
 
 
 async def _read(session: aiohttp.ClientSession, prefill: BenchEngine | None, body: bytes) -> bool:
-    """Whether the prefill leg, if there is one, was answered well."""
+    """Return whether the prefill leg, if there is one, was answered well."""
     if prefill is None:
         return True
     async with session.post(prefill.url + "/generate", data=body, headers=_JSON) as reply:

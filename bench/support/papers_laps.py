@@ -196,7 +196,7 @@ class _Experiment:
     def at(
         self, load: float, systems: dict[str, System], lengths: Lengths, instances: int, suffix: str
     ) -> dict[str, object]:
-        """What each of them violates at this load."""
+        """Return what each of them violates at this load."""
         figures = {name: self._figures(system, lengths, instances, load) for name, system in systems.items()}
         progress(
             f"{suffix or '8 instances'} at {load:.1f}/s: "
@@ -213,7 +213,7 @@ class _Experiment:
     def curve(
         self, load: float, systems: dict[str, System], lengths: Lengths, instances: int
     ) -> list[dict[str, float]]:
-        """What they violate at shares of this load."""
+        """Return what they violate at shares of this load."""
         return [
             {
                 "rate_per_s": factor * load,

@@ -325,7 +325,8 @@ def summarise(runs: Sequence[Ttfts]) -> Figures:
 
 
 def gains(found: Mapping[str, Figures]) -> dict[str, float]:
-    """How many times lower ours is than the better baseline, figure by figure; without and with the same partition."""
+    """Return how many times lower ours is than the better baseline, figure by figure; without and with the same
+    partition."""
     ours = found[OURS]
 
     def best(name: str, baselines: Sequence[str] = BASELINES) -> float:
@@ -354,8 +355,8 @@ def carried_per_s(lengths: Lengths) -> float:
     steps = 1000
     longs = [math.exp(low + (high - low) * (step + 0.5) / steps) for step in range(steps)]
 
-    def least_s(prompt_tokens: float) -> float:
+    def min_s(prompt_tokens: float) -> float:
         return min(one.size * one.cost.predict_s(0, round(prompt_tokens)) for one in candidates)
 
-    mean_s = (1 - LONG_SHARE) * fmean(map(least_s, lengths)) + LONG_SHARE * fmean(map(least_s, longs))
+    mean_s = (1 - LONG_SHARE) * fmean(map(min_s, lengths)) + LONG_SHARE * fmean(map(min_s, longs))
     return INSTANCES / mean_s

@@ -39,7 +39,7 @@ Lengths = tuple[tuple[int, int], ...]
 
 
 class Scale(NamedTuple):
-    """How much is run."""
+    """Describes how much is run."""
 
     requests: int
     seeds: tuple[int, ...]
@@ -125,7 +125,7 @@ def run_fluid(engine: SimEngine, requests: Iterable[SimRequest], listener: Prefi
 def is_below_critical(
     options: SystemOptions | None, engine: SimEngine, trace: Trace, rate_per_s: float, requests: int, seed: int
 ) -> bool:
-    """Whether the criterion holds; `options` None is the fluid reference."""
+    """Return whether the criterion holds; `options` None is the fluid reference."""
     loop = EventLoop()
     listener = CriticalLoad(trace.limit_s, requests, int(WARM_UP_SHARE * requests), loop.stop)
     workload = arrivals(trace, rate_per_s, requests, seed)

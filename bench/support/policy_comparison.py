@@ -127,7 +127,8 @@ def intervals(
 
 
 class MachineSpeed:
-    """How fast the machine is now, from a measurement that is repeated: requests/s of one and the same work."""
+    """Describes how fast the machine is now, from a measurement that is repeated: requests/s of one and the same
+    work."""
 
     def __init__(self, first_per_s: float) -> None:
         self._first_per_s = first_per_s

@@ -26,7 +26,7 @@ class Move(NamedTuple):
 
 
 def turns_s(phases: Sequence[Phase]) -> list[float]:
-    """When each phase begins."""
+    """Return when each phase begins."""
     return [sum(phase.duration_s for phase in phases[:number]) for number in range(len(phases))]
 
 

@@ -43,7 +43,7 @@ def _family(root_pid: int) -> set[int]:
 
 
 class OtherLoad:
-    """How busy the machine is with programs that are not this one's: what a measurement suffers from."""
+    """Describes how busy the machine is with programs that are not this one's: what a measurement suffers from."""
 
     def __init__(self) -> None:
         self._began_s = time.monotonic()

@@ -138,7 +138,7 @@ def compare(
 
 
 class SpeedProbe:
-    """How fast the machine is now, against when the probe was made: as soon as there is a profile."""
+    """Describes how fast the machine is now, against when the probe was made: as soon as there is a profile."""
 
     def __init__(self, url: str, decode_url: str) -> None:
         self._url, self._decode_url = url, decode_url
@@ -182,7 +182,7 @@ def pin_scheduler(engine: BenchEngine, cores: Collection[int]) -> None:
 
 
 class SchedulerTime(NamedTuple):
-    """What the kernel says of an instance's scheduler since its start."""
+    """Describes what the kernel says of an instance's scheduler since its start."""
 
     computed_s: float
     waited_s: float  # ready to compute, while others had the core

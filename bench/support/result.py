@@ -1,4 +1,4 @@
-"""What every benchmark prints at its end: one `RESULT {json}` line, with the machine that it ran on."""
+"""Describes what every benchmark prints at its end: one `RESULT {json}` line, with the machine that it ran on."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class PodError(RuntimeError):
 
 
 class Process(Protocol):
-    """What is asked of `subprocess.Popen` and of a forked engine."""
+    """Describes what is asked of `subprocess.Popen` and of a forked engine."""
 
     pid: int
 
@@ -52,7 +52,7 @@ class Service(NamedTuple):
 
 
 class End(NamedTuple):
-    """How a pod ended."""
+    """Describes how a pod ended."""
 
     service: str
     status: int | None
@@ -123,7 +123,7 @@ class Cluster:
         return pod
 
     async def delete(self, pod: Pod) -> End:
-        """What the kubelet and the controllers do when a pod is deleted; returns when it has ended."""
+        """Return what the kubelet and the controllers do when a pod is deleted; returns when it has ended."""
         service = pod.service
         pod.is_terminating = True
         await self._write(service)

@@ -58,7 +58,7 @@ class ServedCluster:
         return {program["name"]: program for program in self.state()["programs"]}
 
     def is_ready(self) -> bool:
-        """Whether every program is, and the router sends requests to every instance."""
+        """Return whether every program is, and the router sends requests to every instance."""
         try:
             state = self.state()
             workers = _get(state["url"] + "/workers")["workers"]
@@ -96,7 +96,7 @@ class ServedCluster:
         return totals
 
     def held(self) -> dict[str, int]:
-        """What instances hold, by name and kind, where it should be nothing while no request is under way."""
+        """Return what instances hold, by name and kind, where it should be nothing while no request is under way."""
         found: dict[str, int] = {}
         for name, program in self.programs().items():
             if program["role"] in ("router", "coordinator"):
@@ -118,7 +118,7 @@ class Faults:
         self.done: list[Fault] = []
 
     def was_active(self, start_s: float, end_s: float) -> bool:
-        """Whether an instance was out, or had just come back, at any time between."""
+        """Return whether an instance was out, or had just come back, at any time between."""
         return any(
             fault.at_s <= end_s and (fault.recovered_s is None or start_s <= fault.recovered_s + AFTERMATH_S)
             for fault in self.done

@@ -188,7 +188,7 @@ def _judge_reply(asked: Asked, data: bytes) -> tuple[str, str]:
 
 
 def count_outcomes(ended: list[Ended]) -> dict[str, int]:
-    """How many requests ended in which way, every way named."""
+    """Return how many requests ended in which way, every way named."""
     counts = dict.fromkeys(_OUTCOMES, 0)
     for one in ended:
         counts[one.outcome] += 1

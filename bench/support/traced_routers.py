@@ -1,4 +1,4 @@
-"""What traces cost a router: the product against a copy of its sources without them, both compiled alike.
+"""Describes what traces cost a router: the product against a copy of its sources without them, both compiled alike.
 
     with traced_routers(build_variants(folder), upstreams, ports, sink_url, folder) as routers:
         routers["off"].processor_time_s

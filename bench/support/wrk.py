@@ -16,7 +16,7 @@ class WrkError(RuntimeError):
 
 
 class Load(NamedTuple):
-    """What one run of wrk saw."""
+    """Describes what one run of wrk saw."""
 
     requests: int
     requests_per_s: float

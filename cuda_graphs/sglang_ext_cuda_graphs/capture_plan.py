@@ -1,4 +1,4 @@
-"""Which shapes of the grid are captured, in which order, and in how much memory.
+"""Describes which shapes of the grid are captured, in which order, and in how much memory.
 
 The largest come first: all graphs share one memory pool, a later and smaller capture fits into what an earlier and
 larger one took, so the pool grows once (LAPS, 3.1, pays for each graph apart).

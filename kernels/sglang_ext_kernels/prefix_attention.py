@@ -22,8 +22,8 @@ MIN_KEYS = 128
 
 
 class SplitSizes(NamedTuple):
-    """How attention is divided among programs: a prefix into `splits`, rows (query heads of a key head x tokens) and
-    keys into blocks."""
+    """Describes how attention is divided among programs: a prefix into `splits`, rows (query heads of a key head x
+    tokens) and keys into blocks."""
 
     splits: int
     rows: int

@@ -1,4 +1,5 @@
-"""Whether Triton's kernels can run on a tensor here: on a CUDA device, or anywhere under Triton's interpreter."""
+"""Describes whether Triton's kernels can run on a tensor here: on a CUDA device, or anywhere under Triton's
+interpreter."""
 
 from __future__ import annotations
 

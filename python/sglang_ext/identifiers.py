@@ -1,4 +1,4 @@
-"""What names a request, and a transfer of its KV.
+"""Describes what names a request, and a transfer of its KV.
 
 | name | given by | names |
 |---|---|---|

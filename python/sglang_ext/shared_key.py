@@ -51,5 +51,5 @@ def prove(key: bytes, side: str, *parts: bytes) -> bytes:
 
 
 def is_proof(code: bytes, key: bytes, side: str, *parts: bytes) -> bool:
-    """Whether `code` is what `prove` returns."""
+    """Return whether `code` is what `prove` returns."""
     return hmac.compare_digest(code, prove(key, side, *parts))

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class SpanName(StrEnum):
-    """What a span is the time of."""
+    """Describes what a span is the time of."""
 
     REQUEST = "sglang_ext.request"
     WAIT = "sglang_ext.wait"

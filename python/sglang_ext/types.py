@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 
 class LengthClass(StrEnum):
-    """What a prefill is bound by: memory and launch cost (short) or compute (long)."""
+    """Describes what a prefill is bound by: memory and launch cost (short) or compute (long)."""
 
     SHORT = "short"
     LONG = "long"
 
 
 class Role(StrEnum):
-    """What an instance serves. `both` takes short and long prefills in turn."""
+    """Describes what an instance serves. `both` takes short and long prefills in turn."""
 
     SHORT = "short"
     LONG = "long"
@@ -30,7 +30,7 @@ class Role(StrEnum):
         return self is not Role.DECODE
 
     def serves(self, length_class: LengthClass) -> bool:
-        """Whether a prefill of this class belongs on an instance of this role."""
+        """Return whether a prefill of this class belongs on an instance of this role."""
         if self is _BOTH:
             return True
         return self is (_SHORT if length_class is LengthClass.SHORT else _LONG)
@@ -62,7 +62,7 @@ class DecodeLoad(NamedTuple):
 
 
 class RouteDecision(NamedTuple):
-    """Where a request goes and why."""
+    """Describes where a request goes and why."""
 
     length_class: LengthClass
     prefill_id: int  # worker ids, as in the loads

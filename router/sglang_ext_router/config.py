@@ -28,7 +28,8 @@ class RouterConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class WorkerAddress:
-    """Where an instance is, and of which revision: its HTTP endpoint and, for prefill, its bootstrap server's port.
+    """Describes where an instance is, and of which revision: its HTTP endpoint and, for prefill, its bootstrap server's
+    port.
 
     A missing bootstrap port is learned from the instance's `/server_info`.
     """
@@ -447,12 +448,12 @@ class RouterConfig:
 
     @property
     def needs_client_key(self) -> bool:
-        """Whether clients must send a key."""
+        """Return whether clients must send a key."""
         return bool(self.api_key or self.api_keys_file)
 
     @property
     def key_for_workers(self) -> str:
-        """What the router itself sends the workers; empty for nothing."""
+        """Return what the router itself sends the workers; empty for nothing."""
         return self.worker_api_key or self.api_key
 
     @property

@@ -101,10 +101,10 @@ class MemoryMeshes:
     def give_up(self, sequence: int, reason: str) -> None:
         self._given_up.add(sequence)
 
-    def note_activity(self) -> None:
+    def record_activity(self) -> None:
         pass
 
-    def note_computed(self) -> None:
+    def record_computed(self) -> None:
         pass
 
 

@@ -148,7 +148,7 @@ class PlainBatch:
         after_s = self.now_s + self.stretch * self.time_s(base + joined)
         may = [one for one in joined if after_s + self.stretch * one.remaining_s <= one.request.deadline_s]
         must = [one for one in joined if one not in may]
-        kept = self.most_on_time(base, must, leaves_time=bool(may))
+        kept = self.max_on_time(base, must, leaves_time=bool(may))
         kept_s = min([self.kept_s, *(one.request.deadline_s for one in kept)])
         for one in sorted(may, key=self.own_s):
             end_s = self.now_s + self.stretch * self.time_s([*base, *kept, one])
@@ -159,7 +159,7 @@ class PlainBatch:
         self.kept_s = kept_s
         self.lacks_room = True
 
-    def most_on_time(
+    def max_on_time(
         self, base: list[RankedPrefill], must: list[RankedPrefill], *, leaves_time: bool
     ) -> list[RankedPrefill]:
         best: list[RankedPrefill] = []

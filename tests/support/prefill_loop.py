@@ -168,7 +168,7 @@ def run_laps(
                 arrival.ttft_slo_s,
                 arrival.priority,
             )
-            laps.note_arrival(arrival.at_s, length_class, arrival.new_tokens, arrival.cached_tokens, deadline_s)
+            laps.record_arrival(arrival.at_s, length_class, arrival.new_tokens, arrival.cached_tokens, deadline_s)
             queue[key] = QueuedPrefill(
                 key,
                 length_class,
@@ -197,13 +197,13 @@ def run_laps(
             assert min(next_s, wake_s) < inf, f"stuck at {now_s}: {snapshot}"
             now_s = max(now_s, min(next_s, wake_s))
             continue
-        laps.note_dispatch(now_s, batch)
+        laps.record_dispatch(now_s, batch)
         sample = _features(batch, queue, truth, shape_is_padded)
         sample = sample._replace(duration_s=sample.duration_s * noise())
         outcome.steps.append(Step(now_s, batch, snapshot, sample.duration_s))
         now_s += sample.duration_s
         if not is_compared:
-            laps.note_iteration(sample)
+            laps.record_iteration(sample)
         if not batch.is_short:
             queue = {key: replace(request, is_current=False) for key, request in queue.items()}
         if batch.cut is not None:
@@ -222,7 +222,7 @@ def run_laps(
         assert 0 <= used_tokens <= kv_tokens
         for key in batch.whole:
             request = queue.pop(key)
-            laps.note_first_token(now_s, request.length_class, request.arrival_s, request.deadline_s)
+            laps.record_first_token(now_s, request.length_class, request.arrival_s, request.deadline_s)
             outcome.ended.append(
                 Ended(request.length_class, now_s - request.arrival_s, now_s > request.deadline_s, request.total_tokens)
             )

@@ -48,7 +48,7 @@ class Answer(NamedTuple):
 
     @property
     def failure_kind(self) -> FailureKind:
-        """Who may be at fault, of an answer that is retryable."""
+        """Return who may be at fault, of an answer that is retryable."""
         if self.kind is AnswerKind.UNREACHABLE:
             return FailureKind.UNREACHABLE
         if self.status_code is None or self.status_code in (429, 502, 503, 504):

@@ -47,7 +47,7 @@ class BatchLine(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Where a reader finds it."""
+        """Return where a reader finds it."""
         return f"{self.file}:{self.number}" if self.file else f"line {self.number}"
 
 

@@ -56,7 +56,7 @@ class OutputError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """Where the results go, and how."""
+    """Describes where the results go, and how."""
 
     path: Path
     mode: Mode
@@ -67,7 +67,7 @@ class OutputOptions:
 
     @property
     def error_path(self) -> Path:
-        """Where failures go."""
+        """Return where failures go."""
         if self.is_folder:
             return self.path / "errors.jsonl"
         name = self.path.name

@@ -44,7 +44,7 @@ def reply_body(line: BatchLine, answer: Answer) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class RunnerSettings:
-    """How a runner sends."""
+    """Describes how a runner sends."""
 
     cap: CapSettings = field(default_factory=CapSettings)  # `max_in_flight` is for all classes together
     max_retries: int = 5  # of one line, after its first try
@@ -277,7 +277,7 @@ class JobRunner:
             self._timer = asyncio.get_running_loop().call_later(max(0.001, wake_at_s - now_s), self._wake.set)
 
     def _held_until_s(self, now_s: float) -> float:
-        """When the next line may leave: now, later, or (infinity) when something else happens first."""
+        """Return when the next line may leave: now, later, or (infinity) when something else happens first."""
         if self._unwritten_bytes >= _MAX_UNWRITTEN_BYTES:
             return float("inf")
         if self._outage.is_down:

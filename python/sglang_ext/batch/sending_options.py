@@ -1,4 +1,4 @@
-"""How lines are sent: the options that `sglang-ext batch run` and `sglang-ext batch serve` share."""
+"""Describes how lines are sent: the options that `sglang-ext batch run` and `sglang-ext batch serve` share."""
 
 from __future__ import annotations
 

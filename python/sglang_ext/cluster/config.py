@@ -241,7 +241,7 @@ class RouterSettings:
 
 @dataclass(frozen=True, slots=True)
 class StartSettings:
-    """How the cluster is brought up."""
+    """Describes how the cluster is brought up."""
 
     timeout_s: float = field(metadata=_help("longest wait for one instance to become healthy"), default=300.0)
     parallel: int | None = field(
@@ -265,7 +265,7 @@ class StartSettings:
 
 @dataclass(frozen=True, slots=True)
 class LivenessSettings:
-    """When a program that is ready counts as frozen: killed, and started again as one that died.
+    """Describes when a program that is ready counts as frozen: killed, and started again as one that died.
 
     A program is alive if its server process answers anything at all, for which SGLang's scheduler is not asked.
     """
@@ -284,7 +284,7 @@ class LivenessSettings:
 
 @dataclass(frozen=True, slots=True)
 class StopSettings:
-    """How the cluster is taken down: the router drains, then the instances end."""
+    """Describes how the cluster is taken down: the router drains, then the instances end."""
 
     drain_s: float = field(metadata=_help("longest wait for running requests to end"), default=30.0)
     grace_s: float = field(metadata=_help("wait between asking an instance to end and killing it"), default=15.0)

@@ -54,7 +54,7 @@ LOG_TAIL_LINES = 20
 
 
 class ProgramPhase(StrEnum):
-    """Where a program is in its life."""
+    """Describes where a program is in its life."""
 
     WAITING = "waiting"  # for its turn to start
     STARTING = "starting"
@@ -182,7 +182,7 @@ class Supervisor:
         for member in self.members:
             running = member.running
             if running is not None and running.exit_status is not None:
-                self._note_death(member, running, now_s, describe_exit(running.exit_status))
+                self._record_death(member, running, now_s, describe_exit(running.exit_status))
             elif self._is_due(member, now_s) and self._can_launch(member):
                 member.restarts += 1
                 self._launch(member, now_s)
@@ -190,10 +190,10 @@ class Supervisor:
                 self._probe(member, now_s)
                 if running is not None and member.phase is ProgramPhase.STARTING and self._is_overdue(member, now_s):
                     why = f"was not healthy within {self._start_timeout_s:g} s, and was killed"
-                    self._note_death(member, running, now_s, why)
+                    self._record_death(member, running, now_s, why)
             elif member.phase is ProgramPhase.READY and running is not None and self._probe_liveness(member, now_s):
                 asked = f"{self._liveness.misses} checks of {self._liveness.timeout_s:g} s"
-                self._note_death(member, running, now_s, f"answered nothing in {asked}, and was killed")
+                self._record_death(member, running, now_s, f"answered nothing in {asked}, and was killed")
         if not self._watchdog.is_alive:
             self._replace_watchdog()
 
@@ -280,7 +280,7 @@ class Supervisor:
         member.probe = None
         return member.misses >= settings.misses
 
-    def _note_death(self, member: SupervisedProgram, running: RunningProgram, now_s: float, how: str) -> None:
+    def _record_death(self, member: SupervisedProgram, running: RunningProgram, now_s: float, how: str) -> None:
         """End what is left of it, all of it if need be, and see when it starts again."""
         self._clear(member, running)
         served_s = None if member.ready_s is None else now_s - member.ready_s

@@ -54,7 +54,7 @@ class IterationCost(NamedTuple):
 
 
 def features(lengths: Sequence[tuple[int, int]]) -> tuple[float, ...]:
-    """What each coefficient of `IterationCost` is multiplied by."""
+    """Return what each coefficient of `IterationCost` is multiplied by."""
     return (
         1.0,
         float(len(lengths)),
@@ -160,7 +160,7 @@ class MeasuredServer(NamedTuple):
 
 
 def load_measured_server(path: Path) -> MeasuredServer:
-    """What stands in the profile's `provenance`. ProfileError names the file and the field."""
+    """Return what stands in the profile's `provenance`. ProfileError names the file and the field."""
     content = _content(path)
     provenance = content.get("provenance") if isinstance(content, dict) else None
     arguments = provenance.get("server_arguments") if isinstance(provenance, dict) else None

@@ -30,7 +30,7 @@ ChunkCost = Callable[[int, int], float]  # seconds of (new tokens, cached tokens
 
 
 class Hop(NamedTuple):
-    """What the activations of an iteration take from one stage to the next; none of the two is negative."""
+    """Describes what the activations of an iteration take from one stage to the next; none of the two is negative."""
 
     fixed_s: float = 0.0
     token_s: float = 0.0  # per new token
@@ -102,15 +102,15 @@ def makespan_s(chunks: Sequence[Chunk], stages: Stages) -> float:
 
 
 def completions_s(chunks: Sequence[Chunk], stages: Stages) -> list[float]:
-    """When each chunk has left the last stage, with as many under way as there are stages: what SGLang takes."""
+    """Return when each chunk has left the last stage, with as many under way as there are stages: what SGLang takes."""
     return _passed(chunks, stages, stages.count)
 
 
-def _passed(chunks: Sequence[Chunk], stages: Stages, most_under_way: int) -> list[float]:
+def _passed(chunks: Sequence[Chunk], stages: Stages, max_under_way: int) -> list[float]:
     free_s = [0.0] * stages.count  # by stage: when it has done the chunk before
     left_s: list[float] = []
     for number, chunk in enumerate(chunks):
-        handed_s = left_s[number - most_under_way] if number >= most_under_way else 0.0
+        handed_s = left_s[number - max_under_way] if number >= max_under_way else 0.0
         hop_s = stages.hop.time_s(chunk.tokens)
         for stage, share in enumerate(stages.shares):
             free_s[stage] = max(free_s[stage], handed_s) + chunk.time_s * share
@@ -120,7 +120,7 @@ def _passed(chunks: Sequence[Chunk], stages: Stages, most_under_way: int) -> lis
 
 
 def hop_stall_s(chunks: Sequence[Chunk], stages: Stages) -> float:
-    """What the formula lacks at most of one prompt whose chunks do not become shorter, all but the last.
+    """Return what the formula lacks at most of one prompt whose chunks do not become shorter, all but the last.
 
     A chunk leaves P equal times and P - 1 hops after it has entered, while the first stage needs P times for the chunks
     between: P - 1 hops are lost for every P chunks.
@@ -159,14 +159,14 @@ def equal_time_chunks(
     most = prompt_tokens if max_tokens is None else max_tokens
     if min(prompt_tokens, page_tokens, min_tokens, most) < 1:
         raise ValueError("prompt_tokens, page_tokens, min_tokens and max_tokens must be at least 1")
-    least_pages = -(-min_tokens // page_tokens)
+    min_pages = -(-min_tokens // page_tokens)
     chunks: list[Chunk] = []
     done = 0
     while done < prompt_tokens:
         left = prompt_tokens - done
         tokens = left
         if left > most or cost(left, done) > budget_s:
-            low, high = least_pages, max(least_pages, min(left, most) // page_tokens)
+            low, high = min_pages, max(min_pages, min(left, most) // page_tokens)
             while low < high:  # the largest number of pages within the budget is in [low, high]
                 middle = (low + high + 1) // 2
                 if cost(middle * page_tokens, done) <= budget_s:

@@ -65,7 +65,7 @@ class StandInFinder(MetaPathFinder):
 
 
 def absent_packages(candidates: Sequence[str] = CANDIDATES) -> tuple[str, ...]:
-    """Which of `candidates` are not installed here, stand-ins not counted."""
+    """Return which of `candidates` are not installed here, stand-ins not counted."""
     installed = _installed_finder()
     stood_in: frozenset[str] = installed.packages if installed is not None else frozenset()
     return tuple(

@@ -47,7 +47,7 @@ HANDSHAKE_KV_RELEASE_TIMEOUT_S = 86400
 
 
 class StartMethod(StrEnum):
-    """How the processes of an engine start."""
+    """Describes how the processes of an engine start."""
 
     FORK = "fork"  # from a process that has imported SGLang; CPU only
     SPAWN = "spawn"  # as SGLang does it: each process imports SGLang itself

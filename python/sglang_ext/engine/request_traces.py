@@ -54,7 +54,7 @@ class RequestTrace:
             )
         self._context.trace_slice_end(name.value, _LEVEL, to_unix_ns(end_s), _plain(attributes))
 
-    def note_handshake(self, began_s: float) -> None:
+    def record_handshake(self, began_s: float) -> None:
         """Decode has KV slots for it: the request may be computed from now on."""
         now_s = self._queued_s = time.perf_counter()
         self.add(SpanName.HANDSHAKE, began_s, now_s, {})
@@ -65,16 +65,16 @@ class RequestTrace:
             self.add(SpanName.QUEUE, self._queued_s, time.perf_counter(), {})
             self._queued_s = None
 
-    def note_launch(self, attributes: dict[Key, str | int | float]) -> None:
+    def record_launch(self, attributes: dict[Key, str | int | float]) -> None:
         """A batch that computes some of the request has been launched."""
         self.leave_queue()
         self._launched.append(_LaunchedBatch(time.perf_counter(), attributes))
 
-    def note_shape(self, shape: str) -> None:
+    def record_shape(self, shape: str) -> None:
         """The batch that was launched last is replayed as a graph of this shape."""
         self._launched[-1].attributes[Key.BATCH_SHAPE] = shape
 
-    def note_result(self) -> None:
+    def record_result(self) -> None:
         """The first of those batches that are under way has ended; a prompt that a pool has computed has none."""
         if self._launched:
             launched = self._launched.popleft()
@@ -96,13 +96,15 @@ def begin_trace(request: Any) -> None:
             sender.trace = RequestTrace(context)
 
 
-def note_launch(requests: Sequence[Any], new_tokens: Sequence[int], prefix_tokens: Sequence[int]) -> list[RequestTrace]:
+def record_launch(
+    requests: Sequence[Any], new_tokens: Sequence[int], prefix_tokens: Sequence[int]
+) -> list[RequestTrace]:
     """A prefill batch has been launched: the traces of those of its requests that are traced."""
     found = []
     for request, new, prefix in zip(requests, new_tokens, prefix_tokens, strict=True):
         trace = trace_of(request)
         if trace is not None:
-            trace.note_launch(
+            trace.record_launch(
                 {
                     Key.BATCH_REQUESTS: len(requests),
                     Key.BATCH_TOKENS: sum(new_tokens),

@@ -27,7 +27,7 @@ class TimelineError(ValueError):
 
 
 class Activity(StrEnum):
-    """What an instance did."""
+    """Describes what an instance did."""
 
     REBALANCE = "rebalance"  # moved earlier KV, as far as computing did not hide it
     COMPUTE = "compute"
@@ -83,16 +83,16 @@ class Timeline(NamedTuple):
     began_s: float = 0.0
 
 
-def timeline_of(status: object, most_requests: int = 20) -> Timeline:
+def timeline_of(status: object, max_requests: int = 20) -> Timeline:
     """Return the timeline of the latest prompts that had a step. TimelineError where the status is none."""
     try:
-        return _timeline(status, most_requests)
+        return _timeline(status, max_requests)
     except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
         reason = f"{type(error).__name__}: {error}" if not isinstance(error, TimelineError) else str(error)
         raise TimelineError(f"not a coordinator's status ({reason})") from None
 
 
-def timeline_of_recording(recorded: Recorded, most_requests: int = 20) -> Timeline:
+def timeline_of_recording(recorded: Recorded, max_requests: int = 20) -> Timeline:
     """The latest requests of a recording that a prefill instance was at.
 
     Where the recording tells when a prefill began, the time before is drawn as ordered and not begun; else all of it
@@ -100,7 +100,7 @@ def timeline_of_recording(recorded: Recorded, most_requests: int = 20) -> Timeli
     """
     names = {number: row.name for number, row in recorded.instances.items()}
     shown = [one for one in recorded.requests.values() if one.prefill in names and one.sent_s is not None]
-    shown = shown[-most_requests:]
+    shown = shown[-max_requests:]
     began_s = min((one.received_s for one in shown), default=0.0)
     requests, bars = [], []
     for position, one in enumerate(shown):
@@ -124,7 +124,7 @@ def timeline_of_recording(recorded: Recorded, most_requests: int = 20) -> Timeli
     return Timeline(tuple(sorted({bar.instance for bar in bars})), tuple(requests), tuple(bars), (), began_s)
 
 
-def timeline_of_stages(statuses: Mapping[str, object], most_batches: int = 20) -> Timeline:
+def timeline_of_stages(statuses: Mapping[str, object], max_batches: int = 20) -> Timeline:
     """The latest batches on the pipeline stages of instances: a lane for each stage, a colour for each batch.
 
     `statuses` are those of `GET /laps/stages`, by the instance's name. TimelineError where one is none.
@@ -136,7 +136,7 @@ def timeline_of_stages(statuses: Mapping[str, object], most_batches: int = 20) -
             found, count = _batches_of(name, status)
         except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
             raise TimelineError(f"not the status of stages ({type(error).__name__}: {error})") from None
-        batches[name] = found[-most_batches:]
+        batches[name] = found[-max_batches:]
         lanes += [_lane(name, stage) for stage in range(count)]
     began_s = min((one.start_s for some in batches.values() for one in some), default=0.0)
     requests: list[ShownRequest] = []
@@ -183,7 +183,8 @@ def _batches_of(name: str, status: Any) -> tuple[list[_StagedBatch], int]:
 
 
 def _bubbles(batches: Sequence[_StagedBatch], first: int, began_s: float) -> list[Bar]:
-    """Where a stage of an instance computed nothing while a batch was on its way; `first`: position of the first batch.
+    """Return where a stage of an instance computed nothing while a batch was on its way; `first`: position of the first
+    batch.
 
     A bubble has the colour of the first batch that was on its way then.
     """
@@ -210,7 +211,7 @@ def _union(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def _without(spans: Sequence[tuple[float, float]], covered: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """What of `spans` is not `covered`; both in order."""
+    """Return what of `spans` is not `covered`; both in order."""
     left = []
     for start_s, end_s in spans:
         at_s = start_s
@@ -243,11 +244,11 @@ def chunks_of(request: Mapping[str, Any]) -> list[tuple[int, int]]:
     ]
 
 
-def _timeline(status: Any, most_requests: int) -> Timeline:
+def _timeline(status: Any, max_requests: int) -> Timeline:
     present = {int(one["instance"]): str(one["name"]) for one in status["members"]}
     former = {int(one["instance"]): str(one["name"]) for one in status["former_members"]}
     names = {**former, **present}
-    records = [one for one in (*status["recent"], *status["requests"]) if one["steps"]][-most_requests:]
+    records = [one for one in (*status["recent"], *status["requests"]) if one["steps"]][-max_requests:]
     began_s = min((float(one["offered_s"]) for one in records), default=0.0)
     now_s = float(status["now_s"])
     requests, bars = [], []

@@ -1,4 +1,5 @@
-"""What two members of a long pool say to each other over a link: a greeting, then frames; bytes of fixed layout."""
+"""Describes what two members of a long pool say to each other over a link: a greeting, then frames; bytes of fixed
+layout."""
 
 from __future__ import annotations
 
@@ -35,14 +36,14 @@ class PeerId(NamedTuple):
 
 
 class PeerAddress(NamedTuple):
-    """Where a rank of an instance waits for its peers."""
+    """Describes where a rank of an instance waits for its peers."""
 
     host: str
     port: int
 
 
 class Greeting(NamedTuple):
-    """Who calls whom."""
+    """Describes who calls whom."""
 
     pool_id: bytes
     caller: PeerId
@@ -50,7 +51,7 @@ class Greeting(NamedTuple):
 
 
 class FrameKind(IntEnum):
-    """What a frame is."""
+    """Describes what a frame is."""
 
     DATA = 0
     GIVE_UP = 1  # the step has come to nothing; its data say why

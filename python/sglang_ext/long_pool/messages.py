@@ -72,7 +72,7 @@ class VersionError(MessageError):
 
 
 class Hello(NamedTuple):
-    """What a member says of itself first. All members of a pool must serve the same model in the same way."""
+    """Describes what a member says of itself first. All members of a pool must serve the same model in the same way."""
 
     version: int
     name: str  # of the instance, unique in the pool: an instance that joins again under it has lost what it held
@@ -170,7 +170,7 @@ class StepFailed(NamedTuple):
 
 
 class StreamFailed(NamedTuple):
-    """What members have sent of a request of this member cannot be relied upon."""
+    """Describes what members have sent of a request of this member cannot be relied upon."""
 
     request: int
 
@@ -268,7 +268,7 @@ class Head(NamedTuple):
 
 
 def read_head(line: bytes) -> Head:
-    """What a line says. Raises MessageError."""
+    """Return what a line says. Raises MessageError."""
     if len(line) > MAX_LINE_BYTES:
         raise MessageError(f"a line of more than {MAX_LINE_BYTES} bytes")
     try:

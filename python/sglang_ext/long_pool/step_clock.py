@@ -1,4 +1,4 @@
-"""Where a member's time in one step goes: a few readings of the clock per layer, none per row."""
+"""Describes where a member's time in one step goes: a few readings of the clock per layer, none per row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the KV pool of one rank lies in its memory, and which rows must be copied from one pool to another.
+"""Describes where the KV pool of one rank lies in its memory, and which rows must be copied from one pool to another.
 
 SGLang's pools are, per layer, one K and one V buffer of shape [slots, heads, head_dim] (NHD): a slot is a row, a
 range of heads is a range of bytes within it. A page is a run of slots, so the page size does not matter here.

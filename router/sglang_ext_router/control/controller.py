@@ -78,7 +78,7 @@ class MoveRecord:
 
 @dataclass(slots=True)
 class ModelControl:
-    """What is remembered of the pools of one model."""
+    """Describes what is remembered of the pools of one model."""
 
     state: ControllerState = field(default_factory=ControllerState)
     decision: Decision | None = None  # the latest
@@ -131,7 +131,7 @@ class PoolController:
         return self._config.controller == "on" and self._may_act()
 
     def control(self, model: str) -> ModelControl:
-        """What is remembered of the pools of a model."""
+        """Return what is remembered of the pools of a model."""
         return self._controls.setdefault(model, ModelControl())
 
     def cooldown_left_s(self, model: str) -> float:
@@ -399,7 +399,7 @@ class PoolController:
         return True
 
     def _lost(self, worker: Worker) -> str:
-        """Why an instance can no longer be moved; empty while it can."""
+        """Return why an instance can no longer be moved; empty while it can."""
         if not self._registry.contains(worker):
             return "it was removed"
         return "" if worker.is_healthy else f"it is out: {worker.last_error}"

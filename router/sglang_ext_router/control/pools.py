@@ -37,12 +37,12 @@ class Move(BaseModel):
 
 
 def worker_id(worker: Worker) -> str:
-    """How an instance is named in paths: `host:port`."""
+    """Return how an instance is named in paths: `host:port`."""
     return worker.name
 
 
 def worker_state(worker: Worker) -> str:
-    """Whether an instance takes requests, in one word."""
+    """Return whether an instance takes requests, in one word."""
     if worker.is_draining:
         return "draining"
     if not worker.is_healthy:

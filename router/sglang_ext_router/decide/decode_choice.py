@@ -1,4 +1,4 @@
-"""Which decode instance a request goes to."""
+"""Decides which decode instance a request goes to."""
 
 from __future__ import annotations
 

@@ -233,7 +233,7 @@ def decide(
 
 
 def choose_instance(giving: Sequence[PoolInstance]) -> PoolInstance:
-    """Who leaves a pool: the least backlog, then the fewest in flight, then the longest there.
+    """Return who leaves a pool: the least backlog, then the fewest in flight, then the longest there.
 
     ValueError if none is movable.
     """

@@ -1,4 +1,4 @@
-"""Which of several routers acts for all: the holder of a lease, decided without trusting any clock but its own.
+"""Decides which of several routers acts for all: the holder of a lease, decided without trusting any clock but its own.
 
 The lease is one record, written only over the version that was read. A holder renews it; it counts itself as the leader
 until `renew_deadline_s` after it began its last renewal that succeeded. Another takes over when it has seen the same

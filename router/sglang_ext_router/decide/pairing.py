@@ -1,4 +1,5 @@
-"""Which prefill and decode instances serve a request together: of one revision, and near each other if that is wanted.
+"""Decides which prefill and decode instances serve a request together: of one revision, and near each other if that is
+wanted.
 
 While one revision replaces another both serve. KV cache passes only between instances of one revision, so a request
 belongs to a revision before it belongs to an instance, and each revision gets as many requests as it can carry.

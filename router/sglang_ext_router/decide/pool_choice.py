@@ -19,7 +19,8 @@ _SHORT_CLASS, _LONG_CLASS = LengthClass.SHORT, LengthClass.LONG
 
 
 class Boundary(Protocol):
-    """Where short prompts end. A fitted cost model gives LAPS's L_m(H); until there is one, a fixed limit serves."""
+    """Describes where short prompts end. A fitted cost model gives LAPS's L_m(H); until there is one, a fixed limit
+    serves."""
 
     def new_tokens_limit(self, cached_tokens: int) -> int:
         """Most new tokens of a short prefill whose prefix of `cached_tokens` is in the cache."""

@@ -1,4 +1,4 @@
-"""Which prefill instance of its pool a request goes to."""
+"""Decides which prefill instance of its pool a request goes to."""
 
 from __future__ import annotations
 

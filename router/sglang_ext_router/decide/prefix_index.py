@@ -336,7 +336,7 @@ class PrefixIndex:
         return (ends[end - 1] if end else 0) - (ends[start - 1] if start else 0)
 
     def _blocks_within(self, size: int) -> int:
-        """How many of a prompt's first blocks are no larger together."""
+        """Return how many of a prompt's first blocks are no larger together."""
         return size if self._ends is None else bisect_right(self._ends, size)
 
 

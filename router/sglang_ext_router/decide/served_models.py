@@ -1,4 +1,4 @@
-"""Which of the served models a request names, and which instances of one model may serve it together.
+"""Decides which of the served models a request names, and which instances of one model may serve it together.
 
 A prefill instance hands its KV cache to a decode instance page by page, as bytes. Two instances that differ in what
 these bytes mean, or that speak different transfer protocols, fail or hang once they meet; so those of one model must
@@ -18,7 +18,7 @@ AUTO = "auto"  # KV dtype: that of the model's checkpoint
 
 
 class PairingFacts(NamedTuple):
-    """What one instance reports of itself; None: not reported, and taken to agree."""
+    """Describes what one instance reports of itself; None: not reported, and taken to agree."""
 
     url: str
     model: str  # the name under which it is served

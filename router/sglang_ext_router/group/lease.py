@@ -43,12 +43,12 @@ class LeaseHolder:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this router may act for all now."""
+        """Return whether this router may act for all now."""
         return self._leadership.is_leader(self._loop.time())
 
     @property
     def is_connected(self) -> bool:
-        """Whether the API server answered when it was last asked."""
+        """Return whether the API server answered when it was last asked."""
         return self._has_turned and not self.last_error
 
     def start(self) -> None:

@@ -82,7 +82,7 @@ class FrameCodes:
         return prove(self._key, "frame", _NUMBER.pack(self._number), digest)
 
     def is_next(self, code: bytes, digest: bytes) -> bool:
-        """Whether `code` is that of the next frame."""
+        """Return whether `code` is that of the next frame."""
         self._number += 1
         return is_proof(code, self._key, "frame", _NUMBER.pack(self._number), digest)
 
@@ -422,7 +422,7 @@ class _PrefixAsker:
 
 
 def _changes(before: Loads, after: Loads) -> Loads:
-    """What makes the one of the other; an instance without load is sent once."""
+    """Return what makes the one of the other; an instance without load is sent once."""
     changes = {url: load for url, load in after.items() if before.get(url) != load}
     changes.update((url, NO_LOAD) for url in before.keys() - after.keys())
     return changes

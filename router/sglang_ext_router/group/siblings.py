@@ -54,13 +54,13 @@ class SiblingLink(Protocol):
     def tell_prefix(self, url: str, hashes: Sequence[int]) -> None: ...
 
     def metric_snapshots(self) -> Sequence[tuple[int, MetricsSnapshot]]:
-        """What the other processes have counted, by their number, and what this one's predecessors had."""
+        """Return what the other processes have counted, by their number, and what this one's predecessors had."""
         ...
 
     def online_loads(self) -> Sequence[SiblingLoad]: ...
 
     def demands(self) -> Mapping[int, Demand]:
-        """What each of the other processes or routers has to serve, by its number, as it last sent."""
+        """Return what each of the other processes or routers has to serve, by its number, as it last sent."""
         ...
 
     def peer_counts(self) -> PeerCounts | None:
@@ -179,7 +179,8 @@ class DatagramSiblings(SharedState, asyncio.DatagramProtocol):
         return others if self._inherited is None else [*others, (self._index, self._inherited)]
 
     def _own_metrics(self) -> tuple[Any, ...]:
-        """What the processes of this number have counted; should this one be killed, the next finds it in a file."""
+        """Return what the processes of this number have counted; should this one be killed, the next finds it in a
+        file."""
         snapshot = self._router.metrics_snapshot()
         if self._inherited is not None:
             snapshot = snapshot.with_counts_of(self._inherited)
@@ -191,7 +192,7 @@ class DatagramSiblings(SharedState, asyncio.DatagramProtocol):
         return wire
 
     def _inherit(self) -> MetricsSnapshot | None:
-        """What earlier processes of this number had counted."""
+        """Return what earlier processes of this number had counted."""
         try:
             left = read_snapshot(orjson.loads(self._counts_file.read_bytes()))
         except (OSError, ValueError, TypeError):  # the first process, or a process that was killed while it wrote

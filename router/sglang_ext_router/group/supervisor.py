@@ -28,7 +28,7 @@ KILL_AFTER_S = 10.0  # beyond the grace period
 
 
 def is_child() -> bool:
-    """Whether this process was started by a supervisor."""
+    """Return whether this process was started by a supervisor."""
     return INDEX_VARIABLE in os.environ
 
 

@@ -111,9 +111,9 @@ class Discovery:
                 if not version or loop.time() - listed_s > LIST_AGAIN_S:
                     version, listed_s = await self._list(api, selector), loop.time()
                     backoff_s = FIRST_BACKOFF_S
-                async for event in api.watch(self._path, selector, version, partial(self._note_answer, selector)):
+                async for event in api.watch(self._path, selector, version, partial(self._record_answer, selector)):
                     backoff_s = FIRST_BACKOFF_S
-                    self._note_answer(selector)
+                    self._record_answer(selector)
                     version = self._take(selector, event) or version
                     if loop.time() - listed_s > LIST_AGAIN_S:
                         break
@@ -124,9 +124,9 @@ class Discovery:
                 if is_first and loop.time() - listed_s > FIRST_BACKOFF_S:
                     continue
                 if not is_first:  # the list itself was refused
-                    self._note_error(selector, str(error))
+                    self._record_error(selector, str(error))
             except (*_NO_ANSWER, *_STRANGE_ANSWER) as error:
-                self._note_error(
+                self._record_error(
                     selector,
                     f"{type(error).__name__}: {error}" if not isinstance(error, ApiAnswerError) else str(error),
                 )
@@ -138,7 +138,7 @@ class Discovery:
         for error in self._tables[selector].replace(items):
             logger.warning("%s", error)
         self._listed.add(selector)
-        self._note_answer(selector)
+        self._record_answer(selector)
         if self.last_error:
             logger.info("discovery: the API server answers again")
             self.last_error = ""
@@ -160,11 +160,11 @@ class Discovery:
             self._apply()
         return str((item.get("metadata") or {}).get("resourceVersion") or "")
 
-    def _note_answer(self, selector: str) -> None:
+    def _record_answer(self, selector: str) -> None:
         self._synced_s[selector] = asyncio.get_running_loop().time()
         self._failing.discard(selector)
 
-    def _note_error(self, selector: str, message: str) -> None:
+    def _record_error(self, selector: str, message: str) -> None:
         self._failing.add(selector)
         if message != self.last_error:  # once, not at every try
             logger.warning("discovery: %s; the last known instances go on serving", message)

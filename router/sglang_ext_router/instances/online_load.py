@@ -30,7 +30,7 @@ class OnlineLoad(TypedDict):
 
 
 class OnlineWaits:
-    """How long recent requests waited, and at which instance; requests of low priority are not online."""
+    """Describes how long recent requests waited, and at which instance; requests of low priority are not online."""
 
     def __init__(self) -> None:
         self._waits: deque[tuple[float, str, float]] = deque(maxlen=MAX_WAITS)

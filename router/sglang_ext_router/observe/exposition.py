@@ -1,4 +1,4 @@
-"""What `/metrics` shows: the counts of all processes of this router, and gauges of this moment."""
+"""Describes what `/metrics` shows: the counts of all processes of this router, and gauges of this moment."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ GAUGES = {
 
 
 def request_families(metrics: RouterMetrics, siblings: Sequence[MetricsSnapshot]) -> Iterator[Metric]:
-    """What was counted of requests here, with the siblings' counts added."""
+    """Yield what was counted of requests here, with the siblings' counts added."""
     for name, text, labels, samples in metrics.counters():
         totals: dict[Labels, float] = {}
         for key, value in samples:
@@ -172,7 +172,7 @@ def group_families(
 
 
 def process_families(index: int, siblings: Sequence[tuple[int, MetricsSnapshot]]) -> Iterator[Metric]:
-    """What runs: the versions, and prometheus_client's `process_*` of every process, named by its number."""
+    """Yield what runs: the versions, and prometheus_client's `process_*` of every process, named by its number."""
     build = GaugeMetricFamily(PREFIX + "build_info", "Always 1", labels=("version", "sglang_version", "python_version"))
     build.add_metric((__version__, _installed_version("sglang"), platform.python_version()), 1)
     yield build

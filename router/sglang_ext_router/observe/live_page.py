@@ -336,7 +336,7 @@ class LivePage:
             what = "is being moved" if move.outcome is None else f"{move.outcome}:"
             detail = f", {move.detail}" if move.detail else ""
             text = f"{name} {what} from {move.source} to {move.target} ({move.reason}{detail})"
-            view.note_event(now_s, "move", view.number_of(name), text)
+            view.record_event(now_s, "move", view.number_of(name), text)
         self._moves = {(move.started_at_s, move.url): move.outcome for move in moves}
 
     def _tell_long_pool(self, view: LiveView) -> None:

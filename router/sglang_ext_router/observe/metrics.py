@@ -28,7 +28,7 @@ Labels: TypeAlias = tuple[str, ...]
 
 
 class MetricsSnapshot(NamedTuple):
-    """What one process sends to the others; plain JSON types once it has been through `orjson`."""
+    """Describes what one process sends to the others; plain JSON types once it has been through `orjson`."""
 
     counters: dict[str, list[tuple[Labels, float]]]
     histograms: list[tuple[str, str, list[int], float]]  # name, length class or "", counts, total

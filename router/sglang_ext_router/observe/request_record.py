@@ -1,4 +1,4 @@
-"""What the router remembers of one generation request.
+"""Describes what the router remembers of one generation request.
 
 Metrics, the access log, the live page, traces and the count of deadlines are all made from this record, and from
 nothing else.

@@ -43,7 +43,7 @@ _SAMPLING_FIELDS = {
 
 
 class CompletionForm(NamedTuple):
-    """How to make a completion from the reply of `/generate` with its log-probabilities."""
+    """Describes how to make a completion from the reply of `/generate` with its log-probabilities."""
 
     model: str
     top_logprobs: int  # alternatives per prompt position

@@ -205,7 +205,7 @@ def test_a_step_that_hangs_leaves_time_to_the_next(tmp_path: Path, monkeypatch: 
     assert steps["all"]["error"].startswith("not done after ")
     assert "levels" in steps["next"]
     for one in (step for command in COMMANDS for step in command.steps(H100)):
-        assert one.most_s > 2 * one.estimate_s
+        assert one.max_s > 2 * one.estimate_s
 
 
 def test_the_environment_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,7 @@ def test_depths_follow_the_shapes_that_are_left() -> None:
     assert action.is_short
     assert action.shape == (8, 16)
     assert not graphs.make_ready(action.shape)
-    laps.note_iteration(ONE_TOKEN)
+    laps.record_iteration(ONE_TOKEN)
     assert laps.report(before).depth == 4
     (action,) = laps.choose_of(before).batches
     assert action.is_short

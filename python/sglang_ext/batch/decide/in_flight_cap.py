@@ -1,4 +1,5 @@
-"""How many requests of a run may be in flight: additive increase, multiplicative decrease, gated by the router's load.
+"""Decides how many requests of a run may be in flight: additive increase, multiplicative decrease, gated by the
+router's load.
 
 Low priority by itself does not protect online requests: what is in flight occupies prefill instances, KV slots and
 queues. So the run takes no more than it needs to keep them busy. The cap grows by one per round trip while requests

@@ -1,4 +1,4 @@
-"""When a failed request is tried again, and whether the failure counts against its line.
+"""Decides when a failed request is tried again, and whether the failure counts against its line.
 
 A line may fail a few times; then it is given up. But when the whole endpoint is down, it fails all that it is
 sent, and no line is at fault: the run waits, tries one line from time to time, and counts nothing. Down means that no
@@ -20,7 +20,7 @@ _MAX_PROBE_S = 10.0
 
 
 class FailureKind(Enum):
-    """Who may be at fault."""
+    """Describes who may be at fault."""
 
     LINE = "line"  # the endpoint answered this request with an error of its own: HTTP 500
     UNAVAILABLE = "unavailable"  # no answer of its own: connection lost, timeout, 429, 502, 503, 504

@@ -43,7 +43,7 @@ class RequestError(Exception):
 
 
 class ExpiresAfter(BaseModel):
-    """When a file is deleted: seconds from the time at which it was made."""
+    """Describes when a file is deleted: seconds from the time at which it was made."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -221,7 +221,7 @@ def _add_batch_routes(app: FastAPI, service: BatchService, client: list[Any]) ->
 
     @app.get("/v1/batches/{batch_id}", dependencies=client)
     async def retrieve_batch(batch_id: str) -> Response:
-        """Where a batch stands."""
+        """Return where a batch stands."""
         entry = service.find(batch_id)
         if entry is None:
             raise no_batch(batch_id)

@@ -24,7 +24,7 @@ CREATE INDEX IF NOT EXISTS service_batches_by_status ON service_batches (status)
 
 @dataclass(frozen=True)
 class LineProblem:
-    """Why a line of the input, or all of it (`line` None), cannot be sent; lines count from 1."""
+    """Describes why a line of the input, or all of it (`line` None), cannot be sent; lines count from 1."""
 
     code: str
     message: str
@@ -34,7 +34,8 @@ class LineProblem:
 
 @dataclass(frozen=True)
 class RequestTotals:
-    """How many requests a batch has, how many of them have a result or are in the error file, and what they took."""
+    """Describes how many requests a batch has, how many of them have a result or are in the error file, and what they
+    took."""
 
     total: int = 0
     completed: int = 0
@@ -157,7 +158,7 @@ class BatchTable:
         return [_decoded(row[0]) for row in rows]
 
     def count_by_status(self) -> dict[BatchStatus, int]:
-        """How many batches have each status; all statuses are there."""
+        """Return how many batches have each status; all statuses are there."""
         counts = dict(self._database.execute("SELECT status, count(*) FROM service_batches GROUP BY status"))
         return {status: counts.get(status.value, 0) for status in BatchStatus}
 

@@ -32,7 +32,7 @@ class Dispatcher:
 
     @property
     def cap(self) -> int:
-        """How many may be there now."""
+        """Return how many may be there now."""
         return self._runner.progress.cap if self._runner else 0
 
     async def run_job(self, job: int) -> None:

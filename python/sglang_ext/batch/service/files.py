@@ -129,7 +129,7 @@ class FileStore:
         return stored
 
     def path(self, file_id: str) -> Path:
-        """Where the bytes of a known file are."""
+        """Return where the bytes of a known file are."""
         return self._folder / file_id
 
     def find(self, file_id: str) -> StoredFile | None:
@@ -165,7 +165,7 @@ class FileStore:
         return len(rows)
 
     def totals(self) -> tuple[int, int]:
-        """How many files there are, and their bytes."""
+        """Return how many files there are, and their bytes."""
         count, size = self._database.execute(
             "SELECT count(*), coalesce(sum(size_bytes), 0) FROM service_files"
         ).fetchone()

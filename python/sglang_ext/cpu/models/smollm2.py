@@ -32,7 +32,7 @@ class ModelError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """Where a model comes from, pinned to the byte."""
+    """Describes where a model comes from, pinned to the byte."""
 
     package: str
     version: str

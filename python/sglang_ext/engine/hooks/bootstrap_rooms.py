@@ -18,7 +18,7 @@ from typing import Any
 
 from sglang.srt.disaggregation.utils import DisaggregationMode, prepare_abort
 
-from sglang_ext.engine.hooks.scoring import excess_top_logprobs, note_wanted_tokens
+from sglang_ext.engine.hooks.scoring import excess_top_logprobs, record_wanted_tokens
 from sglang_ext.engine.request_traces import begin_trace
 from sglang_ext.laps.sglang.request_hints import check_hints
 
@@ -81,7 +81,7 @@ def add_request_to_queue(stock: Callable[..., None], scheduler: Any, request: An
     if message is None and not is_retracted and room_in_use(scheduler, request.bootstrap_room):
         message = f"bootstrap room {request.bootstrap_room} is already in use by another request"
     if message is None:
-        note_wanted_tokens(request)
+        record_wanted_tokens(request)
         stock(scheduler, request, is_retracted)
         begin_trace(request)
         return

@@ -31,7 +31,7 @@ def is_without_decode(request: Any) -> bool:
 _WANTED = "sglang_ext_wanted_tokens"  # attribute of a request without decode
 
 
-def note_wanted_tokens(request: Any) -> None:
+def record_wanted_tokens(request: Any) -> None:
     """Keep how many tokens a request without decode asked for: the bootstrap queue makes it 1."""
     if is_without_decode(request):
         setattr(request, _WANTED, request.sampling_params.max_new_tokens)

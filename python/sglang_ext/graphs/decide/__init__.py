@@ -1,1 +1,1 @@
-"""Which shapes of length and batch size are captured, and which batch fits which."""
+"""Decides which shapes of length and batch size are captured, and which batch fits which."""

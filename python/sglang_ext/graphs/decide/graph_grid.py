@@ -43,7 +43,7 @@ MAX_PADDING_FACTOR = 2
 
 
 class Fallback(StrEnum):
-    """Why a batch runs on the ordinary path although there are graphs. Bounded: these are metric labels."""
+    """Describes why a batch runs on the ordinary path although there are graphs. Bounded: these are metric labels."""
 
     TOO_LARGE = "too_large"  # no shape of the grid holds it
     PADDING = "padding"  # the nearest shape would compute too much in vain

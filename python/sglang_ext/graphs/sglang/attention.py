@@ -102,7 +102,7 @@ class CapturedAttention:
 
 
 def split_sizes(shape: GraphShape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> SplitSizes | None:
-    """How a prefix is divided for batches of a shape; None where SGLang's kernel has programs enough.
+    """Return how a prefix is divided for batches of a shape; None where SGLang's kernel has programs enough.
 
     `q` [T, H, D], `k` [T, Hkv, D], `v` [T, Hkv, Dv].
     """

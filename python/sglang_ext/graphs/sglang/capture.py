@@ -94,7 +94,7 @@ def build_graphs(
     shapes = plan_captures(
         options.lengths_tokens,
         options.batch_sizes,
-        max_batch_tokens=_most_batch_tokens(model_runner.server_args),
+        max_batch_tokens=_max_batch_tokens(model_runner.server_args),
         max_requests=model_runner.req_to_token_pool.size,
     )
     if not shapes:
@@ -115,7 +115,7 @@ def build_graphs(
     return graphs if graphs.captured else None
 
 
-def _most_batch_tokens(server_args: Any) -> int:
+def _max_batch_tokens(server_args: Any) -> int:
     """New tokens of a batch at most, as SGLang or LAPS forms it."""
     options = options_from_environment(os.environ)
     given = None if options is None or options.laps is None else options.laps.max_chunk_tokens

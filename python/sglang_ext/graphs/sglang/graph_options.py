@@ -17,7 +17,7 @@ from sglang_ext_cuda_graphs.capture_plan import DEFAULT_BATCH_SIZES, DEFAULT_LEN
 
 
 class Capture(StrEnum):
-    """When graphs are captured."""
+    """Describes when graphs are captured."""
 
     OFF = "off"
     LAZY = "lazy"

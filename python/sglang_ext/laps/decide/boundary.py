@@ -1,4 +1,4 @@
-"""Where short ends on an instance: one number, from what its iterations cost, that changes seldom.
+"""Decides where short ends on an instance: one number, from what its iterations cost, that changes seldom.
 
 A prefill is short while memory and launches bound it rather than computation (LAPS's L_m), or while its time is a small
 part of the short prefills' objective: one that ends within half of it holds no other up for long, and is served best
@@ -37,7 +37,8 @@ def fitted_boundary_tokens(fit: CostFit, write_s: float | None, objective_s: flo
 
 
 def expected_boundary_tokens(cost: CostCoefficients, objective_s: float, most_tokens: int) -> int:
-    """What an instance with these costs will find, where memory does not bound it for longer than the objective does.
+    """Return what an instance with these costs will find, where memory does not bound it for longer than the objective
+    does.
 
     `most_tokens`: what one of its iterations may compute.
     """
@@ -84,7 +85,7 @@ class ClassBoundary:
         self.is_fitted = False
         self.tokens = min(DEFAULT_BOUNDARY_TOKENS, most_tokens) if given_tokens is None else given_tokens
 
-    def note_iteration(self, fit: CostFit, write_s: float | None, objective_s: float) -> None:
+    def record_iteration(self, fit: CostFit, write_s: float | None, objective_s: float) -> None:
         """`fit` has learned from one more iteration."""
         self._samples += 1
         if self._given or self._samples % _SAMPLES:

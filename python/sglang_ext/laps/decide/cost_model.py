@@ -1,4 +1,5 @@
-"""What a prefill iteration costs: LAPS's compute and memory terms, and their online fit to one instance's iterations.
+"""Describes what a prefill iteration costs: LAPS's compute and memory terms, and their online fit to one instance's
+iterations.
 
 T = alpha * sum L(L + 2H) + (beta + gamma_w) * sum L + gamma_r * sum H + rho * (R - 1) + kappa, for L new tokens after
 H cached ones of each of R requests (LAPS, section 2.1; kappa, the fixed cost of an iteration, and rho, that of each
@@ -149,7 +150,7 @@ class IterationSample(NamedTuple):
 
 
 class FitReport(NamedTuple):
-    """What the online fit of the cost model knows."""
+    """Describes what the online fit of the cost model knows."""
 
     samples: int  # taken in so far
     alpha_s: float
@@ -168,7 +169,7 @@ class FitReport(NamedTuple):
 
 
 class Determined(NamedTuple):
-    """Whether the samples determine a coefficient: its standard error is below 30 % of it."""
+    """Describes whether the samples determine a coefficient: its standard error is below 30 % of it."""
 
     alpha: bool
     token: bool
@@ -267,7 +268,8 @@ class _Equations:
         return CostCoefficients(alpha_s, token_s, read_s, kappa_s, request_s)
 
     def determined(self, solution: CostCoefficients, noise: float) -> Determined:
-        """Which coefficients of the solution these samples, of so much relative noise, determine by themselves."""
+        """Return which coefficients of the solution these samples, of so much relative noise, determine by
+        themselves."""
         if self.rows < _MIN_SAMPLES:
             return _NOTHING_DETERMINED
         # Without the gap: on an instance that is never idle nothing tells it from the rest of kappa.
@@ -359,7 +361,8 @@ class CostFit:
         self.coefficients = self.fitted.times(self._pace())
 
     def is_determined(self, new_tokens: float) -> bool:
-        """Whether the samples determine the time of a lone prefill of this length: its standard error is below 30 %."""
+        """Return whether the samples determine the time of a lone prefill of this length: its standard error is below
+        30 %."""
         if not self._logs:
             return False
         features = [new_tokens * new_tokens, new_tokens, 0.0, 0.0, 1.0, 0.0]
@@ -413,7 +416,7 @@ class CostFit:
         return predicted_s - self._equations(is_replayed).gap_s if is_first else predicted_s
 
     def _pace(self) -> float:
-        """How much longer than fitted the latest iterations took, as far as they can be believed."""
+        """Return how much longer than fitted the latest iterations took, as far as they can be believed."""
         if len(self._latest) < _PACE_SAMPLES:
             return 1.0
         fitted_s = [self._predicted_s(self.fitted, sample) for sample in self._latest]
@@ -425,16 +428,15 @@ class CostFit:
         return max(_NOISE_FLOOR, 1.4826 * self._logs[len(self._logs) // 2])
 
     def _clip(self) -> float:
-        """How far a sample may be from its prediction, as a logarithm: three robust standard deviations."""
+        """Return how far a sample may be from its prediction, as a logarithm: three robust standard deviations."""
         logs = self._logs
         if len(logs) < _MIN_SAMPLES:
             return inf
         return max(_LEAST_CLIP, 3 * 1.4826 * logs[len(logs) // 2])
 
     def _is_another_machine(self) -> bool:
-        """Whether most of the latest predictions were wrong by far and in the same direction: a clock was lowered,
-        say, or a neighbour came. What was measured before then misleads.
-        """
+        """Return whether most of the latest predictions were wrong by far and in the same direction: a clock was
+        lowered, say, or a neighbour came. What was measured before then misleads."""
         excess = self._recent_excess
         return len(excess) == _CHANGE_SAMPLES and abs(median(excess)) > _CHANGE
 

@@ -1,4 +1,5 @@
-"""What the policy of one prefill instance knows: options, limits, measured costs, arrivals, the windows of its batches.
+"""Describes what the policy of one prefill instance knows: options, limits, measured costs, arrivals, the windows of
+its batches.
 
 The compositions (`packed_choice`, `separate_choice`) decide with it; `Laps` feeds it.
 """
@@ -77,16 +78,16 @@ class InstanceModel:
     def short_slo_s(self) -> float:
         return self.options.short_ttft_slo_ms / 1e3
 
-    def note_iteration(self, sample: IterationSample) -> None:
+    def record_iteration(self, sample: IterationSample) -> None:
         """A forward iteration has ended: the cost model learns from it. It may have cost the grid a shape."""
         self.fit.add(sample)
-        self.boundary.note_iteration(self.fit, self.options.write_s, self.short_slo_s)
+        self.boundary.record_iteration(self.fit, self.options.write_s, self.short_slo_s)
         if self.grid.shapes is not self._aimed_shapes:
             self._aimed_shapes = self.grid.shapes
             self.awd.use_depths(self.grid.depths(self.max_requests))
 
     def is_online(self, now_s: float) -> bool:
-        """Whether clients with deadlines are near, though none waits."""
+        """Return whether clients with deadlines are near, though none waits."""
         return now_s <= self.online_s + _ONLINE_FOR_S
 
     def round_s(self, cached_tokens: int, long_backlog_s: float) -> float:
@@ -114,13 +115,14 @@ class InstanceModel:
         """
         return self.fit.typical_error() + self.limits.stages - 1
 
-    def most_share(self) -> float:
+    def max_share(self) -> float:
         """The largest share of the time that shorts take while a long prefill that is late waits."""
-        share = self.options.most_share
+        share = self.options.max_share
         return 1 - share if self.mode is LapsMode.SHORT else share
 
     def verdict(self, now_s: float, batch: FormedBatch, deadline_s: float, *, has_longs: bool) -> Verdict:
-        """Whether the short batch should leave: adaptive wait-depth, or at once on an instance for long prefills.
+        """Return whether the short batch should leave: adaptive wait-depth, or at once on an instance for long
+        prefills.
 
         `deadline_s`: the nearest one of all short prefills that wait.
         """
@@ -166,7 +168,7 @@ class InstanceModel:
 
 
 def has_deadline(request: QueuedPrefill) -> bool:
-    """Whether a client waits for its answer."""
+    """Return whether a client waits for its answer."""
     return isfinite(request.deadline_s)
 
 

@@ -1,4 +1,4 @@
-"""Which long prefill runs next, and how many of its tokens: by urgency, memory and a time budget."""
+"""Decides which long prefill runs next, and how many of its tokens: by urgency, memory and a time budget."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def _fits(candidate: RankedPrefill, free_kv_tokens: int) -> bool:
 
 
 def _preempts(candidate: RankedPrefill, current: RankedPrefill, margin: float) -> bool:
-    """Whether the candidate is of a more urgent class, or of the same and by the margin lower in relative slack."""
+    """Return whether the candidate is of a more urgent class, or of the same and by the margin lower in relative
+    slack."""
     theirs, ours = candidate.urgency, current.urgency
     if theirs.aged_class != ours.aged_class:
         return theirs.aged_class < ours.aged_class

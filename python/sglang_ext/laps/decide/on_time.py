@@ -1,4 +1,4 @@
-"""Which requests of a batch can all be on time, where not all of them can, and what a batch takes.
+"""Decides which requests of a batch can all be on time, where not all of them can, and what a batch takes.
 
 Moore and Hodgson's rule, for jobs that all end together: in order of deadline, and the longest is put back wherever the
 batch would end too late. The sums are plain numbers, for this runs in every iteration of a busy instance.
@@ -39,7 +39,7 @@ class CostRates:
 
 
 class BatchCost:
-    """What a batch takes by its sums: on a captured shape, or on the ordinary kernels."""
+    """Describes what a batch takes by its sums: on a captured shape, or on the ordinary kernels."""
 
     __slots__ = ("eager", "grid", "has_replayed", "replayed")
 
@@ -87,7 +87,7 @@ class Contender:
         self.own_s = cost.alpha_s * self.work + cost.token_s * self.new_tokens + cost.read_s * self.cached_tokens
 
 
-def most_on_time(
+def max_on_time(
     must: list[Contender],
     requests: int,
     base: BatchSums,

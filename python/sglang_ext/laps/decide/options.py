@@ -12,7 +12,7 @@ from sglang_ext.laps.decide.round_plan import Composition, LapsMode
 
 
 class Batching(StrEnum):
-    """What a short batch waits for."""
+    """Describes what a short batch waits for."""
 
     SLA = "sla"
     TOKEN_MAX = "token-max"
@@ -171,9 +171,9 @@ class LapsOptions:
                 raise ValueError(f"{option_name(name)} must be at least 0 and below 1, got {share:g}")
         self._require_order("w_min_ms", "w_max_ms")
         self._require_order("w_max_ms", "t_max_ms")
-        if self.rho_min > self.most_share:
+        if self.rho_min > self.max_share:
             raise ValueError(
-                f"{option_name('rho_min')} {self.rho_min:g} is larger than {option_name('rho_max')} {self.most_share:g}"
+                f"{option_name('rho_min')} {self.rho_min:g} is larger than {option_name('rho_max')} {self.max_share:g}"
             )
         if (self.kv_bytes_per_token is None) is not (self.kv_bandwidth_gb_per_s is None):
             given, missing = ("kv_bytes_per_token", "kv_bandwidth_gb_per_s")
@@ -182,7 +182,7 @@ class LapsOptions:
             raise ValueError(f"{option_name(given)} needs {option_name(missing)} too")
 
     @property
-    def most_share(self) -> float:
+    def max_share(self) -> float:
         """The largest share of the time that short prefills take while a long one waits."""
         if self.rho_max is not None:
             return self.rho_max

@@ -44,7 +44,7 @@ def packed_round_s(fixed_s: float, short_slo_s: float, stages: int = 1) -> float
 
 
 def stage_share(stages: int) -> float:
-    """What a batch may take on each of P stages, over what it may take on an instance of one stage.
+    """Return what a batch may take on each of P stages, over what it may take on an instance of one stage.
 
     A short prefill that waits follows the longest batch (1/2 of the objective for one stage) through all stages, and
     ends on the last one with its own (1/3): both shares shrink by (1/2 + 1/3) / (P/2 + 1/3).
@@ -63,11 +63,11 @@ def long_mode_round_s(round_s: float, kappa_s: float, backlog_s: float, stages: 
     In a pipeline less, if that is sooner: chunks of t make a backlog of W on each stage end after W + kappa W / t, and
     the last stage begins (P - 1) t later; the sum is least at t = sqrt(kappa W / (P - 1)).
     """
-    most_s = _LONG_MODE_ROUNDS * round_s
+    max_s = _LONG_MODE_ROUNDS * round_s
     if stages == 1:
-        return most_s
+        return max_s
     best_s = sqrt(kappa_s * backlog_s / (stages - 1)) / _WITHOUT_SHORTS
-    return min(most_s, max(round_s, best_s))
+    return min(max_s, max(round_s, best_s))
 
 
 def even_share_s(work_s: float, budget_s: float) -> float:
@@ -79,7 +79,7 @@ def even_share_s(work_s: float, budget_s: float) -> float:
 
 
 class LongRoom(NamedTuple):
-    """What is left of a batch for long prefills."""
+    """Describes what is left of a batch for long prefills."""
 
     left_s: float
     tokens: int
@@ -177,7 +177,7 @@ def run_shorts_alone(
     utilisation: float,
     stages: int = 1,
 ) -> bool:
-    """Whether the short prefills should not share their batch with long ones.
+    """Return whether the short prefills should not share their batch with long ones.
 
     They do not where one of them would be late for it that is on time alone, nor where what they wait for together
     outweighs twice the time that sharing saves (`saved_s`) for everybody else: the `waiting` ones and the next to come,

@@ -1,4 +1,4 @@
-"""What a packed instance runs next: which group, which short batch, and what of the long prefills beside it.
+"""Describes what a packed instance runs next: which group, which short batch, and what of the long prefills beside it.
 
 A decision looks at the first requests of each order of the queue (`prefill_queue`), however many wait.
 """
@@ -61,7 +61,7 @@ def _choose_of_group(
         and max(first_long.urgency.aged_class, min(int(first_long.request.priority), short_class)) < short_class
     )
     if first_long is not None:
-        short_budget_s = model.most_share() * round_s
+        short_budget_s = model.max_share() * round_s
     elif group is _ONLINE and model.options.round_ms is None:  # their deadlines bound it, and a denser one serves more
         short_budget_s = max(round_s, model.short_slo_s)
     else:

@@ -37,7 +37,7 @@ class Laps:
     """Times are seconds on one monotonic clock of the caller's.
 
     The queue is kept from round to round: `put` takes a request in and tells what has become of it, `remove` takes it
-    out, `note_dispatch` does both for those of a batch. `choose` changes nothing but the classes of those that have
+    out, `record_dispatch` does both for those of a batch. `choose` changes nothing but the classes of those that have
     waited long; `choose_of` decides on a queue that is given whole, and leaves the kept one alone. `grid` is that of
     the engine's runner, which may leave shapes out of it between two decisions.
     """
@@ -69,7 +69,7 @@ class Laps:
         ttft_slo_s: float | None,
         priority: PriorityClass = PriorityClass.NORMAL,
     ) -> float:
-        """When its prefill should end (absolute): by its own objective, else by the option of its class.
+        """Return when its prefill should end (absolute): by its own objective, else by the option of its class.
 
         Infinite where it has none of its own and is offline work: of low priority, or with token-max batching.
         Raises ValueError for an objective that is not above 0.
@@ -88,7 +88,7 @@ class Laps:
         ideal_s = cost.prefill_s(new_tokens, cached_tokens, self._model.round_s(cached_tokens, 0.0))
         return arrival_s + max(short_slo_s, options.long_slo_stretch * ideal_s)
 
-    def note_arrival(
+    def record_arrival(
         self, now_s: float, length_class: LengthClass, new_tokens: int, cached_tokens: int, deadline_s: float
     ) -> None:
         """A request has been queued; the rate of short ones is what a window reckons with."""
@@ -109,10 +109,10 @@ class Laps:
             self.queue.remove(key)
 
     def choose(self, now_s: float, free_kv_tokens: int) -> RoundPlan:
-        """What should run next. Nothing more changes until `note_dispatch` tells what did."""
+        """Return what should run next. Nothing more changes until `record_dispatch` tells what did."""
         return self._choose(self.queue, now_s, free_kv_tokens)
 
-    def note_dispatch(self, now_s: float, batch: PrefillBatch) -> None:
+    def record_dispatch(self, now_s: float, batch: PrefillBatch) -> None:
         """A batch of the plan leaves: its whole requests are gone from the queue, the cut one has less left."""
         self._learn_dispatch(self.queue, now_s, batch)
         queue = self.queue
@@ -128,8 +128,8 @@ class Laps:
         """Decide as `choose` does, about a queue that is given whole."""
         return self._choose(self._queue_of(snapshot), snapshot.now_s, snapshot.free_kv_tokens)
 
-    def note_dispatch_of(self, snapshot: RoundSnapshot, batch: PrefillBatch) -> None:
-        """Record as `note_dispatch` does, for a queue that is given whole."""
+    def record_dispatch_of(self, snapshot: RoundSnapshot, batch: PrefillBatch) -> None:
+        """Record as `record_dispatch` does, for a queue that is given whole."""
         self._learn_dispatch(self._queue_of(snapshot), snapshot.now_s, batch)
 
     # -- measurements ----------------------------------------------------------------------------------------------
@@ -139,11 +139,11 @@ class Laps:
         work = sum(new * (new + 2 * cached) for new, cached in zip(new_tokens, cached_tokens, strict=True))
         return self._model.cost.iteration_s(work, sum(new_tokens), sum(cached_tokens), len(new_tokens))
 
-    def note_iteration(self, sample: IterationSample) -> None:
+    def record_iteration(self, sample: IterationSample) -> None:
         """A forward iteration has ended: the cost model learns from it. It may have cost the grid a shape."""
-        self._model.note_iteration(sample)
+        self._model.record_iteration(sample)
 
-    def note_first_token(self, now_s: float, length_class: LengthClass, arrival_s: float, deadline_s: float) -> None:
+    def record_first_token(self, now_s: float, length_class: LengthClass, arrival_s: float, deadline_s: float) -> None:
         """A prefill has ended. One without a deadline says nothing about how deadlines are kept."""
         if isfinite(deadline_s):
             self._deviation[length_class].add(now_s, arrival_s, deadline_s)
@@ -201,13 +201,13 @@ class Laps:
         model.busy.add(now_s, batch.predicted_s)
         if model.options.composition is Composition.PACKED:
             has_longs = queue.has_longs()
-            share, round_s = model.most_share(), model.round_s(0, 0.0)
+            share, round_s = model.max_share(), model.round_s(0, 0.0)
         else:
             has_longs = any(not is_batched(ranked.request) for ranked in queue)
             state = survey(model, queue, now_s, self._free_kv_tokens)
             share, round_s = state.share, state.round_s
         if not batch.is_short:
-            model.account.earn(batch.predicted_s, share, model.most_share(), round_s)
+            model.account.earn(batch.predicted_s, share, model.max_share(), round_s)
             return
         if has_longs:
             model.account.spend(batch.predicted_s, round_s)

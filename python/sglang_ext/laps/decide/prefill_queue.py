@@ -1,4 +1,5 @@
-"""What waits on one prefill instance, kept in the order in which it should run, so that a decision looks at few of it.
+"""Describes what waits on one prefill instance, kept in the order in which it should run, so that a decision looks at
+few of it.
 
 Every order is fixed between two events of a request (its arrival, a chunk of it, a lift of its class), so lists stay
 sorted and a decision costs the same with ten requests as with ten thousand:
@@ -154,7 +155,7 @@ class PrefillQueue:
         return min(short_class, -lists.longs[-1][0]) if lists.longs else short_class
 
     def has_longs(self) -> bool:
-        """Whether a long prefill waits, with a deadline or without."""
+        """Return whether a long prefill waits, with a deadline or without."""
         return bool(self._lists[0].longs or self._lists[1].longs)
 
     def shorts(self, group: Group, most: int) -> list[RankedPrefill]:

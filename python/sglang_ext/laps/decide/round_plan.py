@@ -1,4 +1,4 @@
-"""What the LAPS policy of a prefill instance is asked and what it answers, once per scheduler iteration.
+"""Describes what the LAPS policy of a prefill instance is asked and what it answers, once per scheduler iteration.
 
 The engine and the simulator build a `RoundSnapshot`, `Laps.choose` returns a `RoundPlan`, and the one that
 asked carries out the first batch of the plan that its memory admits.
@@ -16,7 +16,7 @@ from sglang_ext.types import LengthClass
 
 
 class LapsMode(StrEnum):
-    """What an instance prefers. Every mode serves every request: a stray one is late, never lost."""
+    """Describes what an instance prefers. Every mode serves every request: a stray one is late, never lost."""
 
     SHORT = "short"
     LONG = "long"
@@ -24,7 +24,7 @@ class LapsMode(StrEnum):
 
 
 class Composition(StrEnum):
-    """What a batch is made of while both classes wait."""
+    """Describes what a batch is made of while both classes wait."""
 
     PACKED = "packed"  # shorts, then long prefills in what is left of one time budget
     SEPARATE = "separate"  # one class alone (LAPS)
@@ -41,7 +41,7 @@ class PriorityClass(IntEnum):
 
 
 class DispatchReason(StrEnum):
-    """Why a short batch left, or a long chunk ran. Bounded: these are metric labels."""
+    """Describes why a short batch left, or a long chunk ran. Bounded: these are metric labels."""
 
     DEPTH = "depth"  # the target depth D is reached
     WINDOW = "window"  # the window W is over
@@ -72,7 +72,7 @@ class QueuedPrefill:
     is_current: bool  # its chunk was the last long chunk
 
     def after_chunk(self, tokens: int) -> QueuedPrefill:
-        """What is left once so many of its tokens have run: from now on it is the current long prefill."""
+        """Return what is left once so many of its tokens have run: from now on it is the current long prefill."""
         return self._with(self.new_tokens - tokens, self.cached_tokens + tokens, is_started=True, is_current=True)
 
     def overtaken(self) -> QueuedPrefill:
@@ -127,7 +127,7 @@ class PrefillBatch(NamedTuple):
 
     @property
     def is_short(self) -> bool:
-        """Whether there are short prefills in it alone."""
+        """Return whether there are short prefills in it alone."""
         return self.cut is None and self.short_requests == len(self.whole)
 
 
@@ -142,7 +142,7 @@ class RoundPlan(NamedTuple):
 
 
 class InstanceLimits(NamedTuple):
-    """What the engine of an instance admits, whatever a policy wants. All of them are at least 1."""
+    """Describes what the engine of an instance admits, whatever a policy wants. All of them are at least 1."""
 
     page_tokens: int  # a chunk that is not a prompt's last is a multiple of this
     max_chunk_tokens: int  # new tokens of one long prefill in a batch

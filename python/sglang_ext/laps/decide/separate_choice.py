@@ -38,7 +38,8 @@ _MUST_LEAVE = (DispatchReason.SLACK, DispatchReason.HEAD_WAIT)
 
 
 class Survey(NamedTuple):
-    """What a decision is about: both queues in order of urgency, the batch and the long prefill that could run."""
+    """Describes what a decision is about: both queues in order of urgency, the batch and the long prefill that could
+    run."""
 
     now_s: float
     round_s: float
@@ -120,7 +121,7 @@ def choose_separate(model: InstanceModel, queue: PrefillQueue, now_s: float, fre
 
 
 def verdict_of(model: InstanceModel, state: Survey, batch: FormedBatch) -> Verdict:
-    """Whether the short batch should leave."""
+    """Return whether the short batch should leave."""
     return model.verdict(state.now_s, batch, nearest_deadline_s(state.shorts), has_longs=state.long is not None)
 
 
@@ -137,13 +138,13 @@ def _compare(model: InstanceModel, short: RankedPrefill, long: RankedPrefill) ->
     is_more_urgent = (short_class, short.urgency.relative_slack) < (long_class, long_slack)
     if model.mode is LapsMode.SHORT:
         is_pressing = long_slack <= 0 or long.urgency.aged_class < long.request.priority
-        return (model.most_share() if is_pressing else 1.0), is_more_urgent
+        return (model.max_share() if is_pressing else 1.0), is_more_urgent
     if short_class != long_class:
         if short_class > long_class:
             return 0.0, is_more_urgent
         is_yielding = has_deadline(short.request) and not has_deadline(long.request)
-        return (1.0 if is_yielding else options.most_share), is_more_urgent
-    return choose_share(long_slack, options.rho_min, options.most_share), is_more_urgent
+        return (1.0 if is_yielding else options.max_share), is_more_urgent
+    return choose_share(long_slack, options.rho_min, options.max_share), is_more_urgent
 
 
 def _choose_between(model: InstanceModel, state: Survey, batch: FormedBatch, long: LongChoice) -> RoundPlan:
@@ -197,7 +198,7 @@ def _mixed(model: InstanceModel, batch: FormedBatch, chunk: PrefillBatch, long: 
 
 
 def _can_wait(model: InstanceModel, state: Survey, batch: FormedBatch, chunk: PrefillBatch) -> bool:
-    """Whether the shorts let one more chunk run, sharing the fixed cost of their batch with what arrives.
+    """Return whether the shorts let one more chunk run, sharing the fixed cost of their batch with what arrives.
 
     That loses no time, for a long prefill uses it. It pays where time is scarce: several long prefills wait. A
     round whose length is an option is kept, and so are T_max and the deadlines (the caller sees to these).
@@ -270,5 +271,5 @@ def long_batch(request: QueuedPrefill, tokens: int, reason: DispatchReason, pred
 
 
 def is_batched(request: QueuedPrefill) -> bool:
-    """Whether it runs in a short batch. A short prefill that the engine has cut goes on as a long one."""
+    """Return whether it runs in a short batch. A short prefill that the engine has cut goes on as a long one."""
     return request.length_class is LengthClass.SHORT and not request.is_started

@@ -1,4 +1,4 @@
-"""Which short prefills leave together: as many as can end on time, on a captured shape where that pays.
+"""Decides which short prefills leave together: as many as can end on time, on a captured shape where that pays.
 
 All members of a batch end with it. In order of urgency they join while there is room; where the batch would then end
 after a deadline in it, some are put back: they wait for another batch. Those that are late whatever is done use what
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from sglang_ext.graphs.decide.graph_grid import GraphGrid, GraphShape
 from sglang_ext.laps.decide.cost_model import CostCoefficients
-from sglang_ext.laps.decide.on_time import BatchCost, BatchSums, Contender, most_on_time
+from sglang_ext.laps.decide.on_time import BatchCost, BatchSums, Contender, max_on_time
 from sglang_ext.laps.decide.slack import RankedPrefill
 
 DUE_AFTER = 5.0  # times its objective: a late prefill that has waited so long goes first
@@ -22,7 +22,7 @@ SPARE = 0.25  # of its objective: most time that late prefills add to a batch wi
 
 
 class BatchBounds(NamedTuple):
-    """What a batch must fit. The first request is always taken when the memory holds it."""
+    """Describes what a batch must fit. The first request is always taken when the memory holds it."""
 
     max_requests: int
     max_tokens: int
@@ -386,7 +386,7 @@ class _Forming:
         is_kept = [False] * len(joined)
         requests = first
         longest, new, cached, work = base.longest_tokens, base.new_tokens, base.cached_tokens, base.work
-        for member in most_on_time(must, first, base, self._cost, now_s, stretch, end_s, leaves_time=len(may) > 0):
+        for member in max_on_time(must, first, base, self._cost, now_s, stretch, end_s, leaves_time=len(may) > 0):
             is_kept[member.at] = True
             end_s = min(end_s, member.deadline_s)
             requests += 1

@@ -36,33 +36,34 @@ def automatic_round_s(fixed_s: float, long_backlog_s: float, short_slo_s: float,
     times the fixed cost, and at most three times that objective, or `longest_short_s`, their own time, if that is
     more.
     """
-    least_s = max(_LEAST_OF_SLO * short_slo_s, fixed_s / _MOST_OVERHEAD)
-    most_s = max(least_s, _MOST_OF_SLO * max(short_slo_s, longest_short_s))
-    return min(max(sqrt(2 * _LONG_WEIGHT * fixed_s * long_backlog_s), least_s), most_s)
+    min_s = max(_LEAST_OF_SLO * short_slo_s, fixed_s / _MOST_OVERHEAD)
+    max_s = max(min_s, _MOST_OF_SLO * max(short_slo_s, longest_short_s))
+    return min(max(sqrt(2 * _LONG_WEIGHT * fixed_s * long_backlog_s), min_s), max_s)
 
 
 class TimeAccount:
-    """What the short prefills may still use before the next long chunk, at the share x and at the largest share.
+    """Describes what the short prefills may still use before the next long chunk, at the share x and at the largest
+    share.
 
     Over any time that both classes wait, shorts use at most x / (1 - x) of what longs use, one round of balance
     and the batch that overdraws it.
     """
 
-    __slots__ = ("_balance_s", "_most_balance_s", "long_s", "short_s")
+    __slots__ = ("_balance_s", "_max_balance_s", "long_s", "short_s")
 
     def __init__(self) -> None:
         self._balance_s: float | None = None  # None: a full round, whatever its length
-        self._most_balance_s: float | None = None
+        self._max_balance_s: float | None = None
         self.short_s = 0.0  # used lately while both waited
         self.long_s = 0.0
 
     def can_run_short(self) -> bool:
-        """Whether the shorts are within their share."""
+        """Return whether the shorts are within their share."""
         return self._balance_s is None or self._balance_s > 0
 
     def can_run_urgent(self) -> bool:
-        """Whether shorts that are more urgent than the long prefill are within the largest share."""
-        return self._most_balance_s is None or self._most_balance_s > 0
+        """Return whether shorts that are more urgent than the long prefill are within the largest share."""
+        return self._max_balance_s is None or self._max_balance_s > 0
 
     def short_share(self) -> float:
         """Share of the time that shorts used lately while both classes waited; 0 before any."""
@@ -71,24 +72,24 @@ class TimeAccount:
 
     def clear(self) -> None:
         """No long prefill waits: what shorts use is taken from none."""
-        self._balance_s = self._most_balance_s = None
+        self._balance_s = self._max_balance_s = None
 
     def spend(self, short_s: float, round_s: float) -> None:
         """A short batch of this time runs while a long prefill waits. A debt of more than a round is forgiven."""
         balance_s = round_s if self._balance_s is None else self._balance_s
-        most_s = round_s if self._most_balance_s is None else self._most_balance_s
+        max_s = round_s if self._max_balance_s is None else self._max_balance_s
         self._balance_s = max(balance_s - short_s, -round_s)
-        self._most_balance_s = most_s - short_s
+        self._max_balance_s = max_s - short_s
         self._report(short_s, 0.0, round_s)
 
-    def earn(self, long_s: float, share: float, most_share: float, round_s: float) -> None:
+    def earn(self, long_s: float, share: float, max_share: float, round_s: float) -> None:
         """A long chunk of this time runs. The balance is bounded by one round."""
         if self._balance_s is not None:
             share = min(share, _MOST_SHARE)
             self._balance_s = min(self._balance_s + share / (1 - share) * long_s, round_s)
-        if self._most_balance_s is not None:
-            most_share = min(most_share, _MOST_SHARE)
-            self._most_balance_s = min(self._most_balance_s + most_share / (1 - most_share) * long_s, round_s)
+        if self._max_balance_s is not None:
+            max_share = min(max_share, _MOST_SHARE)
+            self._max_balance_s = min(self._max_balance_s + max_share / (1 - max_share) * long_s, round_s)
         self._report(0.0, long_s, round_s)
 
     def _report(self, short_s: float, long_s: float, round_s: float) -> None:

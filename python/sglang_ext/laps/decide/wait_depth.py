@@ -55,7 +55,7 @@ class WindowLimits(NamedTuple):
 
 
 class Evidence(Enum):
-    """What a batch that left says about the depth that a window reaches."""
+    """Describes what a batch that left says about the depth that a window reaches."""
 
     REACHED = "reached"  # the depth was there
     MISSED = "missed"  # a whole window, undisturbed, was not enough
@@ -127,9 +127,9 @@ class AdaptiveWaitDepth:
             (batch.latest_start_s - limits.delta_s, DispatchReason.SLACK),
             (self._pays_until_s(now_s, batch, arrivals_per_s), DispatchReason.NO_GAIN),
         )
-        least_s = batch.oldest_arrival_s + limits.w_min_s
-        if end_s < least_s:
-            end_s, reason = least_s, DispatchReason.WINDOW
+        min_s = batch.oldest_arrival_s + limits.w_min_s
+        if end_s < min_s:
+            end_s, reason = min_s, DispatchReason.WINDOW
         if end_s <= now_s:
             return Verdict(reason, now_s)
         return Verdict(None, min(end_s, self._forced_s(batch)))
@@ -155,7 +155,8 @@ class AdaptiveWaitDepth:
         return Verdict(None, min(drained_s, self._forced_s(batch)))
 
     def evidence(self, reason: DispatchReason, depth: int, arrivals_per_s: float) -> Evidence:
-        """What a batch of this depth says. With less than one arrival expected in a window, the queue was drained."""
+        """Return what a batch of this depth says. With less than one arrival expected in a window, the queue was
+        drained."""
         if depth >= self.depth:
             return Evidence.REACHED
         if reason is DispatchReason.WINDOW and arrivals_per_s * self._limits.w_max_s >= 1:

@@ -1,4 +1,4 @@
-"""What one prefill instance needs for LAPS, put together from its scheduler.
+"""Describes what one prefill instance needs for LAPS, put together from its scheduler.
 
 The policy decides, the clock measures, the agreement carries decisions to the other ranks, the metrics report.
 """
@@ -57,7 +57,7 @@ _COPIES = 6
 
 @dataclass
 class DecisionTimes:
-    """What deciding took before batches that were launched; the device may idle meanwhile."""
+    """Describes what deciding took before batches that were launched; the device may idle meanwhile."""
 
     batches: int = 0
     seconds: float = 0.0
@@ -93,20 +93,20 @@ class LapsInstance:
         self._metrics = metrics
         self.now_s = NOW_S
 
-    def note_dispatch(self, now_s: float, batch: PrefillBatch) -> None:
+    def record_dispatch(self, now_s: float, batch: PrefillBatch) -> None:
         """SGLang has built this batch of the plan."""
         queue = self.policy.queue
         members = [queue.get(key).request for key in batch.keys]
         in_hand = next((ranked.request for ranked in queue.started.values() if ranked.request.is_current), None)
-        self.policy.note_dispatch(now_s, batch)
+        self.policy.record_dispatch(now_s, batch)
         is_yielding = in_hand is not None and in_hand.key not in batch.keys
         if is_yielding and not self._is_yielding:
             self.parks += 1
-            self._metrics.note_park()
+            self._metrics.record_park()
         self._is_yielding = is_yielding and batch.is_short
         if batch.cut is not None:
             self.current_key = batch.cut.key
-        self._metrics.note_dispatch(now_s, batch, members)
+        self._metrics.record_dispatch(now_s, batch, members)
 
     def put(self, request: Any, entry: LapsEntry, now_s: float) -> None:
         """A request waits, or has changed."""
@@ -119,7 +119,7 @@ class LapsInstance:
         previous = self.policy.mode
         self.policy.switch_mode(mode)
         self.generation += 1
-        self._metrics.note_mode_switch(mode)
+        self._metrics.record_mode_switch(mode)
         if self.agreement.is_deciding:
             logger.info("laps mode %s -> %s, generation %d", previous, mode, self.generation)
 
@@ -147,7 +147,7 @@ def build_instance(scheduler: Any) -> LapsInstance | None:
             page_tokens=scheduler.page_size,
             max_chunk_tokens=most_tokens,
             max_batch_tokens=most_tokens,
-            max_requests=min(_most_requests(scheduler, stages), MAX_BATCH_REQUESTS),
+            max_requests=min(_max_requests(scheduler, stages), MAX_BATCH_REQUESTS),
             stages=stages,
         ),
     )
@@ -172,7 +172,7 @@ def with_write_cost(options: LapsOptions, scheduler: Any) -> LapsOptions:
 
 
 def copy_gb_per_s(device: str) -> float | None:
-    """How fast memory is copied on a device, in 10^9 bytes per second; None where there is no room to try.
+    """Return how fast memory is copied on a device, in 10^9 bytes per second; None where there is no room to try.
 
     The best of some runs: others may use the machine meanwhile.
     """
@@ -204,7 +204,7 @@ def _stages(scheduler: Any) -> int:
     return int(scheduler.pp_group.world_size)
 
 
-def _most_requests(scheduler: Any, stages: int) -> int:
+def _max_requests(scheduler: Any, stages: int) -> int:
     """Return the largest number of requests in a batch; SGLang divides it among the batches in a pipeline."""
     if stages == 1:
         return int(scheduler.max_running_requests)
@@ -257,16 +257,16 @@ class IterationClock:
         self._was_idle = True
         self._round_s: float | None = None
 
-    def note_round(self, now_s: float) -> None:
+    def record_round(self, now_s: float) -> None:
         """A decision about what runs next begins."""
         if self._was_idle:
             self._round_s = now_s
 
-    def note_idle(self) -> None:
+    def record_idle(self) -> None:
         """The round launched nothing: until the next one the instance is idle, but for what is launched already."""
         self._was_idle = True
 
-    def note_launch(
+    def record_launch(
         self, now_s: float, length_class: LengthClass, new_tokens: Sequence[int], cached_tokens: Sequence[int]
     ) -> None:
         """A batch of one class was launched: `new_tokens` (L) and `cached_tokens` (H) of each of its requests."""
@@ -289,12 +289,12 @@ class IterationClock:
         if self._started_s is None:
             self._started_s = at_s
 
-    def note_replay(self, shape: GraphShape) -> None:
+    def record_replay(self, shape: GraphShape) -> None:
         """The batch that was launched last runs on this captured shape: all tokens of the shape are computed."""
         last = self._launched.pop()
         self._launched.append(last._replace(sample=last.sample._replace(new_tokens=shape.tokens, is_replayed=True)))
 
-    def note_result(self, now_s: float) -> IterationSample | None:
+    def record_result(self, now_s: float) -> IterationSample | None:
         """The oldest launched batch ended: what it took, or None where that cannot be told (a pipeline's).
 
         Raises IndexError when none was launched.

@@ -1,4 +1,4 @@
-"""What an instance's LAPS tells Prometheus. Labels are bounded: classes, modes, reasons."""
+"""Describes what an instance's LAPS tells Prometheus. Labels are bounded: classes, modes, reasons."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _FILLS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 
 
 class LapsMetrics(Protocol):
-    """Where an instance's events and state go."""
+    """Describes where an instance's events and state go."""
 
     def is_due(self, now_s: float) -> bool: ...
 
-    def note_dispatch(self, now_s: float, batch: PrefillBatch, members: Sequence[QueuedPrefill]) -> None: ...
+    def record_dispatch(self, now_s: float, batch: PrefillBatch, members: Sequence[QueuedPrefill]) -> None: ...
 
-    def note_park(self) -> None: ...
+    def record_park(self) -> None: ...
 
-    def note_mode_switch(self, mode: LapsMode) -> None: ...
+    def record_mode_switch(self, mode: LapsMode) -> None: ...
 
     def publish(self, now_s: float, report: LapsReport) -> None: ...
 
@@ -40,13 +40,13 @@ class NoMetrics:
     def is_due(self, now_s: float) -> bool:
         return False
 
-    def note_dispatch(self, now_s: float, batch: PrefillBatch, members: Sequence[QueuedPrefill]) -> None:
+    def record_dispatch(self, now_s: float, batch: PrefillBatch, members: Sequence[QueuedPrefill]) -> None:
         pass
 
-    def note_park(self) -> None:
+    def record_park(self) -> None:
         pass
 
-    def note_mode_switch(self, mode: LapsMode) -> None:
+    def record_mode_switch(self, mode: LapsMode) -> None:
         pass
 
     def publish(self, now_s: float, report: LapsReport) -> None:
@@ -111,7 +111,7 @@ class PrometheusMetrics:
     def is_due(self, now_s: float) -> bool:
         return now_s - self._published_s >= _PUBLISH_INTERVAL_S
 
-    def note_dispatch(self, now_s: float, batch: PrefillBatch, members: Sequence[QueuedPrefill]) -> None:
+    def record_dispatch(self, now_s: float, batch: PrefillBatch, members: Sequence[QueuedPrefill]) -> None:
         length_class = LengthClass.SHORT if batch.is_short else LengthClass.LONG
         self._dispatches.labels(length_class, batch.reason).inc()
         for member in members:
@@ -126,10 +126,10 @@ class PrometheusMetrics:
             self._fills.observe(batch.new_tokens / padded_tokens)
             self._padding.inc(padded_tokens - batch.new_tokens)
 
-    def note_park(self) -> None:
+    def record_park(self) -> None:
         self._parks.inc()
 
-    def note_mode_switch(self, mode: LapsMode) -> None:
+    def record_mode_switch(self, mode: LapsMode) -> None:
         self._switches.labels(mode).inc()
 
     def publish(self, now_s: float, report: LapsReport) -> None:

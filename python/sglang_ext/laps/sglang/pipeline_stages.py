@@ -1,4 +1,5 @@
-"""What a prefill of several pipeline stages needs beside SGLang's: a head on the last one, KV on its own layers.
+"""Describes what a prefill of several pipeline stages needs beside SGLang's: a head on the last one, KV on its own
+layers.
 
 A head: SGLang's Llama with tied embeddings takes those of its own stage for the head, and only the first stage has
 them. Qwen's models give the last stage a head of its own, as is done here; others with tied embeddings are refused.
@@ -20,7 +21,7 @@ WITH_HEAD = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausal
 
 
 def tied_head_problem(architecture: str | None, *, is_tied: bool) -> str | None:
-    """Why a model cannot run in stages; None where it can, as far as its config tells."""
+    """Return why a model cannot run in stages; None where it can, as far as its config tells."""
     if not is_tied or architecture is None or architecture in WITH_HEAD:
         return None
     return f"--pp-size: {architecture} with tied embeddings has no head on the last stage (tie_word_embeddings)"

@@ -1,4 +1,4 @@
-"""What the scheduler remembers of each request beside SGLang's own record of it, and what it reads there.
+"""Describes what the scheduler remembers of each request beside SGLang's own record of it, and what it reads there.
 
 Every rank gives a request its key at the same moment, in the order of the same queue, so a key names the same
 request everywhere. Times and deadlines matter on the deciding rank alone.

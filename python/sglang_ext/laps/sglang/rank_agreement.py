@@ -26,7 +26,8 @@ MAX_BATCH_REQUESTS = (PLAN_NUMBERS - 1 - _STEPS * _STEP_HEAD - 1) // 2
 
 
 class Step(NamedTuple):
-    """What a rank needs to know of a batch: which requests run whole, and so many tokens of which one does not."""
+    """Describes what a rank needs to know of a batch: which requests run whole, and so many tokens of which one does
+    not."""
 
     whole: tuple[int, ...]
     cut: Cut | None
@@ -37,7 +38,7 @@ class PlanTooLongError(ValueError):
 
 
 class RankAgreement(Protocol):
-    """How a rank learns the steps of a round."""
+    """Describes how a rank learns the steps of a round."""
 
     @property
     def is_deciding(self) -> bool: ...
@@ -47,7 +48,8 @@ class RankAgreement(Protocol):
         ...
 
     def agree_keys(self, find: Callable[[], Sequence[int]]) -> Sequence[int]:
-        """What `find` says on the first stage, the same on every stage. Its ranks find the same by themselves."""
+        """Return what `find` says on the first stage, the same on every stage. Its ranks find the same by
+        themselves."""
         ...
 
     def agree_number(self, number: int) -> int:

@@ -35,7 +35,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT, NextBatchPlan
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.load_inquirer import SchedulerLoadInquirer
 
-from sglang_ext.engine.request_traces import note_launch, trace_of
+from sglang_ext.engine.request_traces import record_launch, trace_of
 from sglang_ext.graphs.sglang.runner import graph_status, replayed_shape
 from sglang_ext.laps.decide.round_plan import LapsMode, PrefillBatch, RoundSnapshot
 from sglang_ext.laps.sglang.instance import LapsInstance, build_instance
@@ -104,11 +104,11 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         if laps.stage is not None:
             laps.stage.begin_round()
         began_s = laps.now_s()
-        laps.clock.note_round(began_s)
+        laps.clock.record_round(began_s)
         self._building_s = 0.0
         plan = self._plan_batch(laps, running_batch)
         if plan.batch_to_run is None:
-            laps.clock.note_idle()
+            laps.clock.record_idle()
         else:
             laps.decisions.note(laps.now_s() - began_s - self._building_s)
         return plan
@@ -234,7 +234,7 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
             length_class, new_tokens, cached_tokens, arrival_s, requested_slo_s(request), priority
         )
         self._next_key += 1
-        laps.policy.note_arrival(now_s, length_class, new_tokens, cached_tokens, deadline_s)
+        laps.policy.record_arrival(now_s, length_class, new_tokens, cached_tokens, deadline_s)
         return LapsEntry(self._next_key, length_class, new_tokens, arrival_s, deadline_s, priority)
 
     def _snapshot(self, laps: LapsInstance) -> RoundSnapshot:
@@ -293,11 +293,11 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
             if entry is not None:
                 entry.is_started = True
         if planned is not None:
-            laps.note_dispatch(laps.now_s(), planned)
-            self._note_deviations(laps, planned, next_plan.batch_to_run)
+            laps.record_dispatch(laps.now_s(), planned)
+            self._record_deviations(laps, planned, next_plan.batch_to_run)
         return next_plan
 
-    def _note_deviations(self, laps: LapsInstance, planned: PrefillBatch, batch: Any) -> None:
+    def _record_deviations(self, laps: LapsInstance, planned: PrefillBatch, batch: Any) -> None:
         """Tell the policy what SGLang has built otherwise: memory was refused, or a prefix has grown or shrunk.
 
         A request that was cut is looked at when it is parked.
@@ -351,21 +351,21 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
             )
             length_class = LengthClass.LONG if 2 * long_tokens > sum(batch.extend_lens) else LengthClass.SHORT
             now_s = laps.now_s()
-            laps.clock.note_launch(now_s, length_class, batch.extend_lens, batch.prefix_lens)
-            laps.work.note_launch(now_s, _members(batch))
-            traces = note_launch(batch.reqs, batch.extend_lens, batch.prefix_lens)
+            laps.clock.record_launch(now_s, length_class, batch.extend_lens, batch.prefix_lens)
+            laps.work.record_launch(now_s, _members(batch))
+            traces = record_launch(batch.reqs, batch.extend_lens, batch.prefix_lens)
             if laps.stage is not None:
-                laps.stage.note_launch()
+                laps.stage.record_launch()
             result = super().run_batch(batch, *args, **kwargs)
             if laps.stage is not None:
-                laps.stage.note_launched(batch.extend_lens, batch.prefix_lens)
+                laps.stage.record_launched(batch.extend_lens, batch.prefix_lens)
             shape = replayed_shape(self.tp_worker.model_runner)
             if shape is not None:
-                laps.clock.note_replay(shape)
+                laps.clock.record_replay(shape)
                 shape_text = f"{shape.length_tokens}x{shape.requests}"
-                laps.work.note_shape(shape_text)
+                laps.work.record_shape(shape_text)
                 for trace in traces:
-                    trace.note_shape(shape_text)
+                    trace.record_shape(shape_text)
             return result
         return super().run_batch(batch, *args, **kwargs)
 
@@ -377,19 +377,19 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         if laps is None or not batch.forward_mode.is_extend():
             return
         for trace in traces:
-            trace.note_result()
+            trace.record_result()
         if laps.stage is not None:
-            laps.stage.note_result()
+            laps.stage.record_result()
         now_s = laps.now_s()
-        sample = laps.clock.note_result(now_s)
-        laps.work.note_result(*laps.clock.latest_s)
+        sample = laps.clock.record_result(now_s)
+        laps.work.record_result(*laps.clock.latest_s)
         if sample is not None:
-            laps.policy.note_iteration(sample)
+            laps.policy.record_iteration(sample)
         for request in ending:
             entry = entry_of(request)
             if entry is not None:
                 laps.has_tree_grown = True
-                laps.policy.note_first_token(now_s, entry.length_class, entry.arrival_s, entry.deadline_s)
+                laps.policy.record_first_token(now_s, entry.length_class, entry.arrival_s, entry.deadline_s)
 
     def process_disagg_prefill_inflight_queue(self, *args: Any, **kwargs: Any) -> list[Any]:
         # Before SGLang ends them: a backend may forget what it knows of a transfer then.
@@ -404,7 +404,7 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
                 and not isinstance(request.finished_reason, FINISH_ABORT)
             ]
             if sent:
-                laps.work.note_transfers(
+                laps.work.record_transfers(
                     min(start_s for start_s, _ in sent),
                     laps.now_s(),
                     sum(len(request.origin_input_ids) for _, request in sent),
@@ -496,7 +496,7 @@ def _members(batch: Any) -> list[BatchMember]:
 
 
 def _transfer_start_s(request: Any) -> float | None:
-    """When its first KV was handed over to the transfer; None before, and where the backend does not tell."""
+    """Return when its first KV was handed over to the transfer; None before, and where the backend does not tell."""
     start_s: float | None = getattr(request.disagg_kv_sender, "_transfer_start_time", None)
     return start_s
 

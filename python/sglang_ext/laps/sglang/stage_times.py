@@ -1,4 +1,4 @@
-"""How busy each stage of a pipeline is: its rounds, its bubbles, as metrics and in `GET /laps/stages`.
+"""Describes how busy each stage of a pipeline is: its rounds, its bubbles, as metrics and in `GET /laps/stages`.
 
 A stage is busy while it computes a batch. The instance has work from the launch of a batch on the first stage until its
 result has come back there; what a stage does not compute meanwhile is its bubble. The first stage measures how long the
@@ -28,7 +28,7 @@ _MICROSECONDS = 1_000_000
 
 
 class BatchSize(NamedTuple):
-    """What a stage computes in one round."""
+    """Describes what a stage computes in one round."""
 
     requests: int
     new_tokens: int
@@ -55,29 +55,29 @@ class StageTimes:
         self._work_s = 0.0  # of what has ended
         self._work_began_s = 0.0
 
-    def note_launch(self, now_s: float) -> None:
+    def record_launch(self, now_s: float) -> None:
         """A batch begins."""
         if not self.under_way:
             self._work_began_s = now_s
         self.under_way += 1
 
-    def note_computed(self, one: StageRound) -> None:
+    def record_computed(self, one: StageRound) -> None:
         """This stage has computed a batch."""
         self.busy_s += one.end_s - one.start_s
         self.computed += 1
         self.rounds.append(one)
 
-    def note_result(self, now_s: float) -> None:
+    def record_result(self, now_s: float) -> None:
         """The oldest batch under way has passed all stages."""
         self.under_way -= 1
         if not self.under_way:
             self._work_s += now_s - self._work_began_s
 
     def work_s(self, now_s: float) -> float:
-        """How long batches have been under way so far, as this stage sees it."""
+        """Return how long batches have been under way so far, as this stage sees it."""
         return self._work_s + (now_s - self._work_began_s if self.under_way else 0.0)
 
-    def note_work(self, work_s: float) -> None:
+    def record_work(self, work_s: float) -> None:
         """The instance has had work for so long, as the first stage saw it when this round began there.
 
         This stage may have computed since, so the bubble lags behind while batches are under way; it never shrinks.
@@ -86,7 +86,7 @@ class StageTimes:
 
 
 class ComputeTimer(Protocol):
-    """When a stage's device computes."""
+    """Describes when a stage's device computes."""
 
     def begin(self) -> None:
         """What is launched from now on belongs to a batch."""
@@ -151,7 +151,7 @@ class EventTimer:
 
 
 class StageOutlet(Protocol):
-    """Where a stage's times go."""
+    """Describes where a stage's times go."""
 
     def publish(self, times: StageTimes) -> None: ...
 
@@ -180,10 +180,10 @@ class StageMonitor:
         """Once in each round of every stage, before anything else is agreed on in it."""
         now_s, times = self._now_s(), self.times
         for one in self._timer.ended():
-            times.note_computed(one)
+            times.record_computed(one)
         if self._has_news:
             work_us = self._agreement.agree_number(round(times.work_s(now_s) * _MICROSECONDS))
-            times.note_work(work_us / _MICROSECONDS)
+            times.record_work(work_us / _MICROSECONDS)
             self._is_changed = True
             self._has_news = times.under_way > 0
         if self._is_changed and now_s - self._published_s >= _PUBLISH_INTERVAL_S:
@@ -191,16 +191,16 @@ class StageMonitor:
                 outlet.publish(times)
             self._published_s, self._is_changed = now_s, False
 
-    def note_launch(self) -> None:
+    def record_launch(self) -> None:
         self._has_news = True
-        self.times.note_launch(self._now_s())
+        self.times.record_launch(self._now_s())
         self._timer.begin()
 
-    def note_launched(self, new_tokens: Sequence[int], prefix_tokens: Sequence[int]) -> None:
+    def record_launched(self, new_tokens: Sequence[int], prefix_tokens: Sequence[int]) -> None:
         self._timer.end(BatchSize(len(new_tokens), sum(new_tokens), sum(prefix_tokens)))
 
-    def note_result(self) -> None:
-        self.times.note_result(self._now_s())
+    def record_result(self) -> None:
+        self.times.record_result(self._now_s())
 
 
 class StageMetrics:
@@ -267,7 +267,8 @@ def stage_status(stage: int, times: StageTimes, to_unix_s: float) -> dict[str, A
 
 
 def read_stages(folder: str | None) -> list[dict[str, Any]]:
-    """What the stages of an instance have written to its folder, the first stage first; none without a pipeline."""
+    """Return what the stages of an instance have written to its folder, the first stage first; none without a
+    pipeline."""
     if folder is None:
         return []
     found = [json.loads(path.read_text(encoding="ascii")) for path in Path(folder).glob(_FILE_NAME.format("*"))]

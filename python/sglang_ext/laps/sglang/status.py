@@ -1,4 +1,4 @@
-"""What a prefill instance reports of its queues and stages, and how its mode is switched: `GET /laps`,
+"""Describes what a prefill instance reports of its queues and stages, and how its mode is switched: `GET /laps`,
 `GET /laps/stages`, `POST /laps/mode`.
 
 The router's controller reads this, so the names are a contract between the two. The routes are on the engine's own HTTP
@@ -47,7 +47,7 @@ def work_wanted(name: str | None) -> tuple[int, int] | None:
 
 
 def mode_number(mode: LapsMode) -> int:
-    """What stands for a mode in SGLang's control message."""
+    """Return what stands for a mode in SGLang's control message."""
     return list(LapsMode).index(mode)
 
 

@@ -77,7 +77,7 @@ class WorkLog:
         self._launched: deque[_BatchInFlight] = deque()
         self._unfinished: dict[int, _Unfinished] = {}
 
-    def note_launch(self, now_s: float, members: Iterable[BatchMember]) -> None:
+    def record_launch(self, now_s: float, members: Iterable[BatchMember]) -> None:
         """A batch is launched. A prefill in it that waited while others ran was parked until now."""
         self._launches += 1
         launched = _BatchInFlight(self._launches, tuple(members), "")
@@ -87,11 +87,11 @@ class WorkLog:
             if waited is not None and launched.number > waited.launch + 1:
                 self._add(_parked(waited, now_s))
 
-    def note_shape(self, shape: str) -> None:
+    def record_shape(self, shape: str) -> None:
         """The batch that was launched last is replayed as a graph of this shape."""
         self._launched[-1] = self._launched[-1]._replace(shape=shape)
 
-    def note_result(self, start_s: float, end_s: float) -> None:
+    def record_result(self, start_s: float, end_s: float) -> None:
         """The oldest launched batch has ended. IndexError where none was launched."""
         launched = self._launched.popleft()
         self._add(_batch(launched, start_s, end_s))
@@ -101,7 +101,7 @@ class WorkLog:
         while len(self._unfinished) > KEPT_RECORDS:
             del self._unfinished[next(iter(self._unfinished))]
 
-    def note_transfers(self, start_s: float, end_s: float, tokens: int, names: Sequence[str]) -> None:
+    def record_transfers(self, start_s: float, end_s: float, tokens: int, names: Sequence[str]) -> None:
         """Record that KV of these requests is at decode; they are one record, as their ends were seen at once."""
         self._add(WorkRecord(TRANSFER, start_s, end_s, None, _names(names), tokens, len(names)))
 

@@ -235,23 +235,25 @@ class LiveView:
             row, _ = self._instances.pop(name)
             self._pending_loads.discard(row.instance)
             self._pending_instances.put(row.instance, row._replace(state=GONE))
-            self.note_event(now_s, "left", row.instance, f"{row.name} has left the {row.pool} pool")
+            self.record_event(now_s, "left", row.instance, f"{row.name} has left the {row.pool} pool")
 
     def _tell_change(self, old: InstanceRow | None, new: InstanceRow, now_s: float, is_first: bool) -> None:
         if old is None:
             if not is_first:
-                self.note_event(now_s, "joined", new.instance, f"{new.name} has joined the {new.pool} pool")
+                self.record_event(now_s, "joined", new.instance, f"{new.name} has joined the {new.pool} pool")
             return
         if old.pool != new.pool:
             text = f"{new.name} has moved from the {old.pool} to the {new.pool} pool"
-            self.note_event(now_s, "moved", new.instance, text)
+            self.record_event(now_s, "moved", new.instance, text)
         if old.state != new.state:
             why = f": {new.reason}" if new.reason else ""
-            self.note_event(now_s, "state", new.instance, f"{new.name} is {new.state}{why}")
+            self.record_event(now_s, "state", new.instance, f"{new.name} is {new.state}{why}")
         if old.mode != new.mode and old.mode is not None and new.mode is not None:
-            self.note_event(now_s, "mode", new.instance, f"{new.name} schedules in mode {new.mode}, before {old.mode}")
+            self.record_event(
+                now_s, "mode", new.instance, f"{new.name} schedules in mode {new.mode}, before {old.mode}"
+            )
 
-    def note_event(self, at_s: float, kind: str, instance: int | None, text: str) -> None:
+    def record_event(self, at_s: float, kind: str, instance: int | None, text: str) -> None:
         """Something has happened; `instance` is a number in the stream, None for no particular one."""
         self._last_event += 1
         self._pending_events.put(self._last_event, EventRow(at_s - self._began_s, kind, instance or 0, text))

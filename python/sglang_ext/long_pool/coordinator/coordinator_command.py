@@ -267,7 +267,7 @@ def _candidates(sizes: tuple[int, ...], profile: Path | None) -> tuple[SpCandida
         raise OptionError(f"--profile {profile}: {error}") from None
 
 
-def _seconds(option: str, value_ms: float, least_ms: float) -> float:
-    if not (math.isfinite(value_ms) and value_ms >= least_ms):
-        raise OptionError(f"{option} must be at least {least_ms:g}, got {value_ms:g}")
+def _seconds(option: str, value_ms: float, min_ms: float) -> float:
+    if not (math.isfinite(value_ms) and value_ms >= min_ms):
+        raise OptionError(f"{option} must be at least {min_ms:g}, got {value_ms:g}")
     return value_ms / 1000

@@ -161,7 +161,7 @@ class CoordinatorServer:
         return instance
 
     async def _is_proven(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        """Whether the caller knows the pool's key, which it is shown that we know."""
+        """Return whether the caller knows the pool's key, which it is shown that we know."""
         call = await receive_message(reader, 0, FIRST_LINE_BYTES)
         if not isinstance(call, KeyRequest):
             raise PoolProtocolError(f"{type(call).__name__} instead of a request for the key's proof")

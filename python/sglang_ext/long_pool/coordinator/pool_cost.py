@@ -1,4 +1,5 @@
-"""What chunks cost on each SP size: from a profile, or from a prior, and corrected by what chunks really took.
+"""Describes what chunks cost on each SP size: from a profile, or from a prior, and corrected by what chunks really
+took.
 
 A prior need not be exact: whether two instances are worth it depends on ratios. One ratio corrects all sizes, because
 queue delays, which are real seconds, are compared with costs.
@@ -27,7 +28,7 @@ class UnknownCostError(ValueError):
 
 
 def divided(single: SpCost, size: int) -> SpCost:
-    """What a chunk costs on `size` instances where its cost on one is known."""
+    """Return what a chunk costs on `size` instances where its cost on one is known."""
     share = 1.0 if size == 1 else 1.0 / (size * RING_EFFICIENCY)
     return SpCost(
         single.a_s + RING_OVERHEAD_S * (size - 1),
@@ -75,7 +76,7 @@ class PoolCosts:
 
     @property
     def scale(self) -> float:
-        """What the given costs are multiplied with."""
+        """Return what the given costs are multiplied with."""
         return self._scale
 
     @property

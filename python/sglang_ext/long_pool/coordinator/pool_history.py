@@ -1,4 +1,5 @@
-"""What a coordinator remembers of its pool for people: members, requests with their steps, and how they ended."""
+"""Describes what a coordinator remembers of its pool for people: members, requests with their steps, and how they
+ended."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ _REMEMBERED = 100  # requests that have ended, and members that have gone
 
 
 class StepKind(StrEnum):
-    """What is done together."""
+    """Describes what is done together."""
 
     CHUNK = "chunk"
     COLLECT = "collect"
@@ -26,7 +27,7 @@ class StepKind(StrEnum):
 
 
 class PrefillEnd(StrEnum):
-    """How a request's time in the pool has ended, where it was not declined."""
+    """Describes how a request's time in the pool has ended, where it was not declined."""
 
     COLLECTED = "collected"  # its owner has the KV
     STREAMED = "streamed"  # all of it went straight to decode
@@ -39,7 +40,8 @@ Outcome = PrefillEnd | DeclineReason
 
 @dataclass(frozen=True, slots=True)
 class MemberTimes:
-    """Where one member's time in a step went, s; see `StepTimes`. Of its beginning and end the network is a part."""
+    """Describes where one member's time in a step went, s; see `StepTimes`. Of its beginning and end the network is a
+    part."""
 
     instance: int
     began_s: float  # on the coordinator's clock
@@ -74,7 +76,7 @@ class StepRecord:
     has_failed: bool = False
     member_times: list[MemberTimes] = field(default_factory=list)  # of those that have done their part, in that order
 
-    def note_times(self, instance: int, times: StepTimes, now_s: float) -> None:
+    def record_times(self, instance: int, times: StepTimes, now_s: float) -> None:
         """A member has done its part."""
         began_s = max(self.ordered_s, now_s - times.total_s)
         self.member_times.append(
@@ -99,7 +101,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTimes:
-    """Where a request's time in the pool went, s. Of members that work at the same time the mean counts."""
+    """Describes where a request's time in the pool went, s. Of members that work at the same time the mean counts."""
 
     wait_s: float | None  # from the offer to its first step; None while it has none
     compute_s: float
@@ -228,12 +230,12 @@ class PoolHistory:
         self.members_lost = 0
         self.former_members: deque[FormerMember] = deque(maxlen=_REMEMBERED)
 
-    def note_lost(self, instance: int, name: str, reason: str, now_s: float) -> None:
+    def record_lost(self, instance: int, name: str, reason: str, now_s: float) -> None:
         """A member has gone."""
         self.members_lost += 1
         self.former_members.append(FormerMember(instance, name, now_s, reason))
 
-    def note_order(self, order: RunChunk | Collect, now_s: float) -> StepRecord:
+    def record_order(self, order: RunChunk | Collect, now_s: float) -> StepRecord:
         """A step has been ordered."""
         if isinstance(order, RunChunk):
             layout = order.layout
@@ -252,7 +254,7 @@ class PoolHistory:
             record.steps.append(step)
         return step
 
-    def note_step_end(self, step: StepRecord) -> None:
+    def record_step_end(self, step: StepRecord) -> None:
         """All members have answered for a step."""
         whole = self._parts.pop(id(step), None)
         if whole is not None:
@@ -283,19 +285,19 @@ class PoolHistory:
             self.prefill_s += now_s - record.offered_s
         return record
 
-    def note_keeping(self, request: int, now_s: float) -> PrefillRecord:
+    def record_keeping(self, request: int, now_s: float) -> PrefillRecord:
         """A request has been streamed, and its KV may come to a prefix cache."""
         record = self.keeping[request] = self.note_end(request, PrefillEnd.STREAMED, now_s)
         return record
 
-    def note_kept(self, request: int, now_s: float | None) -> None:
+    def record_kept(self, request: int, now_s: float | None) -> None:
         """Record that keeping has ended, and when the prompt was in the cache, or None."""
         record = self.keeping.pop(request, None)
         if record is not None:
             record.kept_s = now_s
             self.kept[now_s is not None] += 1
 
-    def note_transferred(self, request: int, transfer_s: float, exposed_s: float) -> None:
+    def record_transferred(self, request: int, transfer_s: float, exposed_s: float) -> None:
         """KV of a request that has left the pool is at decode."""
         self.transfers += 1
         self.transfer_s["hidden"] += max(0.0, transfer_s - exposed_s)

@@ -1,4 +1,5 @@
-"""What a long pool has under way: ordered steps that are not all answered, and KV on its way straight to decode."""
+"""Describes what a long pool has under way: ordered steps that are not all answered, and KV on its way straight to
+decode."""
 
 from __future__ import annotations
 
@@ -132,7 +133,7 @@ class StreamLedger:
         self._entries.pop(request, None)
 
     def take_messages(self) -> list[AddressedMessage]:
-        """What is to be sent before anything else."""
+        """Return what is to be sent before anything else."""
         out, self._out = self._out, []
         return out
 

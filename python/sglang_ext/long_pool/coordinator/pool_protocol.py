@@ -88,7 +88,7 @@ class Lost(NamedTuple):
 
 @dataclass(slots=True)
 class Events:
-    """What has happened, for logs and the store."""
+    """Describes what has happened, for logs and the store."""
 
     lost: list[Lost] = field(default_factory=list)
     ended: list[PrefillRecord] = field(default_factory=list)
@@ -106,7 +106,7 @@ class Peer:
     beaten_s: float = -math.inf  # that was then
 
     def idle_s(self, now_s: float) -> float:
-        """How long its engine has done nothing that can be seen."""
+        """Return how long its engine has done nothing that can be seen."""
         return self.silent_s + now_s - self.beaten_s if self.silent_s > 0 else 0.0
 
 
@@ -145,7 +145,7 @@ class PoolProtocol:
         return tuple(self._peers)
 
     def take_events(self) -> Events:
-        """What has happened since the last call."""
+        """Return what has happened since the last call."""
         events, self._events = self._events, Events()
         return events
 
@@ -179,10 +179,10 @@ class PoolProtocol:
         if peer is None or pool is None:
             return []
         self._events.lost.append(Lost(instance, reason))
-        self.history.note_lost(instance, peer.hello.name, reason, now_s)
+        self.history.record_lost(instance, peer.hello.name, reason, now_s)
         self._streams.lost(instance)
         for step in self._steps.lose(instance, now_s):
-            self._note_step(step, now_s)
+            self._record_step(step, now_s)
         out = self._carry_out(pool.coordinator.lose(instance, now_s), now_s)
         if not self._peers:
             self._pool = None
@@ -221,10 +221,10 @@ class PoolProtocol:
                     core.out_of_memory(instance, sequence)
                 return core.failed(instance, sequence, now_s, unreachable, free_kv_tokens, is_unsent=is_unsent)
             case Alive(silent_s):
-                return self._note_alive(core, instance, silent_s, now_s)
+                return self._record_alive(core, instance, silent_s, now_s)
             case Transferred(request, transfer_s, exposed_s):
                 self._check_owner(request, instance)
-                self.history.note_transferred(request, transfer_s, exposed_s)
+                self.history.record_transferred(request, transfer_s, exposed_s)
                 return self._transferred(core, request, now_s)
             case StreamFailed(request):
                 self._check_owner(request, instance)
@@ -236,10 +236,10 @@ class PoolProtocol:
         orders = core.transferred(request, now_s)
         if request in core.requests and request in self.history.running:
             self._streams.ended(request)
-            self._events.ended.append(self.history.note_keeping(request, now_s))
+            self._events.ended.append(self.history.record_keeping(request, now_s))
         return orders
 
-    def _note_alive(self, core: Coordinator, instance: int, silent_s: float, now_s: float) -> list[Order]:
+    def _record_alive(self, core: Coordinator, instance: int, silent_s: float, now_s: float) -> list[Order]:
         peer = self._peers[instance]
         peer.silent_s, peer.beaten_s = silent_s, now_s
         if silent_s >= SILENT_S:
@@ -357,7 +357,7 @@ class PoolProtocol:
         declined: dict[int, Outcome] = {}
         for order in orders:
             if isinstance(order, RunChunk | Collect):
-                record = self.history.note_order(order, now_s)
+                record = self.history.record_order(order, now_s)
                 self._steps.begin(order, record)
             if isinstance(order, RunChunk):
                 out += self._chunk_orders(order)
@@ -376,7 +376,7 @@ class PoolProtocol:
                 self._events.bound.append(BoundPrompt(room, self._peers[order.owner].hello.name))
             else:
                 out += [AddressedMessage(instance, order) for instance in order.members]
-        self._note_ends(declined, now_s)
+        self._record_ends(declined, now_s)
         return [one for one in (*self._streams.take_messages(), *out) if one.instance in self._peers]
 
     def _chunk_orders(self, order: RunChunk) -> list[AddressedMessage]:
@@ -408,7 +408,7 @@ class PoolProtocol:
         if step is None:
             return
         if times is not None:
-            step.record.note_times(instance, times, now_s)
+            step.record.record_times(instance, times, now_s)
         order = step.order
         if logits is not None:
             self._logits[order.request] = logits
@@ -424,14 +424,14 @@ class PoolProtocol:
             outcome = PrefillEnd.CANCELLED if record.is_cancelled else PrefillEnd.COLLECTED
             self._end(order.request, outcome, now_s)
         elif is_collected:
-            self.history.note_kept(order.request, now_s)
-        self._note_step(step, now_s)
+            self.history.record_kept(order.request, now_s)
+        self._record_step(step, now_s)
 
-    def _note_step(self, step: OpenStep, now_s: float) -> None:
+    def _record_step(self, step: OpenStep, now_s: float) -> None:
         record, order = step.record, step.order
         if record.ended_s is None:
             return
-        self.history.note_step_end(record)
+        self.history.record_step_end(record)
         if isinstance(order, Collect) or record.has_failed or self._pool is None:
             return
         cached_tokens = sum(map(count_tokens, order.layout.history))
@@ -440,13 +440,13 @@ class PoolProtocol:
             planner = self._make_planner(self._settings, self._pool.identity, self._costs)
             self._pool.coordinator.use_planner(planner)
 
-    def _note_ends(self, declined: dict[int, Outcome], now_s: float) -> None:
+    def _record_ends(self, declined: dict[int, Outcome], now_s: float) -> None:
         """Requests that the coordinator knows no more."""
         known = set(self._pool.coordinator.requests) if self._pool is not None else set()
         for request in [request for request in self._token_ids if request not in known]:
             del self._token_ids[request]
             self._logits.pop(request, None)
-            self.history.note_kept(request, None)
+            self.history.record_kept(request, None)
             record = self.history.running.get(request)
             if record is not None:
                 is_lost = record.owner not in self._peers

@@ -1,4 +1,5 @@
-"""What a long pool is served with: its settings, what is the same in all members, and the coordinator made of both."""
+"""Describes what a long pool is served with: its settings, what is the same in all members, and the coordinator made of
+both."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ class PoolSettings(NamedTuple):
 
 
 class Identity(NamedTuple):
-    """What is the same in all members."""
+    """Describes what is the same in all members."""
 
     model: str
     layers: int

@@ -17,7 +17,7 @@ _FORGET_S = 60.0  # long after the coordinator no longer waits for the offer of 
 
 
 class TicketProblem(StrEnum):
-    """Why a prompt is not taken. Bounded: the router's metric labels."""
+    """Describes why a prompt is not taken. Bounded: the router's metric labels."""
 
     BAD = "bad_ticket"
     NO_POOL = "no_pool"
@@ -35,7 +35,7 @@ class TicketError(ValueError):
 
 
 class TicketEnd(StrEnum):
-    """What became of an announced prompt. Bounded: these are metric labels."""
+    """Describes what became of an announced prompt. Bounded: these are metric labels."""
 
     CLAIMED = "claimed"  # an instance that was named has offered it
     WITHDRAWN = "withdrawn"  # its client has gone, or its router has gone another way
@@ -63,7 +63,7 @@ class BoundPrompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TicketTimes:
-    """When a prompt was announced, and when an instance was named for it, on the coordinator's clock."""
+    """Describes when a prompt was announced, and when an instance was named for it, on the coordinator's clock."""
 
     announced_s: float
     bound_s: float
@@ -79,7 +79,7 @@ class OpenTickets:
 
     @property
     def waiting(self) -> int:
-        """How many have no instance yet."""
+        """Return how many have no instance yet."""
         return len(self._waiting)
 
     def open(self, room: BootstrapRoom, now_s: float) -> None:

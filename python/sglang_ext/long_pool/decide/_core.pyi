@@ -14,8 +14,8 @@ class PricePlanner:
         page_tokens: int,
         cross_node_factor: float,
         tardiness_weight: float,
-        least_price: float,
-        most_considered: int,
+        min_price: float,
+        max_considered: int,
         placement_record: type[Placement],
         /,
     ) -> None: ...

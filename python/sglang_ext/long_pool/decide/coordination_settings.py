@@ -1,4 +1,4 @@
-"""What does not change while a long pool is served, for its coordinator."""
+"""Describes what does not change while a long pool is served, for its coordinator."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sglang_ext.long_pool.decide.sharding import Interleaving
 
 
 class CoordinationSettings(NamedTuple):
-    """What does not change while a pool is served."""
+    """Describes what does not change while a pool is served."""
 
     layers: int  # of the model: every layer of a transfer has a tag
     page_tokens: int = 1

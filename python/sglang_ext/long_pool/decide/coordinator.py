@@ -1,4 +1,4 @@
-"""Which instances compute which chunk next: the coordinator of a long pool as a state machine.
+"""Decides which instances compute which chunk next: the coordinator of a long pool as a state machine.
 
 Events come in (an instance joins, is lost, has done a chunk; a prompt is announced, a request offered, cancelled),
 orders go out. Nothing waits here and nothing is sent: a driver does both, over a network or in a simulation.
@@ -99,7 +99,7 @@ class Coordinator:
 
     @property
     def waits_for_room(self) -> bool:
-        """Whether a request is left that no group could hold."""
+        """Return whether a request is left that no group could hold."""
         return any(one.no_room_s is not None and one.running is None for one in self._requests.values()) or any(
             one.no_room_s is not None for one in self._announced.values()
         )
@@ -167,11 +167,11 @@ class Coordinator:
         self._members[instance].shunned_until_s = max(until_s, self._members[instance].shunned_until_s)
 
     def is_ready(self, instance: int, now_s: float) -> bool:
-        """Whether it may be in new groups."""
+        """Return whether it may be in new groups."""
         return now_s >= self._members[instance].shunned_until_s
 
     def busy_s(self, instance: int) -> float | None:
-        """How long what others wait for there was believed to take; None where no other instance does."""
+        """Return how long what others wait for there was believed to take; None where no other instance does."""
         member = self._members[instance]
         if member.step is not None:
             return member.step_s + member.report.backlog_s
@@ -192,7 +192,7 @@ class Coordinator:
         if not self._requests and not self._announced:
             self._quiet_s = now_s
         one = self._announced[ticket.ticket] = AnnouncedPrompt.of(ticket, self._candidates, self._settings)
-        self._schedule.note_arrival(now_s, one.work_s)
+        self._schedule.record_arrival(now_s, one.work_s)
         return self.plan(now_s)
 
     def claim(self, ticket: int, offer: Offer, now_s: float) -> list[Order]:
@@ -225,7 +225,7 @@ class Coordinator:
             self._quiet_s = now_s
         one = self._requests[offer.request] = SharedPrefill.of(offer, self._candidates)
         if is_new:
-            self._schedule.note_arrival(now_s, one.work_s)
+            self._schedule.record_arrival(now_s, one.work_s)
         return self.plan(now_s)
 
     def cancel(self, request: int, now_s: float) -> list[Order]:
@@ -253,7 +253,7 @@ class Coordinator:
 
     def done(self, instance: int, sequence: int, now_s: float, free_kv_tokens: int | None = None) -> list[Order]:
         """A member has done its part of a step, and has so much free KV now."""
-        self._members.note_free(instance, sequence, free_kv_tokens)
+        self._members.record_free(instance, sequence, free_kv_tokens)
         return self.done_together((instance,), sequence, now_s)
 
     def done_together(self, instances: Sequence[int], sequence: int, now_s: float) -> list[Order]:
@@ -265,7 +265,7 @@ class Coordinator:
         """A member has none for its part of a step, besides KV; `failed` follows."""
         one = self._steps.get(sequence)
         if one is not None and one.running is not None and instance in one.running.waiting:
-            self._members[instance].note_out_of_memory(one.running.new_tokens(instance))
+            self._members[instance].record_out_of_memory(one.running.new_tokens(instance))
 
     def failed(
         self,
@@ -281,13 +281,13 @@ class Coordinator:
 
         `is_unsent`: it has sent nothing of it to where it is wanted.
         """
-        self._members.note_free(instance, sequence, free_kv_tokens)
+        self._members.record_free(instance, sequence, free_kv_tokens)
         one = self._steps.get(sequence)
         running = None if one is None else one.running
         is_first = running is not None and not running.has_failed and instance in running.waiting
         # The peer may say the same of this one: the first word counts.
         if is_first and unreachable is not None and unreachable != instance and unreachable in self._members:
-            self._members[unreachable].note_unreachable(now_s)
+            self._members[unreachable].record_unreachable(now_s)
         if running is not None and instance in running.waiting:
             running.is_unsent &= is_unsent
         return [*self._answer(instance, sequence, now_s, is_done=False), *self.plan(now_s)]
@@ -345,7 +345,7 @@ class Coordinator:
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def _bind(self, one: AnnouncedPrompt, placement: Placement, now_s: float) -> list[Order]:
-        """Who gets the prompt, shortly before its turn. It is not asked for twice."""
+        """Return who gets the prompt, shortly before its turn. It is not asked for twice."""
         if one.owner is not None or placement.start_s > self._settings.bind_ahead_s:
             return []
         if placement.group:
@@ -493,7 +493,7 @@ class Coordinator:
             return self._forget(one)
         if not running.has_failed:
             assert isinstance(order, RunChunk)
-            self._members.note_reached(order.layout.group)
+            self._members.record_reached(order.layout.group)
             one.attempts = 0
             one.held = running.after
             one.todo = without_head(one.todo, sum(count_tokens(part) for part in order.layout.new))

@@ -34,14 +34,14 @@ class OnTimeOptions:
     due_share: float = 0.95  # of the time to a deadline: later ends cost
     put_back_due_share: float = 2.85  # the same for one that is put back
     promoted_after: float = 2.0  # deadlines: then it comes first
-    most_hurrying: int = 1  # late on any group, of which each still takes its fastest one
+    max_hurrying: int = 1  # late on any group, of which each still takes its fastest one
     age_s: float = 60.0  # after which one without a deadline comes first,
     arrivals_per_aged: int = 50  # one for so many arrivals
 
     def __post_init__(self) -> None:
         if not 0 <= self.put_back_share <= 1:
             raise ValueError(f"put_back_share: {self.put_back_share} is not from 0 to 1")
-        for name, least in (("put_back_burst", 0), ("most_hurrying", 0), ("arrivals_per_aged", 1)):
+        for name, least in (("put_back_burst", 0), ("max_hurrying", 0), ("arrivals_per_aged", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name}: {getattr(self, name)} is less than {least}")
         for name in ("planned_share", "work_factor", "due_share", "put_back_due_share", "promoted_after", "age_s"):
@@ -87,7 +87,7 @@ class OnTimeOrder:
         """Return the prompts that are put back now although they could be on time."""
         return self._put_back
 
-    def note_arrival(self) -> None:
+    def record_arrival(self) -> None:
         """One more prefill: a share of one more may be put back, and of one that has aged may come first."""
         options = self._options
         self._allowance = min(float(options.put_back_burst), self._allowance + options.put_back_share)
@@ -111,7 +111,7 @@ class OnTimeOrder:
             if one.key in late
             and (one.is_started or now_s - one.arrival_s > options.promoted_after * (one.deadline_s - one.arrival_s))
         ]
-        self._note_aged(now_s, by_deadline)
+        self._record_aged(now_s, by_deadline)
         first += [one for one in by_deadline if one.key in self._aged]
         first.sort(key=lambda one: not one.is_started)
         per_work = options.work_factor / instances
@@ -127,13 +127,13 @@ class OnTimeOrder:
         shares = options.due_share, options.put_back_due_share
         due_s = [one.arrival_s + shares[one.key in behind] * (one.deadline_s - one.arrival_s) for one in turns]
         is_lost = [now_s + one.fastest_s > due for one, due in zip(turns, due_s, strict=True)]
-        may_hurry = sum(is_lost) <= options.most_hurrying
+        may_hurry = sum(is_lost) <= options.max_hurrying
         return [
             OrderedPrefill(one, due if may_hurry or not lost else math.inf)
             for one, due, lost in zip(turns, due_s, is_lost, strict=True)
         ]
 
-    def _note_aged(self, now_s: float, by_deadline: Sequence[PendingPrefill]) -> None:
+    def _record_aged(self, now_s: float, by_deadline: Sequence[PendingPrefill]) -> None:
         """The oldest of those without a deadline comes first, where it has waited so long and it is its turn."""
         options = self._options
         if self._arrivals >= options.arrivals_per_aged:
@@ -145,7 +145,7 @@ class OnTimeOrder:
                     return
 
     def _choose(self, now_s: float, timely: Sequence[PendingPrefill], ahead_s: float, per_work: float) -> set[int]:
-        """Who of these is put back so that the others are on time."""
+        """Return who of these is put back so that the others are on time."""
         put_back: set[int] = set()
         allowance = self._allowance + len(self._put_back)
         longest: list[tuple[float, float, int]] = []

@@ -40,7 +40,7 @@ class MemberReport(NamedTuple):
 
 
 class DeclineReason(StrEnum):
-    """Why a request is computed by its own instance. Bounded: these are metric labels."""
+    """Describes why a request is computed by its own instance. Bounded: these are metric labels."""
 
     ALONE_IS_BEST = "alone_is_best"
     NO_PLAN = "no_plan"

@@ -16,7 +16,7 @@ from sglang_ext.long_pool.decide.sp_cost import SpCandidate, check_candidates
 
 @dataclass(frozen=True, slots=True)
 class PlannerConfig:
-    """What does not change from request to request. Candidates may come in any order.
+    """Describes what does not change from request to request. Candidates may come in any order.
 
     ValueError naming the field for no candidate, a size given twice, or a number below 1.
     """
@@ -34,7 +34,7 @@ class PlannerConfig:
 
 
 class CdspRequest(NamedTuple):
-    """What is left of a request."""
+    """Describes what is left of a request."""
 
     new_tokens: int  # L, at least 1
     cached_tokens: int = 0  # C: cached before, or computed by earlier chunks
@@ -60,7 +60,7 @@ class ChunkPlan(NamedTuple):
 
 
 class NoPlanReason(StrEnum):
-    """Why a request cannot be planned. Bounded: these are metric labels."""
+    """Describes why a request cannot be planned. Bounded: these are metric labels."""
 
     TOO_FEW_INSTANCES = "too_few_instances"  # every SP size wants more than there are, or less than the group
     KV_CAPACITY = "kv_capacity"  # no group of any size can hold the request's KV

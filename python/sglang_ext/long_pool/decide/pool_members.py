@@ -35,7 +35,7 @@ class LongInstance:
     step_s: float = 0.0  # predicted
     step_ends_s: float = 0.0  # predicted
     reported_s: float | None = None
-    most_free_tokens: int = 0  # of KV, in any report
+    max_free_tokens: int = 0  # of KV, in any report
     claims: dict[int, _Claim] = field(default_factory=dict)  # by step, of those that its last report does not know of
     shunned_until_s: float = -math.inf  # others could not reach it
     times_unreachable: int = 0  # since it last took part in a chunk that was done
@@ -59,13 +59,13 @@ class LongInstance:
             return max(0.0, backlog_s)
         return max(0.0, backlog_s - now_s + self.reported_s)
 
-    def note_unreachable(self, now_s: float) -> None:
+    def record_unreachable(self, now_s: float) -> None:
         """Another member could not talk to it: it is left out of groups, the longer the more often that happens."""
         shunned_s = min(_LONGEST_SHUNNED_S, _FIRST_SHUNNED_S * 2.0**self.times_unreachable)
         self.shunned_until_s = now_s + shunned_s
         self.times_unreachable += 1
 
-    def note_out_of_memory(self, tokens: int) -> None:
+    def record_out_of_memory(self, tokens: int) -> None:
         """It had no memory for so many tokens of a chunk: it gets half as many from now on."""
         if tokens:
             self.learned_chunk_tokens = max(_LEAST_CHUNK_TOKENS, tokens // 2)
@@ -78,7 +78,7 @@ class LongInstance:
         """A request is dropped: what of it is in no report yet is not claimed any more."""
         self.claims = {sequence: claim for sequence, claim in self.claims.items() if claim.request != request}
 
-    def note_begun(self, sequence: int | None) -> None:
+    def record_begun(self, sequence: int | None) -> None:
         """What is known to be free is without what this step, and those before it, have taken; None: all."""
         self.claims = {one: claim for one, claim in self.claims.items() if sequence is not None and one > sequence}
 
@@ -112,11 +112,11 @@ class PoolMembers:
 
     def add(self, instance: int, node: int, report: MemberReport) -> None:
         """A new one, which knows nothing."""
-        self._members[instance] = LongInstance(node, report, most_free_tokens=report.free_kv_tokens)
+        self._members[instance] = LongInstance(node, report, max_free_tokens=report.free_kv_tokens)
         self._number()
 
     def remove(self, instance: int) -> bool:
-        """Whether it was there."""
+        """Return whether it was there."""
         is_there = self._members.pop(instance, None) is not None
         self._number()
         return is_there
@@ -125,27 +125,27 @@ class PoolMembers:
         self._order = tuple(sorted(self._members))
         self.positions = {instance: position for position, instance in enumerate(self._order)}
 
-    def note_free(self, instance: int, sequence: int, free_kv_tokens: int | None) -> None:
+    def record_free(self, instance: int, sequence: int, free_kv_tokens: int | None) -> None:
         """What is free at a member at the end of its step, done or failed; None where that is not known."""
         one = self._members.get(instance)
         if one is not None and one.step == sequence and free_kv_tokens is not None:
             one.report = one.report._replace(free_kv_tokens=free_kv_tokens)
-            one.note_begun(sequence)
+            one.record_begun(sequence)
 
     def report(self, instance: int, report: MemberReport, now_s: float, begun_step: int | None) -> None:
         """Record a member's newest report and the last step that it had begun then; None: all ordered steps."""
         member = self._members.get(instance)
         if member is not None:
             member.report, member.reported_s = report, now_s
-            member.note_begun(begun_step)
-            member.most_free_tokens = max(member.most_free_tokens, report.free_kv_tokens)
+            member.record_begun(begun_step)
+            member.max_free_tokens = max(member.max_free_tokens, report.free_kv_tokens)
 
     def most_tokens(self) -> int:
-        """What the largest of them has held, as far as is known: no longer prompt fits one alone."""
-        return max((one.most_free_tokens for one in self._members.values()), default=0)
+        """Return what the largest of them has held, as far as is known: no longer prompt fits one alone."""
+        return max((one.max_free_tokens for one in self._members.values()), default=0)
 
     def free_s(self, group: Iterable[int], now_s: float) -> float:
-        """When the last of these has ended its step, as it seems."""
+        """Return when the last of these has ended its step, as it seems."""
         steps = [self._members[instance] for instance in group if self._members[instance].step is not None]
         return max((one.step_ends_s for one in steps), default=now_s)
 
@@ -178,17 +178,17 @@ class PoolMembers:
                 member.step = None
 
     def are_ready(self, group: Sequence[int]) -> bool:
-        """Whether none is in a step."""
+        """Return whether none is in a step."""
         return all(self._members[instance].step is None for instance in group)
 
-    def note_reached(self, group: Sequence[int]) -> None:
+    def record_reached(self, group: Sequence[int]) -> None:
         """They have done a chunk together."""
         if len(group) > 1:
             for instance in group:
                 self._members[instance].times_unreachable = 0
 
     def any_idle(self, now_s: float, kept: Collection[int]) -> bool:
-        """Whether a step could begin somewhere."""
+        """Return whether a step could begin somewhere."""
         return any(
             one.step is None
             and instance not in kept

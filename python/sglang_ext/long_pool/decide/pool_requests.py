@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from sglang_ext.long_pool.decide.coordination_settings import CoordinationSettings
 from sglang_ext.long_pool.decide.on_time_order import PendingPrefill
 from sglang_ext.long_pool.decide.orders import Collect, Offer, PromptTicket, RunChunk
-from sglang_ext.long_pool.decide.pool_schedule import fastest_s, least_work_s
+from sglang_ext.long_pool.decide.pool_schedule import fastest_s, min_work_s
 from sglang_ext.long_pool.decide.price_planner import Holder
 from sglang_ext.long_pool.decide.sharding import KvSegment, Positions, count_tokens
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate
@@ -30,7 +30,7 @@ class RunningStep:
     done: set[int] = field(default_factory=set)
 
     def new_tokens(self, instance: int) -> int:
-        """How many it computes."""
+        """Return how many it computes."""
         if isinstance(self.order, Collect):
             return 0
         return count_tokens(self.order.layout.new[self.order.layout.group.index(instance)])
@@ -47,7 +47,7 @@ class RunningStep:
 
 @dataclass(frozen=True, slots=True)
 class NextChunk:
-    """What a prompt's next chunk is to be, as it was decided last: decided anew whenever something ends."""
+    """Describes what a prompt's next chunk is to be, as it was decided last: decided anew whenever something ends."""
 
     new_tokens: int
     members: tuple[int, ...]
@@ -88,7 +88,7 @@ class SharedPrefill:
             (),
             {offer.owner},
             whole_s,
-            least_work_s(candidates, offer.cached_tokens, new_tokens),
+            min_work_s(candidates, offer.cached_tokens, new_tokens),
             offer.is_streamed,
         )
 
@@ -103,7 +103,7 @@ class SharedPrefill:
 
     @property
     def fits_owner(self) -> bool:
-        """Whether its owner could compute it alone."""
+        """Return whether its owner could compute it alone."""
         return self.offer.fits_owner
 
     @property
@@ -114,7 +114,7 @@ class SharedPrefill:
 
     @property
     def is_shared(self) -> bool:
-        """Whether another instance than its owner holds something of it."""
+        """Return whether another instance than its owner holds something of it."""
         return any(segments for instance, segments in self.held.items() if instance != self.offer.owner)
 
     def holders(self) -> tuple[int, ...]:
@@ -127,7 +127,7 @@ class SharedPrefill:
         left = count_tokens(self.todo)
         if left:
             self.fastest_s = fastest_s(candidates, self.offer.tokens - left, left)
-            self.work_s = least_work_s(candidates, self.offer.tokens - left, left)
+            self.work_s = min_work_s(candidates, self.offer.tokens - left, left)
 
     def pending(self, positions: Mapping[int, int]) -> PendingPrefill:
         """Return the record that the schedule takes; `positions` maps instances to their positions in the snapshot."""
@@ -186,7 +186,7 @@ class AnnouncedPrompt:
         """What it costs is known, or has changed; and so its objective, where that is the pool's."""
         cached, new = self.ticket.cached_tokens, self.ticket.tokens - self.ticket.cached_tokens
         self.fastest_s = fastest_s(candidates, cached, new)
-        self.work_s = least_work_s(candidates, cached, new)
+        self.work_s = min_work_s(candidates, cached, new)
         deadline_s = self.ticket.deadline_s
         if deadline_s is None:
             deadline_s = self.ticket.arrival_s + max(settings.ttft_slo_s, settings.slo_stretch * self.fastest_s)
@@ -211,7 +211,7 @@ class AnnouncedPrompt:
 
 
 class StepNumbers:
-    """What steps are called."""
+    """Describes what steps are called."""
 
     def __init__(self) -> None:
         self._next_sequence = 1

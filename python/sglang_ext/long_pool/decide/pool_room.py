@@ -27,7 +27,7 @@ _LEAST_STEP_TOKENS = 64
 
 
 class PoolRoom:
-    """What fits, and what is worth waiting for."""
+    """Describes what fits, and what is worth waiting for."""
 
     def __init__(self, members: PoolMembers, settings: CoordinationSettings) -> None:
         self._members = members
@@ -35,11 +35,11 @@ class PoolRoom:
         self.freed_s = 0.0  # when what a request held was dropped; infinity since the last plan
 
     def fits_at_its_end(self, one: SharedPrefill, others: Iterable[SharedPrefill]) -> bool:
-        """Whether it can be handed back once it is computed: what has to come to its owner must fit there."""
+        """Return whether it can be handed back once it is computed: what has to come to its owner must fit there."""
         return one.is_streamed or (one.offer.fits_owner and self.fits_owner_now(one, others))
 
     def fits_owner_now(self, one: SharedPrefill, others: Iterable[SharedPrefill]) -> bool:
-        """Whether all of it, and all that has been promised to others, fits its owner."""
+        """Return whether all of it, and all that has been promised to others, fits its owner."""
         owner = one.offer.owner
         promised = one.promised_tokens + promised_tokens(other for other in others if other is not one).get(owner, 0)
         return promised <= self._members[owner].free_tokens
@@ -47,7 +47,8 @@ class PoolRoom:
     def may_come(
         self, one: SharedPrefill | AnnouncedPrompt, others: Iterable[SharedPrefill], now_s: float, *, is_working: bool
     ) -> bool:
-        """Whether something runs that may make room for it, and it has not waited too long where it fits one alone.
+        """Return whether something runs that may make room for it, and it has not waited too long where it fits one
+        alone.
 
         `is_working`: a step runs somewhere.
         """
@@ -88,7 +89,8 @@ class PrefixKeeping:
         self.step_tokens = _FIRST_STEP_TOKENS
 
     def begin(self, one: SharedPrefill, room: PoolRoom, now_s: float) -> bool:
-        """Whether a request that is at decode is kept from now on: wherever that is wanted, and its owner has room."""
+        """Return whether a request that is at decode is kept from now on: wherever that is wanted, and its owner has
+        room."""
         is_wanted = self._settings.keeps_prefixes and one.is_finishing and not one.is_cancelled
         if not (is_wanted and one.offer.fits_owner and room.fits_owner_now(one, self._requests.values())):
             return False
@@ -96,7 +98,7 @@ class PrefixKeeping:
         return True
 
     def held_tokens(self) -> dict[int, int]:
-        """What is kept on each instance: free for everything else."""
+        """Return what is kept on each instance: free for everything else."""
         held: dict[int, int] = {}
         for one in self._kept():
             for instance in one.held:
@@ -141,7 +143,7 @@ class PrefixKeeping:
         return (one for one in self._requests.values() if one.kept_s is not None)
 
     def _is_in_the_way(self, one: SharedPrefill, now_s: float) -> bool:
-        """Whether it has waited for too long, or ordinary work may want the memory that it takes."""
+        """Return whether it has waited for too long, or ordinary work may want the memory that it takes."""
         assert one.kept_s is not None
         if now_s > one.kept_s + self._settings.keep_timeout_s:
             return True

@@ -1,4 +1,4 @@
-"""What a long pool computes next: an order, a price, and a group for each prompt whose turn has come.
+"""Describes what a long pool computes next: an order, a price, and a group for each prompt whose turn has come.
 
     arrivals ──▶ PoolLoad ──price──▶ PricePlanner.place ──▶ what starts now, what is reserved
     waiting  ──▶ on_time_order, or another order ──┘
@@ -49,7 +49,7 @@ def fastest_s(candidates: Sequence[SpCandidate], cached_tokens: int, new_tokens:
     return min(one.cost.predict_s(cached_tokens, new_tokens) for one in candidates)
 
 
-def least_work_s(candidates: Sequence[SpCandidate], cached_tokens: int, new_tokens: int) -> float:
+def min_work_s(candidates: Sequence[SpCandidate], cached_tokens: int, new_tokens: int) -> float:
     """Return the instance-seconds of the SP size that takes the fewest; infinity where no cost is known."""
     return min(one.size * one.cost.predict_s(cached_tokens, new_tokens) for one in candidates)
 
@@ -67,13 +67,14 @@ def tokens_within(cost: SpCost | TabulatedCost, cached_tokens: int, new_tokens: 
 
 
 class PoolLoad:
-    """How many prefills arrive and how much work they bring: of the last minute, or of more where few arrive."""
+    """Describes how many prefills arrive and how much work they bring: of the last minute, or of more where few
+    arrive."""
 
     def __init__(self) -> None:
         self._arrivals: deque[tuple[float, float]] = deque()  # when, instance-seconds
         self._work = 0.0  # of all these
 
-    def note_arrival(self, now_s: float, work_s: float) -> None:
+    def record_arrival(self, now_s: float, work_s: float) -> None:
         """A prefill of so many instance-seconds; infinity where its cost is not known, which counts as none."""
         work_s = work_s if work_s < math.inf else 0.0
         self._arrivals.append((now_s, work_s))
@@ -113,10 +114,10 @@ class PoolSchedule:
     on_time: OnTimeOrder = field(default_factory=lambda: OnTimeOrder(OnTimeOptions()))
     load: PoolLoad = field(default_factory=PoolLoad)
 
-    def note_arrival(self, now_s: float, work_s: float) -> None:
+    def record_arrival(self, now_s: float, work_s: float) -> None:
         """A prefill of so many instance-seconds has arrived."""
-        self.load.note_arrival(now_s, work_s)
-        self.on_time.note_arrival()
+        self.load.record_arrival(now_s, work_s)
+        self.on_time.record_arrival()
 
     def cut(self, placement: Placement, cached_tokens: int, settings: CoordinationSettings) -> tuple[int, float]:
         """Return tokens and time of what is run of a chunk: all of it, or what fits the longest time of one."""
@@ -145,7 +146,7 @@ class PoolSchedule:
         left_s = running_s + sum([one.work_s for one in pending])
         waiting = [
             WaitingPrompt(one.new_tokens, one.cached_tokens, due_s - now_s, one.owner, one.holders)
-            for one, due_s in ordered[: self.planner.options.most_considered]
+            for one, due_s in ordered[: self.planner.options.max_considered]
         ]
         behind = len(ordered) - len(waiting)
         others = behind + self.load.arrivals_until_empty(now_s, left_s, instances)

@@ -1,4 +1,5 @@
-"""Which instances compute which part of which prompt next: group sizes by what an instance-second costs the others.
+"""Decides which instances compute which part of which prompt next: group sizes by what an instance-second costs the
+others.
 
 An instance-second that a prompt takes delays the prompts behind it and those that arrive before the queue is empty. So
 a prompt takes the group, of all sizes, that minimises
@@ -38,24 +39,24 @@ _MAX_NODES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class PriceOptions:
-    """What does not change from decision to decision. ValueError naming the field."""
+    """Describes what does not change from decision to decision. ValueError naming the field."""
 
     candidates: tuple[SpCandidate, ...]  # in any order
     min_chunk_tokens: int = 512  # where a prompt grows, its chunk and what is left are at least this long
     page_tokens: int = 1  # KV slots are taken in pages of this size on each instance
     cross_node_factor: float = 1.1  # a group over more nodes than it needs takes so many times as long; inf: none does
     tardiness_weight: float = 1000.0  # a second after the deadline counts as so many
-    least_price: float = 0.01  # of an instance-second, in seconds: what an idle pool does not share for less
-    most_considered: int = 64  # prompts in a decision: more hardly start now, and count as arrivals
+    min_price: float = 0.01  # of an instance-second, in seconds: what an idle pool does not share for less
+    max_considered: int = 64  # prompts in a decision: more hardly start now, and count as arrivals
 
     def __post_init__(self) -> None:
         check_candidates(self.candidates)
-        for name in ("min_chunk_tokens", "page_tokens", "most_considered"):
+        for name in ("min_chunk_tokens", "page_tokens", "max_considered"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} is less than 1")
         if not self.cross_node_factor >= 1:
             raise ValueError(f"cross_node_factor: {self.cross_node_factor} is less than 1")
-        for name in ("tardiness_weight", "least_price"):
+        for name in ("tardiness_weight", "min_price"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}: {getattr(self, name)} is not a finite number of at least 0")
 
@@ -80,7 +81,7 @@ class Holder(NamedTuple):
 
 
 class WaitingPrompt(NamedTuple):
-    """What is left of a prompt of which nothing runs."""
+    """Describes what is left of a prompt of which nothing runs."""
 
     new_tokens: int  # L, at least 1
     cached_tokens: int  # C: cached, or computed before
@@ -135,8 +136,8 @@ def _native_planner(options: PriceOptions) -> NativePricePlanner:
         options.page_tokens,
         options.cross_node_factor,
         options.tardiness_weight,
-        options.least_price,
-        options.most_considered,
+        options.min_price,
+        options.max_considered,
         Placement,
     )
 
@@ -240,11 +241,11 @@ class PlainSearch:
     def place(self, waiting: Sequence[WaitingPrompt], others_price: float) -> list[Placement]:
         """See `PricePlanner.place`."""
         placed = []
-        for number, prompt in enumerate(waiting[: self._options.most_considered]):
+        for number, prompt in enumerate(waiting[: self._options.max_considered]):
             if not any(instance.is_idle for instance in self._instances):
                 break
             behind = len(waiting) - number - 1
-            price = max(self._options.least_price, (behind + others_price) / len(self._instances))
+            price = max(self._options.min_price, (behind + others_price) / len(self._instances))
             choices = self._choices(prompt, price, is_last=behind == 0)
             best = min(choices, key=lambda choice: choice.score, default=None)
             if best is None or best.score == math.inf:

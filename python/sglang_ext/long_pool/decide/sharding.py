@@ -1,4 +1,4 @@
-"""Which instance holds which positions of a long prompt: chunks dealt out over a group, history kept even.
+"""Decides which instance holds which positions of a long prompt: chunks dealt out over a group, history kept even.
 
 Every member of a group computes a part of each chunk and keeps the KV of what it computed. Positions are given as
 ranges, so a prompt of a million tokens costs as little as one of ten. KV lies in pages that belong to one instance:
@@ -19,7 +19,7 @@ Positions = tuple[range, ...]  # disjoint, each with a positive step; in the ord
 
 
 class Interleaving(StrEnum):
-    """How a chunk is dealt out so that causal attention is equal work for all members."""
+    """Describes how a chunk is dealt out so that causal attention is equal work for all members."""
 
     ZIGZAG = "zigzag"  # 2 P pieces; member i takes piece i and piece 2 P - 1 - i
     STRIPED = "striped"  # every P-th token
@@ -110,7 +110,7 @@ def split_positions(
 
 
 def _cuts(positions: Positions, pieces: int, page_tokens: int) -> list[int]:
-    """Where the pieces of so many tokens begin and end, as counts of tokens."""
+    """Return where the pieces of so many tokens begin and end, as counts of tokens."""
     tokens = count_tokens(positions)
     cuts = [tokens * number // pieces for number in range(pieces + 1)]
     if tokens >= pieces * page_tokens:
@@ -228,7 +228,8 @@ def rebalance(holdings: Holdings, group: Sequence[int], page_tokens: int = 1) ->
 
 
 def after_moves(holdings: Holdings, moves: Sequence[KvMove]) -> dict[int, tuple[KvSegment, ...]]:
-    """What each instance holds once the moves are done; segments that have become empty stay until `compacted`."""
+    """Return what each instance holds once the moves are done; segments that have become empty stay until
+    `compacted`."""
     held = {instance: list(segments) for instance, segments in holdings.items()}
     for move in moves:
         segment = held[move.source][move.segment]
@@ -309,7 +310,8 @@ def tail(positions: Positions, tokens: int, count: int) -> Positions:
 
 
 def _whole_pages(tokens: int, wanted: int, page_tokens: int) -> int:
-    """How many tokens off the end of a segment of `tokens` are whole pages and nearest to `wanted`, at most all."""
+    """Return how many tokens off the end of a segment of `tokens` are whole pages and nearest to `wanted`, at most
+    all."""
     last_page = tokens % page_tokens or page_tokens
     if last_page >= tokens:
         return tokens

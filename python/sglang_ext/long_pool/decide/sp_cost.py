@@ -1,4 +1,5 @@
-"""What a chunk costs on each SP size (number of instances): Eq. 1 of Tetris or a table, and the fit to measurements.
+"""Describes what a chunk costs on each SP size (number of instances): Eq. 1 of Tetris or a table, and the fit to
+measurements.
 
 The fit is by least squares on the relative error (Tetris, section 5.1).
 """

@@ -73,7 +73,7 @@ def run_chunk(
     clock: StepClock | None = None,
     sending: Sending | None = None,
     ranks: Ranks = SINGLE_RANK,
-    note_activity: Callable[[], None] = lambda: None,
+    record_activity: Callable[[], None] = lambda: None,
     streams: DeviceStreams | None = None,
 ) -> torch.Tensor | None:
     """Run this member's part of a chunk; `token_ids` are those of its new positions.
@@ -83,7 +83,7 @@ def run_chunk(
     as before, and so it is after `Shard.roll_back` where another member failed. `is_overlapped`: history travels behind
     the computation of earlier layers; otherwise all of it first. `clock` counts where the time goes. `sending` gets the
     slots of the new rows once every member of the step has its own, so that a step which fails before has sent nothing;
-    what it returns is called with every layer whose K and V are there. `note_activity` is called with every layer.
+    what it returns is called with every layer whose K and V are there. `record_activity` is called with every layer.
     `streams` of the device that computes; None: a call that has returned is done. Of several `ranks` all raise where
     one does.
     """
@@ -113,7 +113,7 @@ def run_chunk(
             with all_ranks_or_raise(ranks, *STEP_ERRORS):
                 layer_ready = sending(slots)
         ring = Ring(mesh, layout.group, instance, held, first_tag, clock)
-        attention = _ChunkAttention(pool, ring, positions, shard.slots, moving, layer_ready, note_activity, streams)
+        attention = _ChunkAttention(pool, ring, positions, shard.slots, moving, layer_ready, record_activity, streams)
         deferred = DeferredErrorAttention(attention) if ranks.size > 1 else None
         with all_ranks_or_raise(ranks, *STEP_ERRORS):
             logits = engine.forward(token_ids, as_tensor(positions), slots, deferred or attention)
@@ -175,12 +175,12 @@ class _ChunkAttention:
         slots: torch.Tensor,
         moving: Rebalancing,
         layer_ready: LayerReady,
-        note_activity: Callable[[], None],
+        record_activity: Callable[[], None],
         streams: DeviceStreams | None,
     ) -> None:
         self._streams = streams
         self._layer_ready = layer_ready
-        self._note_activity = note_activity
+        self._record_activity = record_activity
         self._pool = pool
         self._ring = ring
         self._queries = queries
@@ -188,7 +188,7 @@ class _ChunkAttention:
         self._moving = moving
 
     def attend(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
-        self._note_activity()
+        self._record_activity()
         self._layer_ready(layer, None if self._streams is None else self._streams.mark())
         self._moving.finish(layer)
         # It travels while this layer attends and passes its fully connected part.

@@ -47,7 +47,7 @@ class _Offered(NamedTuple):
 
     @property
     def is_read(self) -> bool:
-        """Whether its slots may still be read."""
+        """Return whether its slots may still be read."""
         return self.handle.stored_chunks <= self.chunk and not self.handle.status.is_released
 
 
@@ -83,7 +83,8 @@ class _Stream:
 
 
 class KvStreams:
-    """What a member sends, of all requests; outlives its membership. Belongs to the thread of the engine's loop.
+    """Describes what a member sends, of all requests; outlives its membership. Belongs to the thread of the engine's
+    loop.
 
     Of several ranks each sends its own heads, to other decode ranks, in its own time. All let go of slots in the same
     turn, as the engine's free slots must be the same on all of them.
@@ -100,7 +101,7 @@ class KvStreams:
 
     @property
     def is_sending(self) -> bool:
-        """Whether slots are being read, or will be."""
+        """Return whether slots are being read, or will be."""
         return bool(self._reading)
 
     def adopt(self, request: int, targets: Sequence[Target]) -> None:

@@ -309,7 +309,7 @@ def _reason(error: Exception) -> str:
 
 
 class _News(NamedTuple):
-    """What the first rank has received since the last turn."""
+    """Describes what the first rank has received since the last turn."""
 
     session: Welcome | None
     is_new_session: bool

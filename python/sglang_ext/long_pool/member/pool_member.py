@@ -153,7 +153,7 @@ class PoolMember:
 
     @property
     def is_busy(self) -> bool:
-        """Whether it holds KV of any request, has a chunk to compute, or sends what it has computed."""
+        """Return whether it holds KV of any request, has a chunk to compute, or sends what it has computed."""
         return self._streams.is_sending or bool(self._shards or self._steps)
 
     @property
@@ -226,7 +226,7 @@ class PoolMember:
         return self._session is not None and instance_of(request) == self._session.instance
 
     def is_report_due(self, now_s: float, busy_s: float = 0.0) -> bool:
-        """Whether a report is due: once an interval, and before `busy_s` in which none can be sent."""
+        """Return whether a report is due: once an interval, and before `busy_s` in which none can be sent."""
         if self._session is None or now_s + busy_s < self._reported_s + REPORT_INTERVAL_S:
             return False
         self._reported_s = now_s
@@ -242,7 +242,7 @@ class PoolMember:
         Joins and leaves with the connection.
         """
         outcomes: list[Outcome] = []
-        self._meshes.note_activity()
+        self._meshes.record_activity()
         session = self._link.session()
         if session is not self._session:
             outcomes += self._leave()
@@ -358,10 +358,10 @@ class PoolMember:
             if step.destinations
             else None,
             ranks=self.ranks,
-            note_activity=self._meshes.note_activity,
+            record_activity=self._meshes.record_activity,
             streams=self._device_streams,
         )
-        self._meshes.note_computed()
+        self._meshes.record_computed()
         if logits is None or not chunk.is_last:
             return None
         if instance_of(chunk.request) != instance:

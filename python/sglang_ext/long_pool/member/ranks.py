@@ -34,10 +34,11 @@ class Ranks(Protocol):
     def size(self) -> int: ...
 
     def share(self, decide: Callable[[], T]) -> T:
-        """What `decide` returns on the first rank, where alone it is called; equal on all, but not the same object."""
+        """Return what `decide` returns on the first rank, where alone it is called; equal on all, but not the same
+        object."""
 
     def all(self, is_so: bool) -> bool:
-        """Whether it is so on every rank."""
+        """Return whether it is so on every rank."""
 
     def all_of(self, are_so: Sequence[bool]) -> list[bool]:
         """Return for each flag whether it is set on every rank. All ranks pass equally many; none costs no message."""
@@ -119,7 +120,8 @@ class GroupRanks:
 
 @contextmanager
 def all_ranks_or_raise(ranks: Ranks, *failures: type[Exception]) -> Iterator[None]:
-    """What happens inside succeeds on every rank or on none: those that have not failed themselves raise MeshError.
+    """Return what happens inside succeeds on every rank or on none: those that have not failed themselves raise
+    MeshError.
 
     `failures` are the errors that count; any other ends the process, and with it the instance.
     """

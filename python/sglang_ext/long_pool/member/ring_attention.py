@@ -43,7 +43,7 @@ class Visible(NamedTuple):
 
 
 def visible_blocks(queries: Positions, keys: Positions) -> list[Visible]:
-    """What the queries see of the keys; rows count through all ranges of a shard in their order."""
+    """Return what the queries see of the keys; rows count through all ranges of a shard in their order."""
     blocks: list[Visible] = []
     for q0, q in zip(_starts(queries), queries, strict=True):
         for k0, k in zip(_starts(keys), keys, strict=True):

@@ -41,7 +41,7 @@ class KvPool(Protocol):
         """Give whole pages back."""
 
     def count_freed(self, pages: torch.Tensor) -> int:
-        """How many of these pages, int64, could be taken again at once if they were freed."""
+        """Return how many of these pages, int64, could be taken again at once if they were freed."""
 
     def read(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """A copy of one layer's KV, in one piece that can be sent."""
@@ -61,7 +61,7 @@ class HeldSegment(NamedTuple):
 
 
 class Shard:
-    """What this instance holds of one request. Not safe for threads: it belongs to the engine's loop.
+    """Describes what this instance holds of one request. Not safe for threads: it belongs to the engine's loop.
 
     Chunks change it as transactions: what a chunk gave away stays where it is until the next chunk begins, which is
     when every member of the group is known to have done this one. So a chunk that failed for one member can be taken

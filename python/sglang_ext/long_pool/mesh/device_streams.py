@@ -19,7 +19,7 @@ class Mark(Protocol):
         """What the caller computes next comes behind it; returns at once."""
 
     def is_reached(self) -> bool:
-        """Whether everything before it is done."""
+        """Return whether everything before it is done."""
 
     def synchronize(self) -> None:
         """Return once everything before it is done; from any thread."""

@@ -27,7 +27,7 @@ class MemoryMark(Protocol):
         """Let what the caller computes next come behind it."""
 
     def is_reached(self) -> bool:
-        """Whether everything before it is done."""
+        """Return whether everything before it is done."""
 
 
 class SymmetricMemory(Protocol):

@@ -26,7 +26,7 @@ class MeshError(RuntimeError):
 
 
 class Lane(Enum):
-    """What a call belongs to: calls of one lane do not wait for those of another one."""
+    """Describes what a call belongs to: calls of one lane do not wait for those of another one."""
 
     RING = "ring"
     MOVES = "moves"  # of earlier KV, behind the computation
@@ -51,7 +51,7 @@ class Mesh(Protocol):
         """Start receiving into a contiguous tensor of the sender's size."""
 
     def batch(self, lane: Lane = Lane.RING) -> AbstractContextManager[None]:
-        """What is started inside need not wait for each other, in whichever order it is started.
+        """Return what is started inside need not wait for each other, in whichever order it is started.
 
         Of two members that talk to each other both start their calls, or batches, of a lane in the same order.
         """
@@ -71,7 +71,7 @@ class Membership(NamedTuple):
 
 
 class Meshes(Protocol):
-    """What connects this rank with the same ranks of other members."""
+    """Describes what connects this rank with the same ranks of other members."""
 
     def enter(self, membership: Membership | None) -> None:
         """The pool that this instance belongs to from now on, or none."""
@@ -82,10 +82,10 @@ class Meshes(Protocol):
         Where it fails inside, the others are told.
         """
 
-    def note_activity(self) -> None:
+    def record_activity(self) -> None:
         """The thread that computes goes on: it does not hang."""
 
-    def note_computed(self) -> None:
+    def record_computed(self) -> None:
         """A chunk has been computed here: what its first one makes, as compiled kernels, is there."""
 
     def give_up(self, sequence: int, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""What of NCCL connects GPUs in pairs, by its C interface: communicators that never block the host.
+"""Describes what of NCCL connects GPUs in pairs, by its C interface: communicators that never block the host.
 
 PyTorch's process groups meet through a store, end the process at a timeout, and cannot be given up while they connect.
 Here whatever takes time is asked for, and then looked at (`is_ready`): so a step can be given up at any moment.
@@ -37,7 +37,7 @@ class Nccl(Protocol):
         """A communicator that is not ready yet; all ranks do this. Raises NcclError."""
 
     def is_ready(self, communicator: int) -> bool:
-        """Whether all that it was told is on its streams. Raises NcclError where it has failed."""
+        """Return whether all that it was told is on its streams. Raises NcclError where it has failed."""
 
     def begin_group(self) -> None:
         """What is told to communicators from now on is one call. Raises NcclError."""

@@ -46,7 +46,7 @@ _TAG = 2**32 - 1
 
 
 class Agreement(NamedTuple):
-    """What the first member of a group says at the beginning of a step."""
+    """Describes what the first member of a group says at the beginning of a step."""
 
     name: bytes  # of the group's communicators; `_NO_NAME`: links alone
     unique_ids: tuple[bytes, ...]  # by lane, of new ones; empty: use those that are there
@@ -66,7 +66,7 @@ _ANSWER_BYTES = len(Agreement(_NO_NAME, ()).packed())
 
 
 def decide(names: Sequence[bytes], devices: Sequence[bytes], unique_id: Callable[[], bytes]) -> Agreement:
-    """How a group's members connect: `names` of the communicators that each of them has, and their `devices`.
+    """Return how a group's members connect: `names` of the communicators that each of them has, and their `devices`.
 
     NCCL does not connect two members on one device, and where it has failed it is not tried again.
     """
@@ -90,16 +90,16 @@ class NcclMeshes:
     """Makes the mesh of each step, for one device. Belongs to the thread that computes."""
 
     def __init__(
-        self, nccl: Nccl, streams: DeviceStreams, *, may_fall_back: bool = True, most_groups: int = MOST_GROUPS
+        self, nccl: Nccl, streams: DeviceStreams, *, may_fall_back: bool = True, max_groups: int = MOST_GROUPS
     ) -> None:
-        """`may_fall_back`: groups whose GPUs NCCL does not connect go over the links. `most_groups` of which
+        """`may_fall_back`: groups whose GPUs NCCL does not connect go over the links. `max_groups` of which
         communicators are kept."""
         self._nccl = nccl
         self._streams = streams
         self._sides = {lane: streams.side_stream() for lane in Lane}
         self._staged = StagedMeshes(streams)
         self._may_fall_back = may_fall_back
-        self._most_groups = most_groups
+        self._max_groups = max_groups
         self._pool_id = b""
         self._groups: OrderedDict[tuple[int, ...], _Connection] = OrderedDict()  # the one used longest ago first
         self._unconnected: set[tuple[int, ...]] = set()  # whose communicators could not be made
@@ -138,7 +138,7 @@ class NcclMeshes:
         self._unconnected.clear()
 
     def _meet(self, links: LinkMesh) -> Agreement:
-        """What all members of a step are told by the first one."""
+        """Return what all members of a step are told by the first one."""
         own, first = links.own.instance, links.members[0]
         known = self._groups.get(links.members)
         name = _NO_NAME if known is None else known.name
@@ -180,7 +180,7 @@ class NcclMeshes:
             self._groups.move_to_end(members)
             return known
         self._discard(members)
-        while len(self._groups) >= self._most_groups:
+        while len(self._groups) >= self._max_groups:
             self._discard(next(iter(self._groups)))
         rank = members.index(links.own.instance)
         communicators: dict[Lane, Communicator] = {}
@@ -323,7 +323,7 @@ class NcclMesh:
         except NcclError as error:
             self._links.check()
             raise self._links.broken(f"NCCL: {error}") from None
-        self._links.note_activity()
+        self._links.record_activity()
         batch.mark = stream.mark()
         self._marks.append(batch.mark)
         while len(self._marks) > _MOST_AHEAD:
@@ -347,7 +347,7 @@ class NcclMesh:
                 time.sleep(_POLL_S)
         # A call that has been aborted ends, too.
         self._links.check()
-        self._links.note_activity()
+        self._links.record_activity()
 
     def _add(self, tensor: torch.Tensor, instance: int, *, is_send: bool) -> Pending:
         if self._batch is None:

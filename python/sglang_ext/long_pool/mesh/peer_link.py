@@ -48,7 +48,7 @@ class LinkOwner(Protocol):
 
 
 class Readiness(Protocol):
-    """When a message is in its memory; `device_streams.Mark` is such."""
+    """Describes when a message is in its memory; `device_streams.Mark` is such."""
 
     def synchronize(self) -> None:
         """Return once it is."""
@@ -224,7 +224,7 @@ class PeerLink:
             self.end(reason_of(error))
 
     def _wait_for_post(self, frame: Frame) -> LinkCall | None:
-        """Where a message goes; None where its step is over."""
+        """Return where a message goes; None where its step is over."""
         key = frame.sequence, frame.tag
         with self._condition:
             while key not in self._posted and not self._owner.is_past(frame.sequence):

@@ -126,9 +126,9 @@ class LinkMesh:
         """Inside, the thread that computes waits for a peer."""
         return self._links.waiting()
 
-    def note_activity(self) -> None:
+    def record_activity(self) -> None:
         """The thread that computes goes on."""
-        self._links.note_activity()
+        self._links.record_activity()
 
     def wait(self, call: LinkCall, instance: int) -> None:
         """Raises MeshError."""
@@ -138,7 +138,7 @@ class LinkMesh:
                     call.end(f"nothing has come for {self._links.step_timeout_s:g} s")
         if call.error is not None:
             raise self.broken(f"instance {instance}: {call.error}", instance)
-        self._links.note_activity()
+        self._links.record_activity()
 
     def broken(self, reason: str, instance: int | None = None) -> MeshError:
         """The error for a call that has failed. The others are told at once: the step may go on for a while here."""
@@ -268,7 +268,7 @@ class PeerLinks:
         with self._lock:
             reason = self._given_up.get(sequence)
             self._step = mesh
-        self.note_activity()
+        self.record_activity()
         try:
             if reason is not None:
                 raise MeshError(reason)
@@ -285,7 +285,7 @@ class PeerLinks:
             mesh.fail("the step is over")
             for link in links:
                 link.forget_past()
-            self.note_activity()
+            self.record_activity()
 
     def give_up(self, sequence: int, reason: str) -> None:
         """A step has come to nothing: whatever waits for it, now or later, fails. The other ranks are told."""
@@ -305,7 +305,7 @@ class PeerLinks:
             self.give_up(step.sequence, "the coordinator has gone")
 
     def is_past(self, sequence: int) -> bool:
-        """Whether a step is over here, or given up."""
+        """Return whether a step is over here, or given up."""
         return sequence <= self._last_step or sequence in self._given_up
 
     def take_word(self, peer: PeerId, frame: Frame) -> None:
@@ -339,11 +339,11 @@ class PeerLinks:
 
     # ---- signs of life
 
-    def note_activity(self) -> None:
+    def record_activity(self) -> None:
         """The thread that computes goes on."""
         self._active_s = self._clock()
 
-    def note_computed(self) -> None:
+    def record_computed(self) -> None:
         """A chunk has been computed here."""
         self._has_computed = True
 
@@ -355,11 +355,11 @@ class PeerLinks:
             yield
         finally:
             self._is_waiting = False
-            self.note_activity()
+            self.record_activity()
 
     @property
     def silent_s(self) -> float:
-        """How long the thread that computes has done nothing; 0 while it, or another rank's, waits for a peer.
+        """Return how long the thread that computes has done nothing; 0 while it, or another rank's, waits for a peer.
 
         In steps before its first chunk is done that may be compiling: what its peers wait for counts only beyond.
         """

@@ -1,4 +1,4 @@
-"""What a scheduler brings into a long pool: its model and KV memory as chunk steps want them, and its member.
+"""Describes what a scheduler brings into a long pool: its model and KV memory as chunk steps want them, and its member.
 
 A chunk is a forward of its own between two scheduler iterations. It enters SGLang with a batch made by hand whose
 one "sequence" is this member's rows, and with an attention backend that asks the ring; everything else in the model
@@ -68,7 +68,7 @@ class SchedulerKvPool:
 
     @property
     def device(self) -> torch.device:
-        """Where its memory is."""
+        """Return where its memory is."""
         device: torch.device = self._pool.get_key_buffer(0).device
         return device
 
@@ -117,7 +117,7 @@ class SchedulerEngine:
 
     @property
     def description(self) -> str:
-        """What must be equal in all instances of a group, in one line."""
+        """Return what must be equal in all instances of a group, in one line."""
         config = self._runner.model_config
         shape = f"{config.num_hidden_layers}x{config.hidden_size}x{config.vocab_size}"
         ranks = self._ranks.size
@@ -252,7 +252,7 @@ def build_member(scheduler: Any, options: CdspOptions) -> PoolMember:
 
 
 def _carrier(streams: DeviceStreams | None, mesh: MeshKind) -> tuple[MeshOver, str]:
-    """What moves tensors between members, and in words: it must be the same in all of them. Raises
+    """Return what moves tensors between members, and in words: it must be the same in all of them. Raises
     UnsupportedModelError where NCCL is wanted and cannot be had."""
     if streams is None:
         return nullcontext, "links"
@@ -269,7 +269,8 @@ def _carrier(streams: DeviceStreams | None, mesh: MeshKind) -> tuple[MeshOver, s
 
 
 def max_chunk_tokens(scheduler: Any, options: CdspOptions) -> int:
-    """How many tokens this instance computes at once: as it was told, else as many as SGLang's own batches may have."""
+    """Return how many tokens this instance computes at once: as it was told, else as many as SGLang's own batches may
+    have."""
     return int(options.max_chunk_tokens or scheduler.max_prefill_tokens)
 
 
@@ -281,7 +282,8 @@ def _ranks(scheduler: Any) -> Ranks:
 
 
 def _opener(scheduler: Any) -> tuple[OpenTarget | None, str]:
-    """How this instance sends KV of others' requests to decode, and in words: it must be the same in all members."""
+    """Return how this instance sends KV of others' requests to decode, and in words: it must be the same in all
+    members."""
     manager = scheduler.disagg_prefill_bootstrap_queue.kv_manager
     if not isinstance(manager, HandshakeKVManager):
         return None, ""

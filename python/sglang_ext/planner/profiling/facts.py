@@ -1,4 +1,4 @@
-"""What an instance says about itself, and why it cannot be profiled."""
+"""Describes what an instance says about itself, and why it cannot be profiled."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _UNKNOWN_VOCABULARY = 1000  # no model of today has a smaller one
 
 
 class InstanceMode(StrEnum):
-    """How an instance takes part in disaggregation."""
+    """Describes how an instance takes part in disaggregation."""
 
     PLAIN = "plain"
     PREFILL = "prefill"
@@ -76,7 +76,7 @@ class InstanceFacts:
     stages: int = 1  # of its pipeline
 
     def identity(self) -> dict[str, Scalar]:
-        """What must be equal for two measurements to be of the same thing."""
+        """Return what must be equal for two measurements to be of the same thing."""
         return {
             "model": self.model,
             "architecture": self.architecture,
@@ -123,7 +123,7 @@ def read_facts(server_info: object, model_info: object, asked_model: str | None)
 
 
 def is_same_model(asked: str, served: str) -> bool:
-    """Whether two names or folders of models mean the same: the last part decides."""
+    """Return whether two names or folders of models mean the same: the last part decides."""
     return PurePath(asked).name == PurePath(served).name
 
 

@@ -28,7 +28,7 @@ class FitError(ValueError):
 
 
 class FormFit(NamedTuple):
-    """How well one form describes the points that it is for."""
+    """Describes how well one form describes the points that it is for."""
 
     name: str
     errors: dict[Point, float]  # prediction over measurement, minus 1
@@ -90,7 +90,8 @@ def fit_measurements(measurements: Measurements) -> Fit:
 
 
 def pipeline_costs(measurements: Measurements, fit: Fit, stages: int, kv_tokens: int) -> PipelineCosts:
-    """What a stage takes, from the passages that the forms were fitted to and the pace of results. FitError without it.
+    """Return what a stage takes, from the passages that the forms were fitted to and the pace of results. FitError
+    without it.
 
     The slowest stage takes the same share of every passage. Where the stages are alike what is left is hops, linear in
     the tokens; where it takes more than a passage divided by the stages, the others are faster, each by as much, and

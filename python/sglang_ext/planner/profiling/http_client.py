@@ -97,7 +97,7 @@ class HttpClient:
 
 
 def is_this_machine(host: str) -> bool:
-    """Whether a host name is a loopback address."""
+    """Return whether a host name is a loopback address."""
     try:
         return all(str(info[4][0]).startswith(("127.", "::1")) for info in socket.getaddrinfo(host, None))
     except OSError:

@@ -107,7 +107,7 @@ class HttpInstance:
 
     @property
     def can_cache(self) -> bool:
-        """Whether prefixes can be brought into its cache."""
+        """Return whether prefixes can be brought into its cache."""
         return self.facts.mode is InstanceMode.PLAIN or self._decode is not None
 
     # ---- what is run ----

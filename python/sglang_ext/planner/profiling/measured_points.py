@@ -1,4 +1,5 @@
-"""What was measured of an instance: points, the hand-over to decode, busy runs; and the notes from which it goes on.
+"""Describes what was measured of an instance: points, the hand-over to decode, busy runs; and the notes from which it
+goes on.
 
 An interrupted measurement leaves its notes, one JSON line each, and the same command goes on from them.
 """
@@ -64,7 +65,7 @@ class MeasuredPace(NamedTuple):
 
     @property
     def share(self) -> float:
-        """What the slowest stage takes of a passage."""
+        """Return what the slowest stage takes of a passage."""
         return min(1.0, median(self.intervals_s) / median(self.passages_s))
 
 
@@ -97,7 +98,7 @@ class NotesError(RuntimeError):
 
 
 def partial_path(profile: Path) -> Path:
-    """Where the measurements of an unfinished profile are."""
+    """Return where the measurements of an unfinished profile are."""
     return profile.with_name(profile.name + ".partial")
 
 

@@ -35,7 +35,7 @@ OnProgress = Callable[[int, int], None]  # done, total
 
 
 class MeasuredInstance(Protocol):
-    """What `HttpInstance` does."""
+    """Describes what `HttpInstance` does."""
 
     def prepare(self, cached_tokens: int) -> None: ...
 
@@ -159,8 +159,9 @@ def gap_s(measurements: Measurements) -> float:
 
 
 def busy_request_s(measurements: Measurements, iteration: IterationCost) -> float:
-    """What a request costs an instance that has more of them, beside its share of iterations: taking it in, agreeing
-    with decode, sending. Median over the runs of what their iterations do not explain; 0 where it was not measured."""
+    """Return what a request costs an instance that has more of them, beside its share of iterations: taking it in,
+    agreeing with decode, sending. Median over the runs of what their iterations do not explain; 0 where it was not
+    measured."""
     gap = gap_s(measurements)
     rest_s = [
         (

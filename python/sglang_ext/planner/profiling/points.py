@@ -1,4 +1,5 @@
-"""Which points are measured: chunks of L new tokens after C cached ones, and batches of B prompts of L tokens.
+"""Describes which points are measured: chunks of L new tokens after C cached ones, and batches of B prompts of L
+tokens.
 
 By default powers of two (powers of four for C), as far as the instance runs them in one iteration.
 """
@@ -38,7 +39,7 @@ class Point(NamedTuple):
 
 
 class PointLimits(NamedTuple):
-    """What an instance runs in one iteration."""
+    """Describes what an instance runs in one iteration."""
 
     chunk_tokens: int | None  # most new tokens of an iteration; None: no limit
     prompt_tokens: int  # most tokens of a prompt: context and KV capacity
@@ -52,7 +53,7 @@ class PointError(ValueError):
 
 
 class AskedPoints(NamedTuple):
-    """What the user asks for; None leaves it to the default."""
+    """Describes what the user asks for; None leaves it to the default."""
 
     new_tokens: Sequence[int] | None = None
     cached_tokens: Sequence[int] | None = None
@@ -95,7 +96,7 @@ def longest_chunk(limits: PointLimits) -> int:
 
 
 def why_not_batched(new_tokens: int, requests: int, limits: PointLimits) -> str | None:
-    """Why this batch does not run in one iteration; None if it does."""
+    """Return why this batch does not run in one iteration; None if it does."""
     if requests > limits.requests:
         return f"the instance runs at most {limits.requests} requests at a time"
     tokens = new_tokens * requests
@@ -132,10 +133,10 @@ def _check(asked: AskedPoints, limits: PointLimits) -> None:
                     "on this instance (context length and KV cache)"
                 )
     if asked.batch_tokens and asked.batch_sizes:
-        least_batch = min(asked.batch_tokens), max(2, min(asked.batch_sizes))
-        reason = why_not_batched(*least_batch, limits)
+        min_batch = min(asked.batch_tokens), max(2, min(asked.batch_sizes))
+        reason = why_not_batched(*min_batch, limits)
         if max(asked.batch_sizes) > 1 and reason is not None:
-            raise PointError(f"--batch-sizes {least_batch[1]} of --batch-tokens {least_batch[0]}: {reason}")
+            raise PointError(f"--batch-sizes {min_batch[1]} of --batch-tokens {min_batch[0]}: {reason}")
 
 
 def _doubling(first: int, last: int) -> list[int]:
@@ -148,11 +149,11 @@ def _doubling(first: int, last: int) -> list[int]:
     return [*values, last] if last >= 1 else values
 
 
-def _cached(limits: PointLimits, least_new_tokens: int) -> list[int]:
+def _cached(limits: PointLimits, min_new_tokens: int) -> list[int]:
     """0 and powers of four up to what leaves room for the shortest chunk, in whole pages."""
     values = [0]
     value = FIRST_CACHED_TOKENS
-    while value + least_new_tokens <= limits.prompt_tokens:
+    while value + min_new_tokens <= limits.prompt_tokens:
         values.append(value // limits.page_tokens * limits.page_tokens)
         value *= 4
     return values

@@ -202,7 +202,7 @@ def _table(points: Sequence[MeasuredPoint], fit: Fit) -> str:
 
 
 def _stages_line(measurements: Measurements, pipeline: PipelineCosts) -> str:
-    """What was measured of the stages."""
+    """Return what was measured of the stages."""
     pace, stages = measurements.pace, pipeline.stages
     assert pace is not None
     others = f", the others {stages.relative[0]:.0%} of that" if stages.relative else ""

@@ -36,9 +36,9 @@ GREEDY_RATE = 0.0
 
 
 class ClusterPolicy(Protocol):
-    """Plans a prompt. Only `note_arrival` changes something."""
+    """Plans a prompt. Only `record_arrival` changes something."""
 
-    def note_arrival(self, now_s: float) -> None:
+    def record_arrival(self, now_s: float) -> None:
         """A request has arrived that is to be planned."""
         ...
 
@@ -61,7 +61,7 @@ class CdspPolicy:
         )
         self._improvement_rate = improvement_rate
 
-    def note_arrival(self, now_s: float) -> None:
+    def record_arrival(self, now_s: float) -> None:
         """The load does not matter."""
 
     def plan(self, snapshot: PrefillSnapshot, request: CdspRequest) -> ChunkPlan | NoPlan:
@@ -92,7 +92,7 @@ class FixedSp:
         self.size = size
         self._cost = costs[size]
 
-    def note_arrival(self, now_s: float) -> None:
+    def record_arrival(self, now_s: float) -> None:
         """The load does not matter."""
 
     def plan(self, snapshot: PrefillSnapshot, request: CdspRequest) -> ChunkPlan | NoPlan:
@@ -148,7 +148,7 @@ class Failure:
 
 
 class _KeptKv:
-    """What instances hold of prompts that have ended and are not with decode yet."""
+    """Describes what instances hold of prompts that have ended and are not with decode yet."""
 
     def __init__(self, spec: ClusterSpec) -> None:
         self.free_tokens = [spec.kv_tokens] * spec.instances
@@ -206,7 +206,7 @@ class PlannedCluster:
         self.plans: list[PlannedChunks] = []
 
     def arrive(self, request: SimRequest) -> None:
-        self._policy.note_arrival(self._loop.now_s)
+        self._policy.record_arrival(self._loop.now_s)
         self._plan(request)
 
     def _plan(self, request: SimRequest) -> None:

@@ -1,4 +1,4 @@
-"""What a chunk costs in a simulation: the Tetris Table 1 fit, H200 operator times, or an engine profile."""
+"""Describes what a chunk costs in a simulation: the Tetris Table 1 fit, H200 operator times, or an engine profile."""
 
 from __future__ import annotations
 

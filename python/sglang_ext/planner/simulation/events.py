@@ -41,7 +41,7 @@ class EventLoop:
 
     @property
     def has_events(self) -> bool:
-        """Whether anything is to happen but what watches."""
+        """Return whether anything is to happen but what watches."""
         return len(self._heap) > self._background
 
     def stop(self) -> None:
@@ -58,7 +58,8 @@ class EventLoop:
 
 
 class Prefix(NamedTuple):
-    """What a prompt begins with, in full blocks; equal ids mean equal prompts from the start to the block's end."""
+    """Describes what a prompt begins with, in full blocks; equal ids mean equal prompts from the start to the block's
+    end."""
 
     block_tokens: int
     blocks: tuple[int, ...]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class ModelShape(NamedTuple):
-    """What a prefill computes, layer by layer."""
+    """Describes what a prefill computes, layer by layer."""
 
     hidden_size: int
     intermediate_size: int

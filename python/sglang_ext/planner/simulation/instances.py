@@ -81,7 +81,7 @@ class SimulatedInstance:
     policy: IterationPolicy
     role: Role
     costs: PipelineCosts
-    most_kv_tokens: int  # that it holds
+    max_kv_tokens: int  # that it holds
     kv_tokens: int  # free
     tokens_per_s: float  # that a router reckons with
     items: list[WorkItem] = field(default_factory=list)
@@ -121,10 +121,10 @@ class InstancesSpec:
                 raise ValueError(f"roles: no instance serves {length_class} prompts")
 
     def costs(self, role: Role) -> PipelineCosts:
-        """What an instance of this role takes for an iteration."""
+        """Return what an instance of this role takes for an iteration."""
         return self.pipelines.get(role) or PipelineCosts(Stages(), self.coefficients, self.iteration)
 
-    def most_kv_tokens(self, role: Role) -> int:
+    def max_kv_tokens(self, role: Role) -> int:
         """Return the KV tokens that an instance of this role holds."""
         return self.costs(role).kv_tokens or self.kv_tokens
 
@@ -153,13 +153,13 @@ class InstancePool:
         self.instances: list[SimulatedInstance] = []
         for role in spec.roles:
             self._append(role)
-        self._most_prompt_tokens = min(one.most_kv_tokens for one in self.instances if one.role.serves(_LONG))
+        self._max_prompt_tokens = min(one.max_kv_tokens for one in self.instances if one.role.serves(_LONG))
         self._stranded: dict[int, SimRequest] = {}  # no instance is there for them
         self._is_recorded = is_recorded
         self.timeline: list[BusyInterval] = []
 
     def arrive(self, request: SimRequest) -> None:
-        if request.prompt_tokens > self._most_prompt_tokens:
+        if request.prompt_tokens > self._max_prompt_tokens:
             self._listener.on_refused(request)
             return
         routed = self._route(request)
@@ -173,7 +173,7 @@ class InstancePool:
         if instance.pending_tokens == 0:
             instance.progress.begin(self._loop.now_s, item.new_tokens)
         instance.pending_tokens += item.new_tokens
-        instance.policy.note_arrival(item, self._loop.now_s)
+        instance.policy.record_arrival(item, self._loop.now_s)
         if instance.running is None:
             self._next_iteration(instance)
 
@@ -192,7 +192,7 @@ class InstancePool:
         return instance
 
     def _append(self, role: Role) -> SimulatedInstance:
-        costs, kv_tokens = self._spec.costs(role), self._spec.most_kv_tokens(role)
+        costs, kv_tokens = self._spec.costs(role), self._spec.max_kv_tokens(role)
         tokens_per_s = _RATE_PROBE_TOKENS / costs.coefficients.chunk_s(_RATE_PROBE_TOKENS, 0)
         instance = SimulatedInstance(
             len(self.instances), self._policy(role), role, costs, kv_tokens, kv_tokens, tokens_per_s
@@ -255,7 +255,7 @@ class InstancePool:
         cache = self._caches.get(block_tokens)
         if cache is None:
             # Of pools with different room the index has the smaller one's.
-            kv_tokens = min(one.most_kv_tokens for one in self.instances)
+            kv_tokens = min(one.max_kv_tokens for one in self.instances)
             cache = self._caches[block_tokens] = PrefixIndex(max(1, kv_tokens // block_tokens))
             for one in self.instances:
                 if one.is_alive:
@@ -285,7 +285,8 @@ class InstancePool:
         self._loop.schedule(first_s, self._end_iteration, (instance, instance.generation))
 
     def _pass_stages(self, instance: SimulatedInstance, sample: IterationSample) -> tuple[float, float]:
-        """When the first stage has done an iteration that starts now, and when the last one has (`costs.flow_shop`)."""
+        """Return when the first stage has done an iteration that starts now, and when the last one has
+        (`costs.flow_shop`)."""
         stages, free_s = instance.costs.stages, instance.stage_free_s
         handed_s, hop_s = self._loop.now_s, stages.hop.time_s(sample.new_tokens)
         for stage, share in enumerate(stages.shares):
@@ -391,7 +392,7 @@ class InstancePool:
         instance.passing.clear()
         instance.stage_free_s = [0.0] * instance.costs.stages.count
         instance.pending_tokens = 0
-        instance.kv_tokens = instance.most_kv_tokens
+        instance.kv_tokens = instance.max_kv_tokens
         instance.generation += 1
         for cache in self._caches.values():
             cache.clear(instance.number)
@@ -446,7 +447,7 @@ class InstanceWatch:
             one.is_draining,
             one.pending_tokens,
             (len(one.items) - long, long),
-            1.0 - one.kv_tokens / one.most_kv_tokens,
+            1.0 - one.kv_tokens / one.max_kv_tokens,
         )
 
 
@@ -473,7 +474,7 @@ def _attention_work(lengths: Sequence[tuple[int, int]]) -> float:
 
 
 def _padded(lengths: Sequence[tuple[int, int]], requests: int, tokens: int) -> list[tuple[int, int]]:
-    """What a captured graph for `requests` of `tokens` each computes: every request is as long as that.
+    """Return what a captured graph for `requests` of `tokens` each computes: every request is as long as that.
 
     Where it runs more and shorter ones, what is left of it is one more.
     """

@@ -1,4 +1,4 @@
-"""What one prefill instance runs next: SGLang's chunked prefill in three orders, or the LAPS policy object.
+"""Describes what one prefill instance runs next: SGLang's chunked prefill in three orders, or the LAPS policy object.
 
 The orders and the chunk rule are those of SGLang 0.5.23, `schedule_policy.py`: at most one prompt is cut at a time, and
 it goes on first.
@@ -45,7 +45,7 @@ class Slice(NamedTuple):
 
 
 class Iteration(NamedTuple):
-    """What runs next. Without slices, nothing before `wake_s` (infinity: before something arrives)."""
+    """Describes what runs next. Without slices, nothing before `wake_s` (infinity: before something arrives)."""
 
     slices: tuple[Slice, ...]
     wake_s: float
@@ -57,7 +57,7 @@ class Iteration(NamedTuple):
 class IterationPolicy(Protocol):
     """Decides for one instance. Only the `note_…` methods change something."""
 
-    def note_arrival(self, item: WorkItem, now_s: float) -> None: ...
+    def record_arrival(self, item: WorkItem, now_s: float) -> None: ...
 
     def choose(self, items: Sequence[WorkItem], free_kv_tokens: int, computed_tokens: int, now_s: float) -> Iteration:
         """`computed_tokens` is how many the instance has computed so far."""
@@ -83,7 +83,7 @@ class ChunkedPrefill:
         self._order = order
         self._chunk_tokens = chunk_tokens
 
-    def note_arrival(self, item: WorkItem, now_s: float) -> None:
+    def record_arrival(self, item: WorkItem, now_s: float) -> None:
         pass
 
     def choose(self, items: Sequence[WorkItem], free_kv_tokens: int, computed_tokens: int, now_s: float) -> Iteration:
@@ -125,7 +125,7 @@ class ChunkedPrefill:
                 return sorted(items, key=lambda item: (item.new_tokens, item.request.arrival_s))
 
     def _reserved_tokens(self, current: WorkItem, waiting: Sequence[WorkItem]) -> int:
-        """What a cut prompt leaves of the budget to shorter ones (`shortest_prefill_chunk_limit`)."""
+        """Return what a cut prompt leaves of the budget to shorter ones (`shortest_prefill_chunk_limit`)."""
         reserved = 0
         if self._order is QueueOrder.SHORTEST_PREFILL_FIRST and self._chunk_tokens >= 2:
             for item in waiting:
@@ -142,13 +142,13 @@ class LapsPolicy:
         self.laps = laps
         self._ttft_slo_s = ttft_slo_s  # objective of every request; None: the policy's own, by class
 
-    def note_arrival(self, item: WorkItem, now_s: float) -> None:
+    def record_arrival(self, item: WorkItem, now_s: float) -> None:
         laps = self.laps
         item.length_class = laps.classify(item.new_tokens, item.cached_tokens)
         item.deadline_s = laps.deadline_s(
             item.length_class, item.new_tokens, item.cached_tokens, item.request.arrival_s, self._ttft_slo_s
         )
-        laps.note_arrival(now_s, item.length_class, item.new_tokens, item.cached_tokens, item.deadline_s)
+        laps.record_arrival(now_s, item.length_class, item.new_tokens, item.cached_tokens, item.deadline_s)
         laps.put(_queued(item), now_s)
 
     def choose(self, items: Sequence[WorkItem], free_kv_tokens: int, computed_tokens: int, now_s: float) -> Iteration:
@@ -163,14 +163,14 @@ class LapsPolicy:
                 slices = [Slice(by_key[key], by_key[key].new_tokens) for key in batch.whole]
                 if batch.cut is not None:
                     slices.append(Slice(by_key[batch.cut.key], batch.cut.tokens))
-                self.laps.note_dispatch(now_s, batch)
+                self.laps.record_dispatch(now_s, batch)
                 return _iteration(slices, batch, plan.wake_s)
         return Iteration((), float("inf") if plan.batches else plan.wake_s)
 
     def note_end(self, sample: IterationSample, ended: Sequence[WorkItem], now_s: float) -> None:
-        self.laps.note_iteration(sample)
+        self.laps.record_iteration(sample)
         for item in ended:
-            self.laps.note_first_token(now_s, item.length_class, item.request.arrival_s, item.deadline_s)
+            self.laps.record_first_token(now_s, item.length_class, item.request.arrival_s, item.deadline_s)
 
     @staticmethod
     def snapshot(items: Sequence[WorkItem], free_kv_tokens: int, now_s: float) -> RoundSnapshot:

@@ -79,7 +79,7 @@ class _Progress:
 
 @dataclass(slots=True, eq=False)
 class _RunningGroup:
-    """What an instance or a group computes, until `end_s`; void once a member is lost."""
+    """Describes what an instance or a group computes, until `end_s`; void once a member is lost."""
 
     key: int
     group: tuple[int, ...]

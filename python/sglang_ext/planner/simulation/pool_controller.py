@@ -25,7 +25,7 @@ PERIOD_S = 1.0
 
 
 class PoolSizes(NamedTuple):
-    """How many instances of each pool take requests from a moment on."""
+    """Describes how many instances of each pool take requests from a moment on."""
 
     at_s: float
     short: int
@@ -66,7 +66,7 @@ class SimulatedController:
         self.sizes = [self._sizes()]
         loop.schedule_background(PERIOD_S, self._look, None)
 
-    def note_sizes(self) -> None:
+    def record_sizes(self) -> None:
         """An instance has come or is going."""
         self.sizes.append(self._sizes())
 

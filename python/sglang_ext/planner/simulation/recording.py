@@ -21,7 +21,7 @@ UTILISATION_S = 5.0  # busy shares are of so long, as an engine's own report has
 
 
 class RecordedRun(NamedTuple):
-    """What the recording says of the run."""
+    """Describes what the recording says of the run."""
 
     engine: str
     policy: str
@@ -99,7 +99,7 @@ def messages(outcome: Outcome, run: RecordedRun) -> Iterator[bytes]:
         while move is not None and move.at_s <= now_s:
             name = _name(move.instance)
             text = f"{name} moved: from {move.source} to {move.target} ({move.reason})"
-            view.note_event(move.at_s, "move", view.number_of(name), text)
+            view.record_event(move.at_s, "move", view.number_of(name), text)
             move = next(moves)
         view.take_prompts(shared.at(now_s))
         while arrived < len(lives) and lives[arrived].request.arrival_s <= now_s:
@@ -152,7 +152,7 @@ def _span(busy: BusyInterval, classes: dict[int, str]) -> SeenSpan:
 
 
 def _parked(spans: Sequence[BusyInterval], lives: Sequence[_Life]) -> Iterator[SeenSpan]:
-    """When a long prompt waited between two chunks on an instance that computed others meanwhile."""
+    """Yield when a long prompt waited between two chunks on an instance that computed others meanwhile."""
     long = {life.key: life for life in lives if life.length_class == "long"}
     work: dict[int, list[BusyInterval]] = {}
     for busy in sorted(spans, key=lambda busy: busy.start_s):
@@ -177,7 +177,7 @@ def _parked(spans: Sequence[BusyInterval], lives: Sequence[_Life]) -> Iterator[S
 
 
 def _transfers(lives: Sequence[_Life]) -> Iterator[SeenSpan]:
-    """When KV was on its way to decode instances that were simulated, from the instance that computed it last."""
+    """Yield when KV was on its way to decode instances that were simulated, from the instance that computed it last."""
     for life in lives:
         start_s, end_s = life.first_token_s, life.transferred_s
         if life.decode is not None and life.instance is not None and start_s is not None and end_s is not None:

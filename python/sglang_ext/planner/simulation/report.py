@@ -1,4 +1,5 @@
-"""What a simulation comes to: times to first token, waits and violations by length class, as a table and as JSON."""
+"""Describes what a simulation comes to: times to first token, waits and violations by length class, as a table and as
+JSON."""
 
 from __future__ import annotations
 
@@ -99,7 +100,7 @@ class DecodeSummary(NamedTuple):
 
 
 class PoolsSummary(NamedTuple):
-    """What controller and scaler did."""
+    """Describes what controller and scaler did."""
 
     moves: int
     scalings: int

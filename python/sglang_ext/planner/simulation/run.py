@@ -69,7 +69,7 @@ class KeepingStage(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """What is simulated around the prefill stage."""
+    """Describes what is simulated around the prefill stage."""
 
     seed: int = 0
     warm_up_requests: int = 0  # the first ones, which are served and not counted
@@ -85,7 +85,7 @@ class RunOptions:
 
 @dataclass(slots=True)
 class Outcome:
-    """What happened to all requests after the warm-up."""
+    """Describes what happened to all requests after the warm-up."""
 
     served: list[ServedPrefill]
     refused: list[SimRequest]
@@ -259,7 +259,7 @@ class CriticalLoad:
     def __init__(self, limit_s: float, requests: int, from_key: int, give_up: Callable[[], None]) -> None:
         self.limit_s = limit_s
         self.from_key = from_key
-        self._most_late = self.LATE_SHARE * (requests - from_key)
+        self._max_late = self.LATE_SHARE * (requests - from_key)
         self._give_up = give_up
         self.late = 0
         self.is_above = False
@@ -270,7 +270,7 @@ class CriticalLoad:
         ttft_s = served.first_token_s - served.request.arrival_s
         if ttft_s > self.limit_s:
             self.late += 1
-            if self.late > self._most_late or ttft_s > self.MAX_FACTOR * self.limit_s:
+            if self.late > self._max_late or ttft_s > self.MAX_FACTOR * self.limit_s:
                 self._fail()
 
     def on_refused(self, request: SimRequest) -> None:

@@ -33,7 +33,8 @@ TOLERANCE = 0.1  # Kubernetes' --horizontal-pod-autoscaler-tolerance
 
 @dataclass(frozen=True, slots=True)
 class ScalerSettings:
-    """What a scaler goes by. ValueError, in one line that names the option, for a value that makes no sense."""
+    """Describes what a scaler goes by. ValueError, in one line that names the option, for a value that makes no
+    sense."""
 
     scaler: str = SCALE_TOTAL
     queue_s: float = 2.0  # of work queued for each instance
@@ -146,10 +147,10 @@ class SimulatedScaler:
                 deployment.starting.pop()
             else:
                 self._pool.drain_instance(deployment.ready.pop())
-                self._controller.note_sizes()
+                self._controller.record_sizes()
 
     def _lately(self, deployment: _Deployment, window_s: float) -> list[int]:
-        """What was reckoned within the window; in its first one, as if nothing had changed before."""
+        """Return what was reckoned within the window; in its first one, as if nothing had changed before."""
         now_s = self._loop.now_s
         before = [deployment.replicas] if now_s < window_s else []
         return [needed for at_s, needed in deployment.needed if at_s >= now_s - window_s] + before
@@ -159,4 +160,4 @@ class SimulatedScaler:
         if deployment.starting and deployment.starting[0] <= self._loop.now_s:
             deployment.starting.pop(0)
             deployment.ready.append(self._pool.add_instance(Role(deployment.pool.value)))
-            self._controller.note_sizes()
+            self._controller.record_sizes()

@@ -63,7 +63,7 @@ def make_requests(workload: Workload, args: argparse.Namespace, rate_per_s: floa
 
 
 def stage_builder(args: argparse.Namespace, engine: SimEngine, *, is_recorded: bool) -> StageBuilder:
-    """What builds the prefill stage. ScenarioError names the option."""
+    """Return what builds the prefill stage. ScenarioError names the option."""
     counts = ("prefill", "instances_per_node", "kv_tokens", "sp_size", "chunk_tokens", "boundary_tokens")
     for name in (*counts, "short_pp", "long_pp"):
         _require_positive(f"--{name.replace('_', '-')}", getattr(args, name))
@@ -95,7 +95,7 @@ def stage_builder(args: argparse.Namespace, engine: SimEngine, *, is_recorded: b
 
 
 def engine_doubts(policy: str, engine: SimEngine) -> list[str]:
-    """What to tell about a profile of which the costs that this policy is simulated with fit badly."""
+    """Return what to tell about a profile of which the costs that this policy is simulated with fit badly."""
     used = "sp " if policy in _CLUSTER_POLICIES else "iteration"
     return [
         f"the profile's {bad.form} fits badly: relative error {bad.error_p90:.0%} at one point of ten"
@@ -105,7 +105,7 @@ def engine_doubts(policy: str, engine: SimEngine) -> list[str]:
 
 
 def run_options(args: argparse.Namespace, requests: int) -> RunOptions:
-    """What is simulated around the prefill stage. ScenarioError names the option."""
+    """Return what is simulated around the prefill stage. ScenarioError names the option."""
     if not 0 <= args.warm_up < 1:
         raise ScenarioError(f"--warm-up must be at least 0 and below 1, got {args.warm_up:g}")
     if args.decode < 0:

@@ -41,7 +41,7 @@ class ClusterSystem(StrEnum):
 
     @property
     def can_fail(self) -> bool:
-        """Whether failures of instances are simulated for it."""
+        """Return whether failures of instances are simulated for it."""
         return self is not self.LOONGSERVE_IDLE
 
 
@@ -56,7 +56,7 @@ _ORDERS = {
 
 @dataclass(frozen=True, slots=True)
 class SystemOptions:
-    """What a system is told besides the costs."""
+    """Describes what a system is told besides the costs."""
 
     system: ClusterSystem
     improvement_rate: float = 0.5  # of the paper's systems

@@ -26,7 +26,7 @@ _CPU_BACKEND = "sglang_ext_tcp"
 
 
 class DeployedModel(NamedTuple):
-    """What every instance serves, and how."""
+    """Describes what every instance serves, and how."""
 
     name: str  # folder, or name on the Hub
     chunk_tokens: int | None  # None: SGLang's own choice

@@ -80,7 +80,7 @@ class ClusterLayout(NamedTuple):
 
 
 class ServiceObjective(StrEnum):
-    """What can be missed."""
+    """Describes what can be missed."""
 
     SHORT_TTFT = "short"
     LONG_TTFT = "long"
@@ -147,7 +147,7 @@ class SizedEngine(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TrialSetup:
-    """What is the same in all trials. ValueError for a prompt that no instance can hold."""
+    """Describes what is the same in all trials. ValueError for a prompt that no instance can hold."""
 
     requests: tuple[SimRequest, ...]  # by arrival
     engines: Mapping[int, SizedEngine]  # by TP
@@ -196,7 +196,7 @@ class LoadTrial(NamedTuple):
 
 
 class Breach(NamedTuple):
-    """What did not hold: an objective, and the pool in which most of its late requests were late."""
+    """Describes what did not hold: an objective, and the pool in which most of its late requests were late."""
 
     objective: ServiceObjective
     pool: Role
@@ -218,7 +218,8 @@ class ObjectiveFigures(NamedTuple):
 
 
 class LoadVerdict(NamedTuple):
-    """Whether the objectives hold; what did not, else or as the first thing; figures of a trial that ran to its end."""
+    """Describes whether the objectives hold; what did not, else or as the first thing; figures of a trial that ran to
+    its end."""
 
     holds: bool
     breach: Breach | None
@@ -368,7 +369,8 @@ class _Meter:
             self._count(ServiceObjective.TIME_PER_TOKEN, Role.DECODE)
 
     def _late_in(self, finished: FinishedRequest) -> Role:
-        """Where a request lost more time that was only late with its KV in decode: waiting there, or in prefill."""
+        """Return where a request lost more time that was only late with its KV in decode: waiting there, or in
+        prefill."""
         request = finished.request
         computed_s = self._setup.engines[self._trial.layout.tp].compute_s(request.new_tokens)
         in_prefill_s = finished.first_token_s - request.arrival_s - computed_s

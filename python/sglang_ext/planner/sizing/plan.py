@@ -148,7 +148,8 @@ def read_pool(text: str) -> PlannedPool:
 
 
 def shape_costs(args: argparse.Namespace, engine: SimEngine, devices: int) -> ShapeCosts:
-    """What a chunk costs on so many devices; ring sizes and numbers of stages that were not measured are derived."""
+    """Return what a chunk costs on so many devices; ring sizes and numbers of stages that were not measured are
+    derived."""
     alone = one_instance(engine)
     candidate = next((one for one in engine.candidates if one.size == devices), None)
     return ShapeCosts(
@@ -174,7 +175,7 @@ def ring_candidates(args: argparse.Namespace, engine: SimEngine, most: int) -> t
 
 
 def one_instance(engine: SimEngine) -> SpCost:
-    """What a chunk costs on one instance, by Eq. 1."""
+    """Return what a chunk costs on one instance, by Eq. 1."""
     for candidate in engine.candidates:
         if candidate.size == 1 and isinstance(candidate.cost, SpCost):
             return candidate.cost

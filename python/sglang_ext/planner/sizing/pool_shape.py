@@ -1,4 +1,5 @@
-"""What the devices of a pool should be to a long prompt: a pipeline of stages, or a ring that shares every chunk.
+"""Describes what the devices of a pool should be to a long prompt: a pipeline of stages, or a ring that shares every
+chunk.
 
 On a ring (CDSP) every member computes its share of each chunk, and each chunk costs anew what does not shrink with the
 members: the fixed cost, and keys and values on their way round where attention does not hide them. A pipeline divides
@@ -28,7 +29,7 @@ _MIN_RING_TOKENS = 512  # the coordinator's
 
 
 class PoolShape(StrEnum):
-    """How the devices of a pool serve a prompt."""
+    """Describes how the devices of a pool serve a prompt."""
 
     ALONE = "instances apart"
     PIPELINE = "pipeline"
@@ -36,7 +37,7 @@ class PoolShape(StrEnum):
 
 
 class RingLinks(NamedTuple):
-    """What goes round between the members of a ring."""
+    """Describes what goes round between the members of a ring."""
 
     kv_bytes_per_token: int
     bytes_per_s: float
@@ -70,7 +71,7 @@ def measured_cost(cost: SpCost | TabulatedCost) -> ChunkCost:
 
 
 class ShapeCosts(NamedTuple):
-    """What a chunk costs on the devices of a pool, each way."""
+    """Describes what a chunk costs on the devices of a pool, each way."""
 
     devices: int
     alone: ChunkCost  # on one of them
@@ -87,7 +88,7 @@ class ShapeQuestion(NamedTuple):
 
 
 class ShapeTimes(NamedTuple):
-    """What a shape makes of a prompt."""
+    """Describes what a shape makes of a prompt."""
 
     chunks: tuple[Chunk, ...]
     prompt_s: float  # alone, from its start to its first token

@@ -74,7 +74,7 @@ class InParallel(Protocol):
 
 def cheapest_sizes(
     gpus_each: Sizes,
-    most_gpus: int,
+    max_gpus: int,
     guess: Sizes,
     holds: Callable[[Sizes], bool],
     in_parallel: InParallel = map,
@@ -82,17 +82,17 @@ def cheapest_sizes(
 ) -> Sizes | None:
     """The sizes of at least 1 with the fewest GPUs for which `holds`, the smallest sizes first among equals.
 
-    None if there are none with at most `most_gpus`, or as soon as it is clear that they take a number of GPUs that
-    `is_too_dear`. `holds` must never become false by a larger size; it is asked for sizes beyond `most_gpus`, too, with
+    None if there are none with at most `max_gpus`, or as soon as it is clear that they take a number of GPUs that
+    `is_too_dear`. `holds` must never become false by a larger size; it is asked for sizes beyond `max_gpus`, too, with
     all pools but one at the most that they can have.
     """
     total = sum(gpus_each)
-    most = tuple((most_gpus - total + each) // each for each in gpus_each)
+    most = tuple((max_gpus - total + each) // each for each in gpus_each)
     if min(most) < 1:
         return None
 
     def holds_with(pool: int, size: int) -> bool:
-        """Whether it is enough if the other pools are as large as can be."""
+        """Return whether it is enough if the other pools are as large as can be."""
         return holds((*most[:pool], size, *most[pool + 1 :]))
 
     def below_guess(pool: int) -> int:
@@ -121,7 +121,7 @@ def cheapest_sizes(
         return sum(size * each for size, each in zip(sizes, gpus_each, strict=True))
 
     def is_out(sizes: Sizes) -> bool:
-        return gpus_of(sizes) > most_gpus or is_too_dear(gpus_of(sizes))
+        return gpus_of(sizes) > max_gpus or is_too_dear(gpus_of(sizes))
 
     pools = range(len(gpus_each))
     corner = tuple(in_parallel(below_guess, pools))
@@ -227,12 +227,12 @@ class LayoutSearch:
     """See the module. `setups` are the trace's parts that are compared one after the other, the last one all of it."""
 
     def __init__(
-        self, setups: Sequence[TrialSetup], trials: Trials, in_parallel: InParallel, most_gpus: int, shown: int
+        self, setups: Sequence[TrialSetup], trials: Trials, in_parallel: InParallel, max_gpus: int, shown: int
     ) -> None:
         self._setups = setups
         self._trials = trials
         self._in_parallel = in_parallel
-        self._most_gpus = most_gpus
+        self._max_gpus = max_gpus
         self._shown = shown
 
     def cheapest(self, families: Sequence[LayoutFamily], load: float) -> list[ClusterLayout]:
@@ -251,7 +251,7 @@ class LayoutSearch:
         done = 0
 
         def is_too_dear(gpus: int) -> bool:
-            """Whether it is beyond as many as are asked for, whatever is found later."""
+            """Return whether it is beyond as many as are asked for, whatever is found later."""
             known = sorted(layout.gpus for layout in list(found.values()))
             return len(known) >= self._shown and gpus > known[self._shown - 1]
 
@@ -262,7 +262,7 @@ class LayoutSearch:
             def holds(sizes: Sizes) -> bool:
                 return self._trials.verdict(part, LoadTrial(family.layout(sizes), load)).holds
 
-            sizes = cheapest_sizes(family.gpus_each, self._most_gpus, guess, holds, self._in_parallel, is_too_dear)
+            sizes = cheapest_sizes(family.gpus_each, self._max_gpus, guess, holds, self._in_parallel, is_too_dear)
             if sizes is not None:
                 found[number] = family.layout(sizes)
             done += 1
@@ -275,7 +275,7 @@ class LayoutSearch:
         return results[: self._shown]
 
     def measured(self, layout: ClusterLayout, load: float) -> SizedLayout:
-        """How far beyond `load` the layout holds, and what breaks there."""
+        """Return how far beyond `load` the layout holds, and what breaks there."""
         part = len(self._setups) - 1
 
         def verdict(step: int) -> LoadVerdict:

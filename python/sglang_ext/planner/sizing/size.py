@@ -150,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class Sizing(NamedTuple):
-    """What the options ask for."""
+    """Describes what the options ask for."""
 
     setup: TrialSetup
     families: tuple[LayoutFamily, ...]
@@ -196,7 +196,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def read_sizing(args: argparse.Namespace) -> Sizing:
-    """What the options ask for. An error is one line that names the option, or the file and what is wrong in it."""
+    """Return what the options ask for. An error is one line that names the option, or the file and what is wrong in
+    it."""
     for name in ("max_gpus", "show", "processes", "kv_tokens", "chunk_tokens", "decode_tp"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -316,7 +317,7 @@ def _families(args: argparse.Namespace, setup: TrialSetup, decode_tp: int) -> tu
 
 
 class _TrialProcess:
-    """What a process of the search knows; set once in each."""
+    """Describes what a process of the search knows; set once in each."""
 
     setups: tuple[TrialSetup, ...] = ()
 
@@ -415,7 +416,7 @@ def _rate_per_s(setup: TrialSetup) -> float:
 
 
 def _why_none(sizing: Sizing, simulations: _Simulations, args: argparse.Namespace) -> str:
-    """What breaks though all GPUs are used, shared out by the work of the pools."""
+    """Return what breaks though all GPUs are used, shared out by the work of the pools."""
     family = sizing.families[0]
     guess = guessed_sizes(family, sizing.setup, args.headroom)
     spare = args.max_gpus - sum(family.gpus_each)
@@ -433,7 +434,7 @@ def _why_none(sizing: Sizing, simulations: _Simulations, args: argparse.Namespac
 def _points(
     search: LayoutSearch, sizing: Sizing, sized: Sequence[SizedLayout]
 ) -> dict[LayoutFamily, list[tuple[int, float]]]:
-    """What smaller loads take with the kinds of layout that were found: (GPUs, times the load that holds)."""
+    """Return what smaller loads take with the kinds of layout that were found: (GPUs, times the load that holds)."""
     points: dict[LayoutFamily, list[tuple[int, float]]] = defaultdict(list)
     families = {_family(one.layout): one for one in sized[:MOST_DRAWN]}
     for family, one in families.items():

@@ -62,5 +62,5 @@ class HandshakeOptions:
 
     @property
     def memory_s(self) -> float:
-        """How long an ended request is remembered: until its last sender has given up asking for the outcome."""
+        """Return how long an ended request is remembered: until its last sender has given up asking for the outcome."""
         return 2 * self.lease_s

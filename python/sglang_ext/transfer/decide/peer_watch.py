@@ -1,4 +1,4 @@
-"""Which peers answer, also while nothing is sent to them. Without I/O.
+"""Decides which peers answer, also while nothing is sent to them. Without I/O.
 
 A sender's reports and a receiver's answers show that both are there while a request moves. Between two attempts, before
 the handshake and while an instance is idle nothing does: a rank that is stopped or gone would hold a request until

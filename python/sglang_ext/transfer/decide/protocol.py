@@ -17,7 +17,7 @@ from sglang_ext.transfer.decide.shards import KVShard
 
 
 class TransferOutcome(StrEnum):
-    """How a transfer ended. Bounded: these are metric labels."""
+    """Describes how a transfer ended. Bounded: these are metric labels."""
 
     COMPLETE = "complete"
     ABORTED = "aborted"  # this side gave it up on request

@@ -48,7 +48,7 @@ def needed(
 
 
 class ReceivePhase(Enum):
-    """Where a request stands; ended ones are forgotten but for their outcome."""
+    """Describes where a request stands; ended ones are forgotten but for their outcome."""
 
     EARLY = "early"  # senders have shaken hands, slots are not known
     OPEN = "open"

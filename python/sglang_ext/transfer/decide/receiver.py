@@ -98,7 +98,7 @@ class Receiver:
 
     @property
     def request_counts(self) -> dict[ReceivePhase, int]:
-        """How many requests are in each phase."""
+        """Return how many requests are in each phase."""
         phases = [request.phase for request in self._requests.values()]
         return {phase: phases.count(phase) for phase in ReceivePhase}
 

@@ -37,7 +37,7 @@ from sglang_ext.transfer.decide.shards import KVShard, shard_problem
 
 
 class SenderPhase(Enum):
-    """Where a sender is."""
+    """Describes where a sender is."""
 
     OPEN = "open"
     STOPPING = "stopping"  # failed; a write is under way
@@ -103,7 +103,7 @@ class Sender:
 
     @property
     def outcome(self) -> tuple[TransferOutcome, str] | None:
-        """How it ended and why; None while it is open."""
+        """Return how it ended and why; None while it is open."""
         return None if self._phase is SenderPhase.OPEN else self._outcome
 
     @property
@@ -113,7 +113,7 @@ class Sender:
 
     @property
     def receiver_epoch(self) -> int | None:
-        """Which incarnation of the receiver has answered."""
+        """Return which incarnation of the receiver has answered."""
         return self._receiver_epoch
 
     @property

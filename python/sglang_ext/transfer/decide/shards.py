@@ -1,4 +1,5 @@
-"""Which part of a request's KV a rank holds (token positions × KV heads × layers), and which heads go to which rank.
+"""Decides which part of a request's KV a rank holds (token positions × KV heads × layers), and which heads go to which
+rank.
 
 SGLang gives a rank `heads / tp` consecutive KV heads; with more ranks than heads, consecutive ranks share one
 (`QKVParallelLinear`: head = rank // replicas). Its CPU engine instead pads the heads to a multiple of the ranks
@@ -135,7 +136,7 @@ def describe(shard: KVShard) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
-    """How an instance spreads `kv_heads` over `tp_size` ranks.
+    """Describes how an instance spreads `kv_heads` over `tp_size` ranks.
 
     `stored_kv_heads` is the number that the engine counts with: `kv_heads`, or more where it pads.
     """

@@ -1,4 +1,5 @@
-"""When a prefill instance calls for decode's slots: shortly before the turn of a long prompt, not while it queues.
+"""Decides when a prefill instance calls for decode's slots: shortly before the turn of a long prompt, not while it
+queues.
 
     long prompt arrives ──▶ decode invites without slots ──▶ waits ──due──▶ called ──▶ decode takes slots, invites again
 
@@ -35,7 +36,7 @@ class LatePrompt(NamedTuple):
 
 
 class SlotCalls:
-    """Which late prompts are called, in the order of their arrival. Clocks are the caller's.
+    """Describes which late prompts are called, in the order of their arrival. Clocks are the caller's.
 
     Only what arrived before a prompt counts as before it, so later arrivals do not move it away from its turn, and is
     called in the end. Without `lookahead_tokens` each is called as soon as decode knows of it.

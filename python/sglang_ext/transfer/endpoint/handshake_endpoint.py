@@ -128,7 +128,7 @@ class HandshakeEndpoint:
 
     @property
     def stall_timeout_s(self) -> float:
-        """How long a request in which nothing moves is waited for."""
+        """Return how long a request in which nothing moves is waited for."""
         return self._options.stall_timeout_s
 
     # ---- decode side ----
@@ -169,7 +169,7 @@ class HandshakeEndpoint:
             self._carry_out(self._receiver.cancel(transfer_id, reason, self._clock()))
 
     def receive_status(self, transfer_id: TransferId) -> TransferStatus | None:
-        """How far an expected request is; None for a transfer never expected, or forgotten."""
+        """Return how far an expected request is; None for a transfer never expected, or forgotten."""
         return self._received.get(transfer_id)
 
     def forget(self, transfer_id: TransferId) -> None:

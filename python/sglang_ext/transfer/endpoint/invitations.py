@@ -1,4 +1,4 @@
-"""How a prefill rank learns where a request's KV shall go: the decode rank invites it until it acknowledges.
+"""Describes how a prefill rank learns where a request's KV shall go: the decode rank invites it until it acknowledges.
 
 An invitation says what this decode rank wants (tokens from the first that it has not cached, its heads, its layers)
 and where its endpoint is. With several decode ranks a prefill rank gets one from each that it holds heads of.
@@ -32,7 +32,7 @@ _MAX_TRANSFERS = 100_000
 
 
 class DecodeRank(NamedTuple):
-    """Which rank of its instance invites, and how that instance spreads its KV heads.
+    """Describes which rank of its instance invites, and how that instance spreads its KV heads.
 
     From it a prefill rank knows which heads to send, and how many ranks will invite it.
     """
@@ -90,7 +90,7 @@ class _SentInvitation:
 
     @property
     def next_addresses(self) -> set[str]:
-        """Who is to get it now. A withdrawal goes to all at once."""
+        """Return who is to get it now. A withdrawal goes to all at once."""
         if self.invitation.withdrawn is not None:
             return self.unacknowledged
         return self.unacknowledged - self.last or self.unacknowledged

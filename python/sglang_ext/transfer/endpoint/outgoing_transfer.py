@@ -80,7 +80,7 @@ class OutgoingTransfer:
 
     @property
     def status(self) -> TransferStatus:
-        """How far it is; `is_released` says that the source slots may be used for something else."""
+        """Return how far it is; `is_released` says that the source slots may be used for something else."""
         with self._lock:
             ended = self.machine.outcome
             if ended is not None:

@@ -203,7 +203,7 @@ class OwnerTransfer:
         self._handle.abort(reason)
 
     def poll(self) -> TransferStatus:
-        """How far it is; begins the next attempt when decode has asked for it."""
+        """Return how far it is; begins the next attempt when decode has asked for it."""
         if self._failure is not None:
             return self._failure
         status = self._handle.status

@@ -1,4 +1,4 @@
-"""When the parts of one transfer were there and had been written, and what that says of ranges of layers.
+"""Describes when the parts of one transfer were there and had been written, and what that says of ranges of layers.
 
 Kept only where a request is traced. Times are those of the endpoint's clock.
 """

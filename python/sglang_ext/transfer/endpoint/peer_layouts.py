@@ -1,4 +1,4 @@
-"""Where the pools of receivers lie: asked once per receiver, and again after it was restarted."""
+"""Describes where the pools of receivers lie: asked once per receiver, and again after it was restarted."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from sglang_ext.transfer.decide.protocol import SendRecord, TransferOutcome
 
 
 class Stage(StrEnum):
-    """How far a transfer is. Bounded: these are metric labels."""
+    """Describes how far a transfer is. Bounded: these are metric labels."""
 
     HANDSHAKE = "handshake"  # sender: the receiver has not answered yet
     WAITING = "waiting"  # nothing has been granted yet

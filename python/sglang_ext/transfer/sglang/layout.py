@@ -1,4 +1,4 @@
-"""Where a rank's KV lies, and what of it which decode rank gets: pools, slots of pages, heads of ranks."""
+"""Describes where a rank's KV lies, and what of it which decode rank gets: pools, slots of pages, heads of ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PoolArguments(Protocol):
 
 
 def pool_layout(arguments: PoolArguments, heads: HeadLayout, rank: int, first_layer: int = 0) -> PoolLayout:
-    """Where a rank's KV and metadata lie, from this layer of the model on.
+    """Return where a rank's KV and metadata lie, from this layer of the model on.
 
     Raises ValueError when the pool does not hold the rank's heads.
     """
@@ -71,12 +71,12 @@ class Share(NamedTuple):
 
 
 def cpu_head_layout(kv_heads: int, tp_size: int) -> HeadLayout:
-    """How SGLang's CPU engine spreads a model's heads: padded to a multiple of the ranks."""
+    """Return how SGLang's CPU engine spreads a model's heads: padded to a multiple of the ranks."""
     return HeadLayout(kv_heads, tp_size, -(-kv_heads // tp_size) * tp_size)
 
 
 def gpu_head_layout(kv_heads: int, tp_size: int) -> HeadLayout:
-    """How SGLang spreads them over GPUs: with more ranks than heads, consecutive ranks hold the same one."""
+    """Return how SGLang spreads them over GPUs: with more ranks than heads, consecutive ranks hold the same one."""
     return HeadLayout(kv_heads, tp_size, kv_heads)
 
 

@@ -97,7 +97,7 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
         # A later stage has not been polled: SGLang's limit for an invitation does not hold any more there, either.
         self.kv_mgr.update_status(self.bootstrap_room, KVPoll.WaitingForInput)
         if self.trace is not None:
-            self.trace.note_handshake(self._made_s)
+            self.trace.record_handshake(self._made_s)
         if not self._may_be_shared:
             self.go_on_alone(())
 

@@ -69,7 +69,7 @@ def why_unavailable(name: str, device: Device) -> str | None:
 
 
 def import_problem(module: str) -> str | None:
-    """Why `module` cannot be imported, in one line; None when it can."""
+    """Return why `module` cannot be imported, in one line; None when it can."""
     try:
         importlib.import_module(module)
     except ImportError as error:

@@ -116,7 +116,7 @@ class MemoryRegions:
 
 
 def _is_inside(regions: list[_Region], vectors: Vectors) -> npt.NDArray[np.bool_]:
-    """Which pieces lie in the last region that starts before them."""
+    """Return which pieces lie in the last region that starts before them."""
     if not regions:
         return np.zeros(len(vectors), np.bool_)
     starts = np.array([region.start for region in regions], np.uint64)

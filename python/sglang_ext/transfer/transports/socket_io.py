@@ -74,7 +74,7 @@ def shut(connection: socket.socket) -> None:
 
 
 def _advance(views: Sequence[memoryview], position: int, offset: int, moved_bytes: int) -> tuple[int, int]:
-    """Where the next byte lies after `moved_bytes` bytes from `offset` in `views[position]`."""
+    """Return where the next byte lies after `moved_bytes` bytes from `offset` in `views[position]`."""
     offset += moved_bytes
     while position < len(views) and offset >= len(views[position]):
         offset -= len(views[position])

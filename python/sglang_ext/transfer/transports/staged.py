@@ -150,8 +150,8 @@ class StagedTransport(ABC):
 
     @abstractmethod
     def _staging_of(self, connection: socket.socket) -> AbstractContextManager[Bytes]:
-        """Where a sender that has just connected stages its rows, as this side sees it, until the connection's end.
-        Raises OutOfBoundsError where the sender's greeting makes no sense, and OSError."""
+        """Return where a sender that has just connected stages its rows, as this side sees it, until the connection's
+        end. Raises OutOfBoundsError where the sender's greeting makes no sense, and OSError."""
 
     # ---- sending ----
 

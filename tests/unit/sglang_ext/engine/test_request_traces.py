@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.engine.request_traces import RequestTrace, begin_trace, note_launch, trace_of
+from sglang_ext.engine.request_traces import RequestTrace, begin_trace, record_launch, trace_of
 from sglang_ext.trace_keys import SpanName
 
 pytestmark = pytest.mark.usefixtures("sglang_imported")
@@ -45,7 +45,7 @@ def test_what_sglang_does_not_trace_has_no_trace() -> None:
         untraced = request(context)
         begin_trace(untraced)
         assert trace_of(untraced) is None
-        assert note_launch([untraced], [5], [0]) == []
+        assert record_launch([untraced], [5], [0]) == []
     without_sender = SimpleNamespace(disagg_kv_sender=None)
     begin_trace(without_sender)
     assert trace_of(without_sender) is None
@@ -56,10 +56,10 @@ def test_a_batch_is_a_span_of_each_traced_request_in_it() -> None:
     traced, other = request(context), request(None)
     begin_trace(traced)
     begin_trace(other)
-    (trace,) = note_launch([traced, other], [5, 7], [3, 0])
-    trace.note_shape("8x2")
+    (trace,) = record_launch([traced, other], [5, 7], [3, 0])
+    trace.record_shape("8x2")
     assert trace_of(traced) is trace
-    trace.note_result()
+    trace.record_result()
     ((name, took_s, attributes),) = context.spans
     assert name == "sglang_ext.batch"
     assert took_s >= 0
@@ -70,7 +70,7 @@ def test_a_batch_is_a_span_of_each_traced_request_in_it() -> None:
         "sglang_ext.new_tokens": 5,
         "sglang_ext.prefix_tokens": 3,
     }
-    trace.note_result()  # of a prompt that a pool has computed
+    trace.record_result()  # of a prompt that a pool has computed
     assert len(context.spans) == 1
 
 

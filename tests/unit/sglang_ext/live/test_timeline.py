@@ -45,10 +45,10 @@ def status(**changes: object) -> dict[str, Any]:
     """One prompt alone, then on two, then collected; one that has failed on an instance that is gone, and goes on."""
     first = PrefillRecord(1, 0, 3000, 0, 100.0, ended_s=116.0, outcome=PrefillEnd.COLLECTED)
     alone = StepRecord(StepKind.CHUNK, (0,), 1024, 0, 101.0, 105.0)
-    alone.note_times(0, StepTimes(4.0, 0.0, 0.0), 105.0)
+    alone.record_times(0, StepTimes(4.0, 0.0, 0.0), 105.0)
     both = StepRecord(StepKind.CHUNK, (0, 1), 1976, 512, 105.0, 115.0)
-    both.note_times(0, StepTimes(9.0, 2.0, 1.0), 114.0)
-    both.note_times(1, StepTimes(8.0, 3.0, 1.0), 115.0)
+    both.record_times(0, StepTimes(9.0, 2.0, 1.0), 114.0)
+    both.record_times(1, StepTimes(8.0, 3.0, 1.0), 115.0)
     first.steps += [alone, both, StepRecord(StepKind.COLLECT, (0, 1), 0, 1500, 115.0, 116.0)]
     second = PrefillRecord(2, 1, 2000, 0, 116.0)
     second.steps += [
@@ -95,7 +95,7 @@ def test_bars_are_where_the_time_went() -> None:
 
 
 def test_the_latest_prompts_alone() -> None:
-    timeline = timeline_of(status(), most_requests=1)
+    timeline = timeline_of(status(), max_requests=1)
     assert [one.tokens for one in timeline.requests] == [2000]
     assert min(bar.start_s for bar in timeline.bars) == 0.0
 

@@ -40,7 +40,7 @@ class Member:
         self.nccl = None if network is None else NcclDouble(network, self.device)
         meshes = StagedMeshes(self.device)
         if self.nccl is not None:
-            self.meshes = NcclMeshes(self.nccl, self.device, may_fall_back=may_fall_back, most_groups=2)
+            self.meshes = NcclMeshes(self.nccl, self.device, may_fall_back=may_fall_back, max_groups=2)
             over = self.meshes.over
         else:
             over = meshes.over  # type: ignore[assignment]

@@ -109,7 +109,7 @@ def test_every_layer_is_a_sign_of_life() -> None:
     clock = HandClock()
     told: list[float] = []
     arguments = (SlowEngine(pool, clock), Shard(pool), layout, [1] * TOKENS, SlowMesh(clock, range(0), 1.0, 1.0), 0, 0)
-    run_chunk(*arguments, note_activity=lambda: told.append(clock.seconds))
+    run_chunk(*arguments, record_activity=lambda: told.append(clock.seconds))
     assert len(told) == LAYERS
 
 

@@ -27,8 +27,8 @@ class Setup:
 
     def run(self, start_s: float, tokens: int = 10) -> None:
         """A batch of a tenth of a second, on the router's clock."""
-        self.log.note_launch(SKEW_S + start_s, [BatchMember(1, "r", LengthClass.SHORT, tokens, 0)])
-        self.log.note_result(SKEW_S + start_s, SKEW_S + start_s + 0.1)
+        self.log.record_launch(SKEW_S + start_s, [BatchMember(1, "r", LengthClass.SHORT, tokens, 0)])
+        self.log.record_result(SKEW_S + start_s, SKEW_S + start_s + 0.1)
 
     def ask(self, late_s: float = 0.0, parked: frozenset[int] = frozenset()) -> str:
         """One round; the query."""
@@ -69,8 +69,8 @@ def test_what_ended_before_the_page_was_opened_is_not_told() -> None:
 
 def test_what_goes_on_keeps_its_beginning_however_late_answers_come() -> None:
     setup = Setup()
-    setup.log.note_launch(SKEW_S + 100.0, [BatchMember(9, "r", LengthClass.LONG, 10, 50)])
-    setup.log.note_result(SKEW_S + 100.0, SKEW_S + 101.0)
+    setup.log.record_launch(SKEW_S + 100.0, [BatchMember(9, "r", LengthClass.LONG, 10, 50)])
+    setup.log.record_result(SKEW_S + 100.0, SKEW_S + 101.0)
     setup.run(101.0)
     for late_s in (0.0, 0.2, 0.0, 0.1):
         setup.now_s += 1.0

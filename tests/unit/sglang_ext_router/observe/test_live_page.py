@@ -216,8 +216,8 @@ async def test_what_instances_did_is_told_while_a_page_is_open(monkeypatch: pyte
         async with following(served, "admin") as page, following(served, "admin") as another:
             await served.until(lambda: "since=0&most=64" in short.queries)
             now_s = asyncio.get_running_loop().time()
-            short.work.note_launch(now_s, [BatchMember(key, f"r{key}", LengthClass.SHORT, 20, 0) for key in range(3)])
-            short.work.note_result(now_s, now_s + 0.25)
+            short.work.record_launch(now_s, [BatchMember(key, f"r{key}", LengthClass.SHORT, 20, 0) for key in range(3)])
+            short.work.record_result(now_s, now_s + 0.25)
             number = page.named(short.url[7:])["instance"]
             await served.until(lambda: number in page.rows.get("spans", {}))
             told = page.rows["spans"][number]
@@ -229,7 +229,7 @@ async def test_what_instances_did_is_told_while_a_page_is_open(monkeypatch: pyte
             # One tells, one is of an earlier version; stock SGLang has no lanes at all.
             await served.until(lambda: page.frame["lanes"] == {"telling": 1, "silent": 1, "missed": 0})
             for second in range(200):
-                short.work.note_transfers(now_s + second, now_s + second + 0.5, 10, ["r"])
+                short.work.record_transfers(now_s + second, now_s + second + 0.5, 10, ["r"])
             await served.until(lambda: page.frame["lanes"]["missed"] == 200 - 64)
             # Another page is told what is kept, and what it has not seen does not count.
             async with following(served, "admin") as late:

@@ -104,9 +104,9 @@ async def test_lanes_show_batches_parked_prefills_and_transfers_that_instances_t
             [BatchMember(1, "long-one", LengthClass.LONG, 744, 0), BatchMember(4, "r4", LengthClass.SHORT, 6, 0)],
         ]
         for number, members in enumerate(runs):
-            work.note_launch(now_s + number, members)
-            work.note_result(now_s + number, now_s + number + 0.9)
-        work.note_transfers(now_s + 2.5, now_s + 3.5, 1000, ["long-one"])
+            work.record_launch(now_s + number, members)
+            work.record_result(now_s + number, now_s + number + 0.9)
+        work.record_transfers(now_s + 2.5, now_s + 3.5, 1000, ["long-one"])
         row = f"[...liveView.state.inst.values()].find(o => o.row.name === {json.dumps(engine.url[7:])}).row"
         lane = f"liveView.laneOf({row}.instance)"
         kinds = f"(lane => lane && [...new Set(lane.hits.filter(h => h.span).map(h => h.span.kind))].sort())({lane})"

@@ -81,10 +81,10 @@ def test_alternatives_that_do_not_fit_are_refused(host: str | None, mode: str, t
 
 @pytest.mark.parametrize("wanted", [0, 1])
 def test_it_ends_with_as_many_tokens_as_it_asked_for(wanted: int) -> None:
-    from sglang_ext.engine.hooks.scoring import note_wanted_tokens
+    from sglang_ext.engine.hooks.scoring import record_wanted_tokens
 
     one = request(wanted=wanted)
-    note_wanted_tokens(one)
+    record_wanted_tokens(one)
     one.sampling_params.max_new_tokens = 1  # as the bootstrap queue does
     stream(one)
     assert one.finished_reason.length == wanted
@@ -93,8 +93,8 @@ def test_it_ends_with_as_many_tokens_as_it_asked_for(wanted: int) -> None:
 
 def test_others_end_as_prefill_says() -> None:
     for one in (request("10.0.0.1"), request(wanted=8)):
-        from sglang_ext.engine.hooks.scoring import note_wanted_tokens
+        from sglang_ext.engine.hooks.scoring import record_wanted_tokens
 
-        note_wanted_tokens(one)
+        record_wanted_tokens(one)
         stream(one)
         assert one.finished_reason.length == 0

@@ -122,4 +122,4 @@ def test_what_a_batch_has_at_most_bounds_the_shapes(
     for name, value in ExtensionOptions(Role.SHORT, Device.CUDA, laps).to_environment().items():
         monkeypatch.setenv(name, value)
     arguments = SimpleNamespace(chunked_prefill_size=chunked, max_prefill_tokens=most_prefill)
-    assert capture._most_batch_tokens(arguments) == tokens
+    assert capture._max_batch_tokens(arguments) == tokens

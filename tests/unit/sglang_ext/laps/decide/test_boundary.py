@@ -33,7 +33,7 @@ def run(boundary: ClassBoundary, fit: CostFit, random: Random, cost: CostCoeffic
     seen = []
     for _ in range(count):
         fit.add(sample(random, cost))
-        boundary.note_iteration(fit, None, OBJECTIVE_S)
+        boundary.record_iteration(fit, None, OBJECTIVE_S)
         seen.append(boundary.tokens)
     return seen
 
@@ -115,7 +115,7 @@ def test_one_length_says_nothing() -> None:
     boundary, fit = ClassBoundary(None, most_tokens=8192), new_fit()
     for _ in range(400):
         fit.add(IterationSample(4096.0, 64, 0, 1, COST.chunk_s(64, 0)))
-        boundary.note_iteration(fit, None, OBJECTIVE_S)
+        boundary.record_iteration(fit, None, OBJECTIVE_S)
     assert boundary.tokens == 512
     assert not boundary.is_fitted
 
@@ -169,7 +169,7 @@ def test_eight_looks_in_a_row_must_contradict() -> None:
 
     def look(fit: CostFit, times: int) -> int:
         for _ in range(32 * times):
-            boundary.note_iteration(fit, None, OBJECTIVE_S)
+            boundary.record_iteration(fit, None, OBJECTIVE_S)
         return boundary.tokens
 
     assert look(right, 20) == 384

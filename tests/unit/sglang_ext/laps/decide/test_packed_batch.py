@@ -336,8 +336,8 @@ def test_a_batch_keeps_a_margin_for_a_machine_that_is_hard_to_predict() -> None:
         tokens = random.randint(20, 400)
         duration_s = COST.chunk_s(tokens, 0)
         sample = IterationSample(float(tokens * tokens), tokens, 0, 1, duration_s)
-        steady.note_iteration(sample)
-        erratic.note_iteration(sample._replace(duration_s=duration_s * random.uniform(0.7, 1.3)))
+        steady.record_iteration(sample)
+        erratic.record_iteration(sample._replace(duration_s=duration_s * random.uniform(0.7, 1.3)))
     snapshot = RoundSnapshot(0.0, shorts, 10_000)
     assert len(steady.choose_of(snapshot).batches[0].keys) >= 38
     error = erratic.report(snapshot).fit.error_p50

@@ -103,7 +103,7 @@ def test_shorts_that_have_used_their_share_let_a_chunk_run() -> None:
     turns = []
     for _ in range(200):
         action = laps.choose_of(snapshot).batches[0]
-        laps.note_dispatch_of(snapshot, action)
+        laps.record_dispatch_of(snapshot, action)
         turns.append(action)
     short_s = sum(turn.predicted_s for turn in turns if turn.is_short)
     long_s = sum(turn.predicted_s for turn in turns if not turn.is_short)
@@ -189,7 +189,7 @@ def test_a_short_that_was_chunked_goes_on_as_a_long_one() -> None:
 def test_an_instance_for_shorts_keeps_longs_for_idle_times_until_they_are_late() -> None:
     laps = policy(mode=LapsMode.SHORT, truth=GPU, grid=GRID)
     for index in range(64):
-        laps.note_arrival(-0.064 + 0.001 * index, SHORT, 20, 0, 9.0)
+        laps.record_arrival(-0.064 + 0.001 * index, SHORT, 20, 0, 9.0)
     gathering = RoundSnapshot(0.0, (queued(1, 4000), queued(2, 20)), 10_000)
     plan = laps.choose_of(gathering)
     assert plan.batches == ()  # the window is open
@@ -199,7 +199,7 @@ def test_an_instance_for_shorts_keeps_longs_for_idle_times_until_they_are_late()
     for _ in range(1000):
         snapshot = RoundSnapshot(0.05, (late, queued(2, 20)), 10_000)
         action = laps.choose_of(snapshot).batches[0]
-        laps.note_dispatch_of(snapshot, action)
+        laps.record_dispatch_of(snapshot, action)
         turns.append(action)
     short_s = sum(turn.predicted_s for turn in turns if turn.is_short)
     assert short_s / sum(turn.predicted_s for turn in turns) == pytest.approx(0.6, abs=0.05)
@@ -249,7 +249,9 @@ def test_the_boundary_is_the_option_or_what_takes_half_of_the_objective() -> Non
     assert laps.classify(513, 0) is LONG
     for _ in range(300):
         new, cached = int(2 ** random.uniform(3, 12)), random.choice([0, int(2 ** random.uniform(4, 12))])
-        laps.note_iteration(IterationSample(float(new * (new + 2 * cached)), new, cached, 1, CPU.chunk_s(new, cached)))
+        laps.record_iteration(
+            IterationSample(float(new * (new + 2 * cached)), new, cached, 1, CPU.chunk_s(new, cached))
+        )
     report = laps.report(RoundSnapshot(0.0, (), 1000))
     limit = report.boundary_tokens
     assert report.boundary_is_fitted
@@ -307,9 +309,9 @@ def test_an_online_short_makes_the_batch_leave_as_online_ones_do() -> None:
 
 def test_offline_prefills_do_not_hide_that_online_ones_are_late() -> None:
     laps = policy()
-    laps.note_first_token(2.0, SHORT, 0.0, 1.0)
+    laps.record_first_token(2.0, SHORT, 0.0, 1.0)
     for _ in range(99):
-        laps.note_first_token(2.0, SHORT, 0.0, inf)
+        laps.record_first_token(2.0, SHORT, 0.0, inf)
     assert laps.report(RoundSnapshot(2.0, (), 1000)).short.slo_violation_rate == 1.0
 
 
@@ -325,9 +327,9 @@ def test_offline_longs_run_in_large_chunks_while_no_client_is_near() -> None:
     largest_s = chunk_s()
     (online,) = laps.choose_of(RoundSnapshot(100.0, (queued(1, 20_000),), 100_000)).batches
     assert online.predicted_s < largest_s <= 0.4
-    laps.note_arrival(95.0, SHORT, 20, 0, 95.4)
+    laps.record_arrival(95.0, SHORT, 20, 0, 95.4)
     assert chunk_s() <= YIELD_S
-    laps.note_arrival(99.0, SHORT, 20, 0, inf)
+    laps.record_arrival(99.0, SHORT, 20, 0, inf)
     assert chunk_s() <= YIELD_S
     snapshot = snapshot._replace(now_s=105.5)
     assert chunk_s() == pytest.approx(largest_s)
@@ -335,7 +337,7 @@ def test_offline_longs_run_in_large_chunks_while_no_client_is_near() -> None:
 
 def test_all_that_runs_beside_clients_without_a_deadline_is_brief() -> None:
     laps = policy(short_ttft_slo_ms=400.0, boundary_tokens=256)
-    laps.note_arrival(99.0, SHORT, 20, 0, 99.4)
+    laps.record_arrival(99.0, SHORT, 20, 0, 99.4)
     shorts = tuple(offline(key, 250) for key in range(8))
     for queue in (shorts, (*shorts, offline(9, 5000)), tuple(offline(key, 12) for key in range(64))):
         for action in laps.choose_of(RoundSnapshot(100.0, queue, 100_000)).batches:
@@ -346,7 +348,7 @@ def test_all_that_runs_beside_clients_without_a_deadline_is_brief() -> None:
 def test_a_round_that_is_given_holds_for_work_without_deadlines_too(is_online: bool) -> None:
     laps = policy(round_ms=100.0, boundary_tokens=256)
     if is_online:
-        laps.note_arrival(99.9, SHORT, 20, 0, 100.3)
+        laps.record_arrival(99.9, SHORT, 20, 0, 100.3)
     short = (offline(1, 200, arrival_s=99.0),)
     (alone,) = laps.choose_of(RoundSnapshot(100.0, short, 100_000)).batches
     assert alone.is_short, "a short prefill is not cut"
@@ -384,7 +386,7 @@ def test_an_online_short_goes_before_offline_longs_whatever_shorts_have_used() -
         snapshot = RoundSnapshot(0.1 * turn, (*longs, queued(10 + turn, 100, arrival_s=0.1 * turn)), 10**6)
         action = laps.choose_of(snapshot).batches[0]
         assert action.is_short
-        laps.note_dispatch_of(snapshot, action)
+        laps.record_dispatch_of(snapshot, action)
 
 
 def test_shorts_in_no_hurry_do_not_wait_beyond_t_max_beside_long_ones() -> None:
@@ -427,10 +429,10 @@ def test_limits_that_admit_nothing_are_refused() -> None:
 
 def test_the_report() -> None:
     laps = policy(round_ms=50.0)
-    laps.note_arrival(0.0, SHORT, 100, 0, 9.0)
-    laps.note_arrival(0.5, SHORT, 100, 0, 9.0)
-    laps.note_first_token(0.9, LONG, 0.0, 0.6)
-    laps.note_first_token(0.9, LONG, 0.0, 1.0)
+    laps.record_arrival(0.0, SHORT, 100, 0, 9.0)
+    laps.record_arrival(0.5, SHORT, 100, 0, 9.0)
+    laps.record_first_token(0.9, LONG, 0.0, 0.6)
+    laps.record_first_token(0.9, LONG, 0.0, 1.0)
     snapshot = RoundSnapshot(
         1.0,
         (
@@ -495,4 +497,4 @@ def test_any_snapshot_has_a_sound_plan(
     check_plan(snapshot, plan, limits)
     assert bool(plan.batches) == bool(queue)  # everybody has waited beyond any window
     for action in plan.batches:
-        laps.note_dispatch_of(snapshot, action)
+        laps.record_dispatch_of(snapshot, action)

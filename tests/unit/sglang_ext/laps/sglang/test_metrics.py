@@ -74,7 +74,7 @@ SNAPSHOT = RoundSnapshot(
 
 def note(metrics: LapsMetrics, batch: PrefillBatch) -> None:
     members = [request for request in SNAPSHOT.queue if request.key in batch.keys]
-    metrics.note_dispatch(SNAPSHOT.now_s, batch, members)
+    metrics.record_dispatch(SNAPSHOT.now_s, batch, members)
 
 
 def test_a_batch_of_both_classes(metrics: PrometheusMetrics, readings: Readings) -> None:
@@ -122,8 +122,8 @@ def test_a_long_chunk(metrics: PrometheusMetrics, readings: Readings, key: int, 
 
 
 def test_parks_and_switches(metrics: PrometheusMetrics, readings: Readings) -> None:
-    metrics.note_park()
-    metrics.note_mode_switch(LapsMode.LONG)
+    metrics.record_park()
+    metrics.record_mode_switch(LapsMode.LONG)
     assert readings.change("parks_total") == 1
     assert readings.change("mode_switches_total", mode="long") == 1
     assert readings.change("mode_switches_total", mode="short") == 0
@@ -156,8 +156,8 @@ def test_gauges_follow_the_report_once_a_second(metrics: PrometheusMetrics, read
 def test_a_rank_that_does_not_count_is_never_due(readings: Readings) -> None:
     metrics = NoMetrics()
     note(metrics, PrefillBatch((), Cut(4, 5), DispatchReason.SHARE, None, 0, 5, 0.1))
-    metrics.note_park()
-    metrics.note_mode_switch(LapsMode.LONG)
+    metrics.record_park()
+    metrics.record_mode_switch(LapsMode.LONG)
     assert not metrics.is_due(1e9)
     assert readings.change("parks_total") == 0
     assert readings.change("dispatches_total", length_class="long", reason="share") == 0

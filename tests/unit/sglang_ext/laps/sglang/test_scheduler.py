@@ -374,7 +374,7 @@ def test_the_clock_sees_rounds_and_what_ran_on_a_graph(
         work=WorkLog(),
         decisions=DecisionTimes(),
         now_s=lambda: float(next(times_s)),
-        policy=SimpleNamespace(note_iteration=learned.append),
+        policy=SimpleNamespace(record_iteration=learned.append),
         has_tree_grown=False,
     )
     extend = SimpleNamespace(is_extend=lambda: True)

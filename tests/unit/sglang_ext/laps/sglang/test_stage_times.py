@@ -67,12 +67,12 @@ def test_a_single_batch_leaves_both_stages_a_bubble() -> None:
         monitor.begin_round()
     assert relay.passed == []  # nothing is passed on while there is nothing to do
     for monitor, seconds in ((first, 2.0), (second, 3.0)):
-        monitor.note_launch()
+        monitor.record_launch()
         clock.s += seconds
-        monitor.note_launched([32], [64])
+        monitor.record_launched([32], [64])
         assert monitor.times.under_way == 1
     for monitor in (first, second):
-        monitor.note_result()
+        monitor.record_result()
     clock.s += 10.0  # idle
     for _ in range(3):
         for monitor in (first, second):
@@ -86,29 +86,29 @@ def test_a_single_batch_leaves_both_stages_a_bubble() -> None:
 
 def test_batches_that_follow_each_other_are_one_time_with_work() -> None:
     times = StageTimes()
-    times.note_launch(0.0)
-    times.note_computed(StageRound(0.0, 1.0, SIZE))
-    times.note_launch(1.0)
+    times.record_launch(0.0)
+    times.record_computed(StageRound(0.0, 1.0, SIZE))
+    times.record_launch(1.0)
     assert times.under_way == 2
     assert times.work_s(1.5) == 1.5
-    times.note_result(2.0)
-    times.note_computed(StageRound(1.0, 2.0, SIZE))
-    times.note_result(3.0)
+    times.record_result(2.0)
+    times.record_computed(StageRound(1.0, 2.0, SIZE))
+    times.record_result(3.0)
     assert times.work_s(100.0) == 3.0
-    times.note_launch(100.0)
+    times.record_launch(100.0)
     assert times.work_s(101.0) == 4.0
-    times.note_work(times.work_s(101.0))
+    times.record_work(times.work_s(101.0))
     assert (times.busy_s, times.bubble_s) == (2.0, 2.0)
 
 
 def test_a_bubble_never_shrinks() -> None:
     """What a stage computed after the first one had looked at its clock is not taken from it."""
     times = StageTimes()
-    times.note_work(5.0)
-    times.note_computed(StageRound(5.0, 9.0, SIZE))
-    times.note_work(6.0)
+    times.record_work(5.0)
+    times.record_computed(StageRound(5.0, 9.0, SIZE))
+    times.record_work(6.0)
     assert times.bubble_s == 5.0
-    times.note_work(11.0)
+    times.record_work(11.0)
     assert times.bubble_s == 7.0
 
 
@@ -162,7 +162,7 @@ def test_stages_meet_in_their_instance_s_folder(tmp_path: Path) -> None:
     for stage in (1, 0):
         times = StageTimes(kept_rounds=2)
         for number in range(3 + stage):
-            times.note_computed(StageRound(float(number), number + 0.25, BatchSize(1, 10 + number, number)))
+            times.record_computed(StageRound(float(number), number + 0.25, BatchSize(1, 10 + number, number)))
         StageFile(tmp_path, stage, clock).publish(times)
     first, second = read_stages(str(tmp_path))
     assert [one["pp_rank"] for one in (first, second)] == [0, 1]

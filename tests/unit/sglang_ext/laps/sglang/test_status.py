@@ -56,8 +56,8 @@ def test_an_idle_instance() -> None:
 def test_queues_and_parked_requests() -> None:
     queue = (queued(1, 100), queued(2, 50, arrival_s=3.0), queued(3, 4000, arrival_s=1.0, is_started=True))
     laps = instance()
-    laps.clock.note_launch(3.0, LengthClass.SHORT, [100], [0])
-    laps.clock.note_result(4.0)
+    laps.clock.record_launch(3.0, LengthClass.SHORT, [100], [0])
+    laps.clock.record_result(4.0)
     status = status_of(laps, RoundSnapshot(5.0, queue, 2000), locked_tokens=64)
     assert json.loads(json.dumps(status, allow_nan=False)) == status
     report = read_report(status)
@@ -72,7 +72,7 @@ def test_queues_and_parked_requests() -> None:
 @pytest.mark.parametrize("batching", list(Batching))
 def test_queues_without_deadlines_are_finite_numbers_too(batching: Batching) -> None:
     laps = instance(batching=batching)
-    laps.policy.note_iteration(IterationSample(100.0, 10, 0, 1, 0.01))
+    laps.policy.record_iteration(IterationSample(100.0, 10, 0, 1, 0.01))
     status = status_of(laps, RoundSnapshot(5.0, (queued(1, 100, arrival_s=4.99),), 2000), locked_tokens=0)
     json.dumps(status, allow_nan=False)
     assert status["fit"]["samples"] == 1
@@ -110,7 +110,7 @@ def test_parks_are_counted_once_for_each_interruption() -> None:
 def dispatch(laps: LapsInstance, queue: tuple[QueuedPrefill, ...], batch: PrefillBatch) -> None:
     for request in queue:
         laps.policy.put(request, 0.0)
-    laps.note_dispatch(0.0, batch)
+    laps.record_dispatch(0.0, batch)
 
 
 def _chunk(key: int) -> PrefillBatch:

@@ -27,10 +27,10 @@ def chunk(key: int, tokens: int, left: int) -> BatchMember:
 
 def run(log: WorkLog, at_s: float, *members: BatchMember, shape: str = "") -> None:
     """One batch that takes a second."""
-    log.note_launch(at_s, members)
+    log.record_launch(at_s, members)
     if shape:
-        log.note_shape(shape)
-    log.note_result(at_s, at_s + 1.0)
+        log.record_shape(shape)
+    log.record_result(at_s, at_s + 1.0)
 
 
 def read(log: WorkLog, since: int = 0, *, now_s: float = 100.0, parked: set[int] | None = None, most: int = 64) -> Any:
@@ -84,12 +84,12 @@ def test_a_prefill_is_parked_from_the_end_of_its_chunk_until_its_next_one_begins
 
 def test_launches_that_overlap_are_no_parking() -> None:
     log = WorkLog()
-    log.note_launch(1.0, [chunk(1, 256, 300)])
-    log.note_launch(1.1, [short(2)])
-    log.note_result(1.0, 2.0)
-    log.note_launch(2.1, [chunk(1, 300, 0)])
-    log.note_result(2.0, 3.0)
-    log.note_result(3.0, 4.0)
+    log.record_launch(1.0, [chunk(1, 256, 300)])
+    log.record_launch(1.1, [short(2)])
+    log.record_result(1.0, 2.0)
+    log.record_launch(2.1, [chunk(1, 300, 0)])
+    log.record_result(2.0, 3.0)
+    log.record_result(3.0, 4.0)
     kinds = [(one.kind, one.start_s, one.end_s) for one in read(log).records if one.kind == "parked"]
     assert kinds == [("parked", 2.0, 2.1)]
 
@@ -101,7 +101,7 @@ def test_a_cursor_keeps_answers_small_and_what_is_missed_is_counted() -> None:
     first = read(log)
     assert (len(first.records), first.last, first.missed) == (10, 10, 0)
     assert read(log, first.last).records == ()
-    log.note_transfers(3.0, 5.0, 70, ["a", "b", "c"])
+    log.record_transfers(3.0, 5.0, 70, ["a", "b", "c"])
     (sent,) = read(log, first.last).records
     assert sent == ("transfer", 3.0, 5.0, None, "a and 2 more", 70, 3)
     for number in range(3 * KEPT_RECORDS):

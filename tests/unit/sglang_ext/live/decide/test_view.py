@@ -347,7 +347,7 @@ def test_memory_is_bounded_while_frames_are_not_taken() -> None:
     view = LiveView(0.0)
     view.take_instances([instance("a:1")], 0.0)
     for number in range(3 * MAX_PENDING):
-        view.note_event(0.0, "move", 1, str(number))
+        view.record_event(0.0, "move", 1, str(number))
         view.add_spans([SeenSpan("a:1", "prefill", float(number), number + 0.5)])
     seen = [(number, request()) for number in range(3 * MAX_TRACKED)]
     for _ in range(MAX_TRACKED // MAX_NEW_TRACKED + 2):

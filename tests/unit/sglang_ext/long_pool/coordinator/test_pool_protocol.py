@@ -182,13 +182,13 @@ def busy_history(prompts: int, members: int, keep_steps: int) -> PoolHistory:
             orders.append(Collect(3 + number, request, 0, (0, source), moves, 0, is_last=number == keep_steps - 1))
         for number, order in enumerate(orders):
             if number == 2:
-                history.note_keeping(request, now_s)
-            step, now_s = history.note_order(order, now_s), now_s + 0.05
+                history.record_keeping(request, now_s)
+            step, now_s = history.record_order(order, now_s), now_s + 0.05
             for instance in step.members:
-                step.note_times(instance, StepTimes(0.05, 0.01, 0.01), now_s)
+                step.record_times(instance, StepTimes(0.05, 0.01, 0.01), now_s)
             step.ended_s = now_s
-            history.note_step_end(step)
-        history.note_kept(request, now_s)
+            history.record_step_end(step)
+        history.record_kept(request, now_s)
     return history
 
 
@@ -217,7 +217,7 @@ def test_a_status_is_of_bounded_size_and_what_has_ended_is_encoded_once(monkeypa
     monkeypatch.setattr(coordinator_server, "_encode", lambda record: encoded.append(record) or b"{}")
     assert encoder.encode(status_of(history)) == whole
     assert not encoded
-    history.note_transferred(97, 3.0, 0.5)
+    history.record_transferred(97, 3.0, 0.5)
     assert encoder.encode(status_of(history)) != whole
     assert [one.request for one in encoded] == [97]
 

@@ -249,14 +249,14 @@ def test_it_is_left_out_the_longer_the_more_often() -> None:
     for instance in (0, 1):
         members.add(instance, 0, IDLE)
     for shunned_s in (1.0, 2.0, 4.0, 8.0, 10.0, 10.0):
-        members[1].note_unreachable(now_s)
+        members[1].record_unreachable(now_s)
         assert members[1].shunned_until_s == now_s + shunned_s
         now_s += 100
-    members.note_reached((1,))
-    members[1].note_unreachable(now_s)
+    members.record_reached((1,))
+    members[1].record_unreachable(now_s)
     assert members[1].shunned_until_s == now_s + 10.0, "alone it has reached no other one"
-    members.note_reached((0, 1))
-    members[1].note_unreachable(now_s)
+    members.record_reached((0, 1))
+    members[1].record_unreachable(now_s)
     assert members[1].shunned_until_s == now_s + 1.0
 
 

@@ -117,7 +117,7 @@ def test_one_that_is_late_on_any_group_hurries_alone_and_several_go_by_the_price
     # Alone that is late on any group: only now it is one of two.
     assert dues_s(order, 25.0, lost, other, timely) == pytest.approx({0: 28.5, 1: 29.07, 9: 57.0})
     assert dues_s(order, 26.0, lost, other, timely) == pytest.approx({0: math.inf, 1: math.inf, 9: 57.0})
-    more = OnTimeOrder(OnTimeOptions(most_hurrying=2))
+    more = OnTimeOrder(OnTimeOptions(max_hurrying=2))
     assert dues_s(more, 26.0, lost, other, timely) == pytest.approx({0: 28.5, 1: 29.07, 9: 57.0})
 
 
@@ -130,9 +130,9 @@ def test_those_without_a_deadline_come_first_after_a_minute_one_for_fifty_arriva
     assert keys(order, 61.0, timely, *waiting) == [0, 9, 1, 2]
     assert dues_s(order, 61.0, timely, *waiting)[0] == math.inf
     for _ in range(49):
-        order.note_arrival()
+        order.record_arrival()
     assert keys(order, 61.0, timely, *waiting[1:]) == [9, 1, 2]
-    order.note_arrival()
+    order.record_arrival()
     assert keys(order, 61.0, timely, *waiting[1:]) == [1, 9, 2]
 
 
@@ -151,8 +151,8 @@ def test_the_allowance_comes_back_with_arrivals_and_with_those_that_did_not_need
     # It has started in the meantime, so that its allowance is gone.
     order.order(0.0, second, 1, 0.0)
     assert not order.put_back
-    order.note_arrival()
-    order.note_arrival()
+    order.record_arrival()
+    order.record_arrival()
     order.order(0.0, second, 1, 0.0)
     assert len(order.put_back) == 1
     # The other one has been cancelled: it is on time again, and another may be put back.
@@ -168,7 +168,7 @@ def test_the_allowance_comes_back_with_arrivals_and_with_those_that_did_not_need
     [
         ("put_back_share", 1.5),
         ("put_back_burst", -1),
-        ("most_hurrying", -1),
+        ("max_hurrying", -1),
         ("arrivals_per_aged", 0),
         ("planned_share", 0.0),
         ("promoted_after", math.inf),

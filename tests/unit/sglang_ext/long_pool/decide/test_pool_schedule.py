@@ -15,7 +15,7 @@ from sglang_ext.long_pool.decide.pool_schedule import (
     PoolSchedule,
     PrefillOrder,
     fastest_s,
-    least_work_s,
+    min_work_s,
     tokens_within,
 )
 from sglang_ext.long_pool.decide.price_planner import PrefillSnapshot, PriceOptions, PricePlanner
@@ -26,7 +26,7 @@ COSTS = (SpCandidate(1, SpCost(0.0, 1e-3, 0.0, 0.0)), SpCandidate(2, SpCost(0.1,
 
 def pending(key: int, tokens: int, arrival_s: float, slo_s: float = math.inf, **fields: Any) -> PendingPrefill:
     whole_s = fastest_s(COSTS, 0, tokens)
-    work_s = least_work_s(COSTS, 0, tokens)
+    work_s = min_work_s(COSTS, 0, tokens)
     one = PendingPrefill(
         *(key, tokens, 0, -1, (), arrival_s, arrival_s + slo_s, whole_s, whole_s, work_s, False),
     )
@@ -68,7 +68,7 @@ def test_without_deadlines_all_orders_but_srpt_are_that_of_arrival() -> None:
 def test_a_load_makes_sizes_smaller() -> None:
     calm, busy = schedule(PrefillOrder.ON_TIME), schedule(PrefillOrder.ON_TIME)
     for number in range(600):
-        busy.note_arrival(0.1 * number, 0.19)
+        busy.record_arrival(0.1 * number, 0.19)
     snapshot = PrefillSnapshot([0, 0], [0.0, 0.0], [10**6] * 2)
     waiting = [pending(0, 1000, 60.0)]
     assert len(calm.turns(60.0, snapshot, waiting, 0.0)[0].placement.group) == 2
@@ -76,13 +76,13 @@ def test_a_load_makes_sizes_smaller() -> None:
 
 
 def test_more_wait_than_are_considered() -> None:
-    one = PoolSchedule(PricePlanner(PriceOptions(COSTS, most_considered=2)), PrefillOrder.FCFS)
+    one = PoolSchedule(PricePlanner(PriceOptions(COSTS, max_considered=2)), PrefillOrder.FCFS)
     waiting = [pending(key, 1000, 0.0) for key in range(5)]
     assert starts(one, 0.0, 8, *waiting) == [0, 1]
 
 
 def test_those_that_are_not_considered_count_as_waiting() -> None:
-    one = PoolSchedule(PricePlanner(PriceOptions(COSTS, most_considered=1)), PrefillOrder.FCFS)
+    one = PoolSchedule(PricePlanner(PriceOptions(COSTS, max_considered=1)), PrefillOrder.FCFS)
     snapshot = PrefillSnapshot([0, 0], [0.0, 0.0], [10**6] * 2)
     waiting = [pending(key, 1000, 0.0) for key in range(8)]
     assert len(one.turns(0.0, snapshot, waiting[:1], 0.0)[0].placement.group) == 2
@@ -93,7 +93,7 @@ def test_arrivals_until_the_queue_has_gone() -> None:
     load = PoolLoad()
     assert load.arrivals_until_empty(0.0, 10.0, 4) == 0.0
     for number in range(6000):
-        load.note_arrival(0.1 * number, 0.2)
+        load.record_arrival(0.1 * number, 0.2)
     now_s = 600.0
     assert load.arrivals_per_s(now_s) == pytest.approx(10.0, rel=0.01)
     # 2 of 4 instances are busy with what comes: 10 instance-seconds take 5 s.
@@ -105,9 +105,9 @@ def test_arrivals_until_the_queue_has_gone() -> None:
 
 def test_one_long_prompt_is_no_full_pool() -> None:
     load = PoolLoad()
-    load.note_arrival(0.0, 800.0)
+    load.record_arrival(0.0, 800.0)
     assert load.arrivals_until_empty(0.0, 800.0, 16) < 0.2
-    load.note_arrival(1.0, math.inf)
+    load.record_arrival(1.0, math.inf)
     assert load.arrivals_until_empty(1.0, 800.0, 16) < 0.5
 
 

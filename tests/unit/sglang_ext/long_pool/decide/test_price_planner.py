@@ -159,11 +159,11 @@ def test_equals_are_decided_equally() -> None:
         ("candidates", (COSTS[0], COSTS[0])),
         ("min_chunk_tokens", 0),
         ("page_tokens", 0),
-        ("most_considered", 0),
+        ("max_considered", 0),
         ("cross_node_factor", 0.5),
         ("cross_node_factor", math.nan),
         ("tardiness_weight", -1.0),
-        ("least_price", math.inf),
+        ("min_price", math.inf),
     ],
 )
 def test_an_option_that_makes_no_sense_is_named(field: str, value: object) -> None:

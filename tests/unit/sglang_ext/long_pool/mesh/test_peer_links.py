@@ -428,7 +428,7 @@ def test_how_long_the_engine_has_been_silent(make: Callable[..., list[PeerLinks]
     other.enter(Membership(POOL, 1))
     now_s[0] += 3.0
     assert one.silent_s == 3.0
-    one.note_activity()
+    one.record_activity()
     now_s[0] += 1.0
     assert one.silent_s == 1.0
     both = [one, other]
@@ -454,7 +454,7 @@ def test_an_engine_that_compiles_in_its_first_chunk_does_not_hang_before_its_pee
         now_s[0] += 3.0
         assert one.silent_s == 2.0
     with one.step(2, {0: one.address}):
-        one.note_computed()
+        one.record_computed()
     with one.step(3, {0: one.address}):
         now_s[0] += 4.0
         assert one.silent_s == 4.0

@@ -9,7 +9,7 @@ from statistics import fmean, pstdev
 import pytest
 
 from sglang_ext.long_pool.coordinator.pool_settings import PoolSettings
-from sglang_ext.long_pool.decide.pool_schedule import PrefillOrder, fastest_s, least_work_s
+from sglang_ext.long_pool.decide.pool_schedule import PrefillOrder, fastest_s, min_work_s
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
 from sglang_ext.long_pool.decide.table1 import fitted_candidates
 from sglang_ext.planner.simulation.cluster import ClusterSpec, Failure
@@ -32,7 +32,7 @@ class Overload:
         draws = Random(0)
         low, high = math.log(4096), math.log(60_000)
         tokens = [round(math.exp(draws.uniform(low, high))) for _ in range(requests + extra)]
-        rate_per_s = load * INSTANCES / fmean(least_work_s(CANDIDATES, 0, one) for one in tokens)
+        rate_per_s = load * INSTANCES / fmean(min_work_s(CANDIDATES, 0, one) for one in tokens)
         arrivals_s = [draws.expovariate(rate_per_s) for _ in range(requests)]
         for at in range(1, requests):
             arrivals_s[at] += arrivals_s[at - 1]

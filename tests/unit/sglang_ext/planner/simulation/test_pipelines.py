@@ -78,8 +78,8 @@ def test_one_prompt_takes_what_the_formula_says(tokens: int, count: int, hop_s: 
     assert alone_s == pytest.approx(makespan_s(chunks, Stages(count)))
     hops = Stages(count, Hop(hop_s))
     (alone_s,) = ttfts_s(serve([(0, tokens)], hops))
-    least_s = makespan_s(chunks, hops)
-    assert least_s - 1e-9 <= alone_s <= least_s + hop_stall_s(chunks, hops) + 1e-9
+    min_s = makespan_s(chunks, hops)
+    assert min_s - 1e-9 <= alone_s <= min_s + hop_stall_s(chunks, hops) + 1e-9
 
 
 def test_stages_of_unequal_speed() -> None:
@@ -175,8 +175,8 @@ def test_memory_is_held_until_a_prompt_has_left_the_last_stage() -> None:
     measured = replace(
         InstancesSpec((Role.BOTH,), WHOLE, 3000), pipelines={Role.BOTH: pipeline(stages)._replace(kv_tokens=5000)}
     )
-    assert measured.most_kv_tokens(Role.BOTH) == 5000
-    assert measured.most_kv_tokens(Role.LONG) == 3000
+    assert measured.max_kv_tokens(Role.BOTH) == 5000
+    assert measured.max_kv_tokens(Role.LONG) == 3000
 
 
 def test_pools_of_different_stages() -> None:

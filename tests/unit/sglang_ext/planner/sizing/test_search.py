@@ -36,10 +36,10 @@ from sglang_ext.types import Role
 MOST = 6
 
 
-def all_sizes(gpus_each: Sizes, most_gpus: int) -> list[tuple[int, Sizes]]:
-    ranges = [range(1, most_gpus // each + 1) for each in gpus_each]
+def all_sizes(gpus_each: Sizes, max_gpus: int) -> list[tuple[int, Sizes]]:
+    ranges = [range(1, max_gpus // each + 1) for each in gpus_each]
     costs = [(sum(n * each for n, each in zip(sizes, gpus_each, strict=True)), sizes) for sizes in product(*ranges)]
-    return sorted(one for one in costs if one[0] <= most_gpus)
+    return sorted(one for one in costs if one[0] <= max_gpus)
 
 
 @pytest.mark.slow
@@ -47,18 +47,18 @@ def all_sizes(gpus_each: Sizes, most_gpus: int) -> list[tuple[int, Sizes]]:
     gpus_each=st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple),
     least=st.lists(st.tuples(*[st.integers(0, MOST)] * 3), min_size=0, max_size=3),
     guess=st.tuples(*[st.integers(0, 20)] * 3),
-    most_gpus=st.integers(1, 14),
+    max_gpus=st.integers(1, 14),
 )
 def test_the_cheapest_of_any_monotone_space_is_found(
-    gpus_each: Sizes, least: list[Sizes], guess: Sizes, most_gpus: int
+    gpus_each: Sizes, least: list[Sizes], guess: Sizes, max_gpus: int
 ) -> None:
     """What holds is everything above one of some corners: so pools may stand in for each other."""
 
     def holds(sizes: Sizes) -> bool:
         return any(all(a >= b for a, b in zip(sizes, corner, strict=False)) for corner in least)
 
-    expected = [cost for cost, sizes in all_sizes(gpus_each, most_gpus) if holds(sizes)]
-    found = cheapest_sizes(gpus_each, most_gpus, guess[: len(gpus_each)], holds)
+    expected = [cost for cost, sizes in all_sizes(gpus_each, max_gpus) if holds(sizes)]
+    found = cheapest_sizes(gpus_each, max_gpus, guess[: len(gpus_each)], holds)
     if not expected:
         assert found is None
     else:
@@ -160,12 +160,12 @@ def test_the_gpus_of_a_family_are_those_of_its_layouts() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_of_simulated_layouts_the_cheapest_is_that_of_trying_all(seed: int) -> None:
-    most_gpus = 7
+    max_gpus = 7
     trials = Direct(setup(seed))
-    found = LayoutSearch(trials.setups, trials, map, most_gpus, len(FAMILIES)).cheapest(FAMILIES, 1.1)
+    found = LayoutSearch(trials.setups, trials, map, max_gpus, len(FAMILIES)).cheapest(FAMILIES, 1.1)
     searched = len(trials.verdicts)
     everything = [
-        (cost, family.layout(sizes)) for family in FAMILIES for cost, sizes in all_sizes(family.gpus_each, most_gpus)
+        (cost, family.layout(sizes)) for family in FAMILIES for cost, sizes in all_sizes(family.gpus_each, max_gpus)
     ]
     holding = [(cost, layout) for cost, layout in everything if trials.verdict(0, LoadTrial(layout, 1.1)).holds]
     assert holding
