@@ -2,7 +2,7 @@
 
     python -m gpu.figure5 --window NAME --out FILE [--model NAME] [--small]
 
-The instance is that of `gpu.figure6` with both queues and graphs, started anew for every window. The load is open: new
+The instance is that of `gpu.figure6` with both queues and graphs, started again for every window. The load is open: new
 prompts of up to 256 tokens are due at moments that are drawn beforehand, the same for every window, whatever has been
 answered; a request's time runs from the moment at which it was due. A batch also leaves before its window ends, when
 it has reached the depth that is aimed at or no other request fits. One window a process, the highest rate first; what

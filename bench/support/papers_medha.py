@@ -12,7 +12,7 @@ instances). Each gain is against the better of the two in that very figure. `our
 baselines too, `loongserve-split` and `loongserve-idle-split`, so that what the pool adds to it is seen: `…_over_split`.
 
 The paper's own mechanisms, on all 16 instances together: `lars` decides at every arrival and at the end of every chunk,
-in order of relative slack, chunks of at most 1 s or ten times what a chunk costs anew on its group (adaptive chunking),
+in order of relative slack, chunks of at most 1 s or ten times the fixed cost of its group (adaptive chunking),
 and with an SP size of 15 in place of 16, so that no long prompt takes all instances (space sharing). `fcfs`, `edf`,
 `srpt` and `on-time` differ from it by the order alone (the paper's Figure 13), `lars-16` by the SP sizes alone,
 `lars-whole` has no chunk limit. `pool` is `ours` without the partition, `ours-lars` is `ours` in order of relative

@@ -7,7 +7,7 @@
 | pool request | a member of a long pool | a request that was offered to the pool, unique there |
 | pool ticket | follows from the room | a prompt that a router has announced to the pool |
 
-A request whose KV comes from several instances may have to be sent anew when one of them fails. Each attempt is a
+A request whose KV comes from several instances may have to be sent again when one of them fails. Each attempt is a
 transfer of its own to the protocol, with permits of its own: whatever is late belongs to an attempt that has ended.
 """
 

@@ -50,7 +50,7 @@ class Pool(NamedTuple):
     threads: ThreadPoolExecutor
 
     def pairs(self) -> list[Pair]:
-        """All of them, members that take chunks; who was killed is started anew."""
+        """All of them, members that take chunks; who was killed is started again."""
         specs = [_member(self.coordinator, number) for number in range(MEMBERS)]
         *members, decode = FLEET.get(*specs, EngineSpec(Role.DECODE, worker_options=HANDSHAKE, name="four"))
         self.coordinator.wait_for(is_whole, LIMIT_S)

@@ -97,7 +97,7 @@ class LongPool(NamedTuple):
     threads: ThreadPoolExecutor
 
     def pairs(self) -> list[Pair]:
-        """Everybody, alive and connected; who was killed is started anew."""
+        """Everybody, alive and connected; who was killed is started again."""
         options = (
             *HANDSHAKE,
             *("--cdsp-coordinator", self.coordinator.address, "--cdsp-min-tokens", "200"),
@@ -222,7 +222,7 @@ def _steps(pool: LongPool, kind: str) -> list[dict[str, Any]]:
 
 
 class _hit:  # noqa: N801  # reads as a verb
-    """Kill or stop the victim; it goes on at the end, or is started anew."""
+    """Kill or stop the victim; it goes on at the end, or is started again."""
 
     def __init__(self, pool: LongPool, loss: Loss, owner: Pair, helper: Pair) -> None:
         self._pool, self._loss = pool, loss

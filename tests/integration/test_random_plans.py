@@ -108,7 +108,7 @@ def _check_variety(ended: tuple[PrefillRecord, ...], outcome: PrefillEnd) -> Non
     assert len(shared) > PLANS_EACH // 2
     assert not any(step.has_failed for one in ended for step in one.steps)
     assert {len(step.members) for one in shared for step in one.chunks} == {1, 2, 3, 4}
-    # A plan is made anew after each chunk: how many there are of three, of four and of more depends on the moment.
+    # A plan is made again after each chunk: how many there are of three, of four and of more depends on the moment.
     assert {1, 2, 3} == {min(len(one.chunks), 3) for one in shared}
     assert any(one.cached_tokens for one in shared)
 

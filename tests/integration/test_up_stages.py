@@ -1,4 +1,4 @@
-"""A stage of the long instance is lost behind `sglang-ext up` and its router: it is started anew, nothing hangs."""
+"""A stage of the long instance is lost behind `sglang-ext up` and its router: it is started again, nothing hangs."""
 
 from __future__ import annotations
 

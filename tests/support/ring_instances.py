@@ -87,7 +87,7 @@ class RingInstances:
         _answer(self._pipes[instance][rank])
 
     def join(self) -> None:
-        """Connect all anew."""
+        """Connect all again."""
         addresses = {}
         for instance, pipes in enumerate(self._pipes):
             self._tell(instance, "listen")

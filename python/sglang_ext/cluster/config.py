@@ -251,7 +251,7 @@ class StartSettings:
     method: str = field(
         metadata=_help(
             "fork: CPU instances are forked from one process that has imported SGLang, in seconds; "
-            "spawn: each imports it anew"
+            "spawn: each imports it again"
         ),
         default="fork",
     )

@@ -18,7 +18,7 @@ from sglang_ext.engine.options import ExtensionOptions
 from sglang_ext.engine.verification import HookState, HookStatus, inspect_hooks
 from sglang_ext.engine.versions import SUPPORTED_SGLANG
 from sglang_ext.laps.decide.options import LapsOptions
-from sglang_ext.transfer.sglang.transfer_backend import BACKENDS, default_backend, why_unavailable
+from sglang_ext.transfer.sglang.transfer_backend import BACKENDS, default_backend, unavailability
 from sglang_ext.types import Role
 
 HOW_TO_INSTALL = {
@@ -116,7 +116,7 @@ def _package_finding(name: str, device: Device) -> Finding:
 
 
 def _backend_finding(name: str, device: Device) -> Finding:
-    problem = why_unavailable(name, device)
+    problem = unavailability(name, device)
     is_default = name == default_backend(device)
     note = "available, default" if is_default else "available"
     return Finding(f"KV transfer {name}", problem is None, problem or note, is_required=is_default)

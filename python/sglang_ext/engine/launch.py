@@ -90,7 +90,7 @@ def main(argv: Sequence[str], *, has_imports: bool = False) -> int:
             return _refuse(problem)
         add_routes(app)
     if can_fork:
-        reason = preload.why_spawn(server_args)
+        reason = preload.spawn_reason(server_args)
         if reason is None:
             preload.fork_instead_of_spawn()
         else:

@@ -149,7 +149,7 @@ def fork_instead_of_spawn() -> None:
     util.register_after_fork(_Child, _enter_child)
 
 
-def why_spawn(server_args: Any) -> str | None:
+def spawn_reason(server_args: Any) -> str | None:
     """Return why an engine with these arguments has to spawn its processes, None when they can be forked."""
     if server_args.dp_size > 1:
         return "--dp-size above 1 starts its schedulers from threads"

@@ -31,7 +31,7 @@ from sglang_ext.long_pool.sglang.cdsp_options import (
     architecture_conflict,
     cdsp_options,
 )
-from sglang_ext.transfer.sglang.transfer_backend import BACKENDS, default_backend, why_unavailable
+from sglang_ext.transfer.sglang.transfer_backend import BACKENDS, default_backend, unavailability
 from sglang_ext.transfer.sglang.transfer_options import add_transfer_arguments, transfer_options
 from sglang_ext.types import Role
 
@@ -190,7 +190,7 @@ def _problem(options: WorkerOptions, machine: MachineFacts) -> str | None:
     problem = decode_context_model_problem(options.engine_arguments, architecture)
     if problem is not None:
         return problem
-    return why_unavailable(options.transfer_backend or default_backend(machine.device), machine.device)
+    return unavailability(options.transfer_backend or default_backend(machine.device), machine.device)
 
 
 def _refuse(problem: str) -> int:

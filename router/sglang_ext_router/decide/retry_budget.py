@@ -39,7 +39,7 @@ class RetryBudget:
         self._requests[self._slot % SLOTS] += 1
 
     def spend(self, now_s: float, running: int) -> bool:
-        """Take one retry, if the budget has one; `running` are the requests under way, sent lately or long ago."""
+        """Take one retry, if the budget has one; `running` are the requests under way, sent recently or long ago."""
         self._advance(now_s)
         requests = max(sum(self._requests), running)
         if sum(self._retries) + 1 > self.ratio * requests + self.min_per_s * self.window_s:

@@ -139,7 +139,7 @@ def conflict(model_runner: Any) -> str | None:
         return bool(getattr(arguments, name, None))
 
     for is_conflicting, reason in (
-        (names[0] not in CAPTURED_ARCHITECTURES, _why_not(names[0], config)),
+        (names[0] not in CAPTURED_ARCHITECTURES, _exclusion(names[0], config)),
         (bool(getattr(config, "sliding_window_size", None)), f"{names[0]} has a sliding window"),
         (arguments.pp_size > 1, "--pp-size: a pipeline stage is not captured"),
         (arguments.enable_dp_attention, "--enable-dp-attention: its ranks build batches of their own"),
@@ -150,9 +150,9 @@ def conflict(model_runner: Any) -> str | None:
         ),
         (
             _is_above_one(arguments, "attn_cp_size") or _is_above_one(arguments, "dcp_size"),
-            "context parallelism: its ranks divide each batch anew",
+            "context parallelism: its ranks divide each batch again",
         ),
-        (is_given("enable_two_batch_overlap"), "--enable-two-batch-overlap: it divides each batch anew"),
+        (is_given("enable_two_batch_overlap"), "--enable-two-batch-overlap: it divides each batch again"),
         (
             is_given("enable_eplb") or is_given("expert_distribution_recorder_mode"),
             "--enable-eplb, --expert-distribution-recorder-mode: experts are counted by code that a replay leaves out",
@@ -184,7 +184,7 @@ def conflict(model_runner: Any) -> str | None:
     return None
 
 
-def _why_not(architecture: str, config: Any) -> str:
+def _exclusion(architecture: str, config: Any) -> str:
     """Return why a model is not captured, as far as its config says."""
     text = getattr(config, "hf_text_config", config.hf_config)
     for field, reason in (

@@ -272,7 +272,7 @@ class _Equations:
         themselves."""
         if self.rows < _MIN_SAMPLES:
             return _NOTHING_DETERMINED
-        # Without the gap: on an instance that is never idle nothing tells it from the rest of kappa.
+        # Without the gap: on an instance that is never idle nothing separates it from the rest of kappa.
         alpha, token, read, _, kappa = inverse_diagonal([line[:_GAP] for line in self._gram[:_GAP]])
         pairs = zip(solution[:4], (alpha, token, read, kappa), strict=True)
         return Determined(

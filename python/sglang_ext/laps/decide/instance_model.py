@@ -38,7 +38,7 @@ from sglang_ext.laps.decide.wait_depth import (
 
 _ONLINE_FOR_S = 10.0  # after a request with a deadline, others are expected
 _YIELD_OF_SLO = 1 / 16  # of the short prefills' objective that work without deadlines may hold one up
-_YIELD_OVERHEAD = 0.3  # share of such work's time that may go to what every batch costs anew
+_YIELD_OVERHEAD = 0.3  # share of such work's time that may go to what every batch costs again
 
 
 class InstanceModel:

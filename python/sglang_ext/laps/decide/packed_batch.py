@@ -17,7 +17,7 @@ from sglang_ext.laps.decide.round_plan import Cut
 from sglang_ext.laps.decide.short_batch import FormedBatch
 from sglang_ext.laps.decide.slack import RankedPrefill
 
-_OVERHEADS = 8.0  # a batch takes so many times what every batch costs anew, which is an eighth of the time then
+_OVERHEADS = 8.0  # a batch takes so many times what every batch costs again, which is an eighth of the time then
 _LEAST_OF_SLO = 0.2
 _MOST_OF_SLO = 1 / 3  # a short prefill waits for the end of one batch, perhaps a longer one, and for its own
 _LEAST_OVERHEADS = 2.4  # whatever the objective: below, next to nothing is computed
@@ -32,7 +32,7 @@ def packed_round_s(fixed_s: float, short_slo_s: float, stages: int = 1) -> float
     """Time budget of a batch that holds short and long prefills, s: on each stage of a pipeline.
 
     A short prefill that arrives during a batch waits for its end, and for that of the next one, which it is in; and
-    `fixed_s`, what every batch costs anew, is lost with each. So a batch takes eight times that, but a fifth of the
+    `fixed_s`, what every batch costs again, is lost with each. So a batch takes eight times that, but a fifth of the
     short prefills' objective at least and a third at most (and 2.4 times the fixed cost, if that is more): the longest
     batch and the next one then end within five sixths of the objective, which leaves the rest to what was not foreseen.
 

@@ -36,7 +36,7 @@ from sglang_ext.types import LengthClass
 class Laps:
     """Times are seconds on one monotonic clock of the caller's.
 
-    The queue is kept from round to round: `put` takes a request in and tells what has become of it, `remove` takes it
+    The queue is kept from round to round: `put` takes a request in and says what has become of it, `remove` takes it
     out, `record_dispatch` does both for those of a batch. `choose` changes nothing but the classes of those that have
     waited long; `choose_of` decides on a queue that is given whole, and leaves the kept one alone. `grid` is that of
     the engine's runner, which may leave shapes out of it between two decisions.
@@ -100,7 +100,7 @@ class Laps:
     # -- the queue ------------------------------------------------------------------------------------------------
 
     def put(self, request: QueuedPrefill, now_s: float) -> None:
-        """A request waits, or has changed: its prefix was matched anew."""
+        """A request waits, or has changed: its prefix was matched again."""
         self._put(self.queue, request, now_s)
 
     def remove(self, key: int) -> None:
@@ -109,7 +109,7 @@ class Laps:
             self.queue.remove(key)
 
     def choose(self, now_s: float, free_kv_tokens: int) -> RoundPlan:
-        """Return what should run next. Nothing more changes until `record_dispatch` tells what did."""
+        """Return what should run next. Nothing more changes until `record_dispatch` records what did."""
         return self._choose(self.queue, now_s, free_kv_tokens)
 
     def record_dispatch(self, now_s: float, batch: PrefillBatch) -> None:

@@ -97,7 +97,7 @@ class PrefillQueue:
         return self._waiting[key].ranked
 
     def put(self, request: QueuedPrefill, now_s: float, cost: CostCoefficients, chunk_s: float) -> None:
-        """Take a request in, or what has become of it: a chunk has run, or its prefix was matched anew.
+        """Take a request in, or what has become of it: a chunk has run, or its prefix was matched again.
 
         `chunk_s` is the time of the chunks that its total time is predicted with.
         """

@@ -158,7 +158,7 @@ class ClassReport(NamedTuple):
     new_tokens: int
     backlog_s: float  # predicted time of that work
     oldest_wait_s: float
-    slo_violation_rate: float  # of the prefills that ended lately: share that ended after their deadline
+    slo_violation_rate: float  # of the prefills that ended recently: share that ended after their deadline
     tardiness: float  # and by how much, relative to the time that they had; mean
 
 
@@ -169,7 +169,7 @@ class LapsReport(NamedTuple):
     window_s: float  # W that a batch of the present queue gets
     depth: int  # D
     short_rate_per_s: float  # estimated arrivals of short prefills
-    short_share: float  # of the time used lately while both classes waited
+    short_share: float  # of the time used recently while both classes waited
     round_s: float  # time budget of a round
     boundary_tokens: int  # most new tokens of a short prefill
     boundary_is_fitted: bool  # to what iterations cost; else it was given, or nothing is known yet

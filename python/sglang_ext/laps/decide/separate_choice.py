@@ -51,7 +51,7 @@ class Survey(NamedTuple):
     short_is_more_urgent: bool  # than the long prefill
     free_kv_tokens: int
     offline_round_s: float  # time budget of a batch or chunk without a deadline
-    is_offline: bool  # nothing that waits has a deadline, and nothing with one came lately
+    is_offline: bool  # nothing that waits has a deadline, and nothing with one came recently
 
 
 def survey(model: InstanceModel, queue: PrefillQueue, now_s: float, free_kv_tokens: int) -> Survey:

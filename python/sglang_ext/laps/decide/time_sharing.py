@@ -11,7 +11,7 @@ from math import sqrt
 
 _LEAST_OF_SLO = 0.25
 _MOST_OF_SLO = 3.0
-_MOST_OVERHEAD = 0.05  # share of a round that may go to what every chunk costs anew
+_MOST_OVERHEAD = 0.05  # share of a round that may go to what every chunk costs again
 _LONG_WEIGHT = 8.0  # time lost to overhead also delays what arrives later: by 1 / (1 - load) in all
 _MOST_SHARE = 0.9  # whatever the options say, a long prefill moves on
 _REPORT_ROUNDS = 20.0
@@ -30,7 +30,7 @@ def automatic_round_s(fixed_s: float, long_backlog_s: float, short_slo_s: float,
     """Time budget of a round, s: a short prefill waits for a long chunk of at most this.
 
     A short prefill that arrives during a chunk waits T / 2 for its end, and chunks of T make the long prefills that
-    wait (`long_backlog_s` of work) end later by backlog * fixed / T, `fixed_s` being what every chunk costs anew.
+    wait (`long_backlog_s` of work) end later by backlog * fixed / T, `fixed_s` being what every chunk costs again.
     The sum, with a weight of 8 on the latter, is smallest at T = sqrt(2 * 8 * fixed * backlog). So T is short at
     light load and long where time is scarce. It is at least a quarter of the short prefills' objective and twenty
     times the fixed cost, and at most three times that objective, or `longest_short_s`, their own time, if that is
@@ -54,7 +54,7 @@ class TimeAccount:
     def __init__(self) -> None:
         self._balance_s: float | None = None  # None: a full round, whatever its length
         self._max_balance_s: float | None = None
-        self.short_s = 0.0  # used lately while both waited
+        self.short_s = 0.0  # used recently while both waited
         self.long_s = 0.0
 
     def can_run_short(self) -> bool:
@@ -66,7 +66,7 @@ class TimeAccount:
         return self._max_balance_s is None or self._max_balance_s > 0
 
     def short_share(self) -> float:
-        """Share of the time that shorts used lately while both classes waited; 0 before any."""
+        """Share of the time that shorts used recently while both classes waited; 0 before any."""
         used_s = self.short_s + self.long_s
         return self.short_s / used_s if used_s > 0 else 0.0
 

@@ -248,7 +248,7 @@ class ArrivalRate:
 
 
 class BusyShare:
-    """Share of the time in which the machine has computed lately: an average over about `horizon_s`."""
+    """Share of the time in which the machine has computed recently: an average over about `horizon_s`."""
 
     __slots__ = ("_busy_s", "_since_s", "horizon_s", "share")
 

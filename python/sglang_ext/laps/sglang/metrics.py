@@ -1,4 +1,4 @@
-"""Describes what an instance's LAPS tells Prometheus. Labels are bounded: classes, modes, reasons."""
+"""Describes what an instance's LAPS reports to Prometheus. Labels are bounded: classes, modes, reasons."""
 
 from __future__ import annotations
 

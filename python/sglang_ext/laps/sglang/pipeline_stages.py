@@ -21,7 +21,7 @@ WITH_HEAD = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausal
 
 
 def tied_head_problem(architecture: str | None, *, is_tied: bool) -> str | None:
-    """Return why a model cannot run in stages; None where it can, as far as its config tells."""
+    """Return why a model cannot run in stages; None where it can, as far as its config shows."""
     if not is_tied or architecture is None or architecture in WITH_HEAD:
         return None
     return f"--pp-size: {architecture} with tied embeddings has no head on the last stage (tie_word_embeddings)"

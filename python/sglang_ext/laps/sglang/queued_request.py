@@ -68,7 +68,7 @@ def reclassify(request: Any, entry: LapsEntry, policy: Laps, now_s: float) -> No
 
 
 def match_again(request: Any, tree_cache: Any) -> bool:
-    """Look a waiting request up in the prefix cache anew; whether it has lost some of its prefix since."""
+    """Look a waiting request up in the prefix cache again; whether it has lost some of its prefix since."""
     before_tokens, _ = prefill_tokens(request)
     match_prefix(request, tree_cache)
     return prefill_tokens(request)[0] > before_tokens

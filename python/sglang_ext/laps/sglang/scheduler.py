@@ -187,7 +187,7 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
             self._laps.policy.remove(entry.key)
 
     def _follow_queue(self, laps: LapsInstance) -> None:
-        """Give every new request in the waiting queue its entry, and tell the policy of it and of what has gone.
+        """Give every new request in the waiting queue its entry, and inform the policy of it and of what has gone.
 
         Every rank looks its requests up in the prefix cache alike.
         """
@@ -218,7 +218,7 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
             laps.policy.remove(key)
 
     def _forget_gone(self, laps: LapsInstance) -> Sequence[Any]:
-        """Tell the policy of requests that wait no more; those that are new in SGLang's queue."""
+        """Inform the policy of requests that wait no more; those that are new in SGLang's queue."""
         changes = self._waiting.changes(self.waiting_queue)
         for key in changes.gone:
             laps.policy.remove(key)
@@ -298,7 +298,7 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         return next_plan
 
     def _record_deviations(self, laps: LapsInstance, planned: PrefillBatch, batch: Any) -> None:
-        """Tell the policy what SGLang has built otherwise: memory was refused, or a prefix has grown or shrunk.
+        """Inform the policy of what SGLang has built otherwise: memory was refused, or a prefix has grown or shrunk.
 
         A request that was cut is looked at when it is parked.
         """
@@ -496,7 +496,7 @@ def _members(batch: Any) -> list[BatchMember]:
 
 
 def _transfer_start_s(request: Any) -> float | None:
-    """Return when its first KV was handed over to the transfer; None before, and where the backend does not tell."""
+    """Return when its first KV was handed over; None before, and where the backend does not report it."""
     start_s: float | None = getattr(request.disagg_kv_sender, "_transfer_start_time", None)
     return start_s
 

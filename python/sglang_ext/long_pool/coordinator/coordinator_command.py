@@ -135,7 +135,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="MS",
         help="longest time of a chunk, as predicted, for which other work of its instances waits (default: no bound); "
-        "a chunk takes at least ten times what every chunk costs anew",
+        "a chunk takes at least ten times what every chunk costs again",
     )
     add(
         "--step-timeout-ms",

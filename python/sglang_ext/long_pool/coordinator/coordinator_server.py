@@ -332,7 +332,7 @@ class _PoolCollector(Collector):
         yield _gauge("members_ready", "Of these, those that are counted upon for new chunks", ready)
         yield _gauge("requests", "Prefills that members share or that wait for it", len(status.requests))
         yield _gauge("cost_scale", "What the given costs are multiplied with, from measured chunks", status.cost_scale)
-        yield _gauge("arrivals_per_second", "Long prefills offered, lately", status.arrivals_per_s)
+        yield _gauge("arrivals_per_second", "Long prefills offered, recently", status.arrivals_per_s)
         yield _counter("members_lost", "Members whose connection has ended", history.members_lost)
         yield _counter("steps_failed", "Steps that a member could not do", history.steps_failed)
         yield _counter("computed_tokens", "Tokens of chunks that were done", history.tokens_computed)

@@ -24,7 +24,7 @@ _LEAST_CHANGE = 1.1
 
 
 class UnknownCostError(ValueError):
-    """A profile does not tell what a chunk costs; the text is one line for the user."""
+    """A profile does not contain what a chunk costs; the text is one line for the user."""
 
 
 def divided(single: SpCost, size: int) -> SpCost:

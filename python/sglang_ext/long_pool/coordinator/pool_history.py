@@ -127,7 +127,7 @@ class PrefillRecord:
     steps: list[StepRecord] = field(default_factory=list)
     planned: tuple[NextChunk, ...] = ()  # and not begun; in a status alone
     is_cancelled: bool = False
-    computed_s: float | None = None  # when its own instance was told that all is computed, and on its way to decode
+    computed_s: float | None = None  # when its own instance was informed that all is computed and on its way to decode
     ended_s: float | None = None
     outcome: Outcome | None = None
     transfer_s: float | None = None

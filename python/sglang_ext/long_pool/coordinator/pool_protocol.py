@@ -98,7 +98,7 @@ class Events:
 
 @dataclass(slots=True)
 class Peer:
-    """A member as it described itself, lately."""
+    """A member as it described itself, recently."""
 
     hello: Hello
     last_message_s: float

@@ -50,8 +50,8 @@ class Announcement(NamedTuple):
     tokens: int
     cached_tokens: int  # of them, that the instance which gets it may be expected to have
     waited_s: float  # since it came
-    slack_s: float | None  # until its client's deadline, below 0 where that has passed; None: it has told none
-    is_online: bool = True  # whether it has a deadline, by the pool's objective, where its client has told none
+    slack_s: float | None  # until its client's deadline, below 0 where that has passed; None: it has sent none
+    is_online: bool = True  # whether it has a deadline, by the pool's objective, where its client has sent none
 
 
 class BoundPrompt(NamedTuple):

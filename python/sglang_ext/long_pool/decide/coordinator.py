@@ -89,7 +89,7 @@ class Coordinator:
         return tuple(self._requests)
 
     def arrivals_per_s(self, now_s: float) -> float:
-        """Prefills offered and prompts announced in a second, lately."""
+        """Prefills offered and prompts announced in a second, recently."""
         return self._schedule.load.arrivals_per_s(now_s)
 
     @property
@@ -509,7 +509,7 @@ class Coordinator:
         return [*orders, *self._settle(one)]
 
     def _settle(self, one: SharedPrefill) -> list[Order]:
-        """A request of which no step runs: end it, or find anew what is left of it to compute."""
+        """A request of which no step runs: end it, or find again what is left of it to compute."""
         if one.is_cancelled:
             return self._forget(one)
         if one.attempts >= self._settings.max_attempts:

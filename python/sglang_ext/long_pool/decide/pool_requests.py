@@ -47,7 +47,7 @@ class RunningStep:
 
 @dataclass(frozen=True, slots=True)
 class NextChunk:
-    """Describes what a prompt's next chunk is to be, as it was decided last: decided anew whenever something ends."""
+    """Describes what a prompt's next chunk is to be, as it was decided last: decided again whenever something ends."""
 
     new_tokens: int
     members: tuple[int, ...]
@@ -66,7 +66,7 @@ class SharedPrefill:
     fastest_s: float  # of what is left
     work_s: float
     is_streamed: bool  # nothing of it has failed that is on its way to where it is wanted
-    is_finishing: bool = False  # its owner has been told that all is computed
+    is_finishing: bool = False  # its owner knows that all is computed
     running: RunningStep | None = None
     attempts: int = 0  # that have failed since its last chunk that was done
     is_cancelled: bool = False

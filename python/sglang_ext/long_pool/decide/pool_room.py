@@ -67,7 +67,7 @@ class PoolRoom:
 class PrefixKeeping:
     """Prompts that have gone to decode, on their way to the prefix cache of their owner; all others come first.
 
-    A step moves as much as has taken `keep_step_s` lately. What fails is dropped.
+    A step moves as much as has taken `keep_step_s` recently. What fails is dropped.
     """
 
     def __init__(

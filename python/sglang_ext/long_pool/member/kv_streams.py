@@ -3,7 +3,7 @@
     chunk begins ──offer: "these positions"──▶ decode grants ──layer 0, layer 1, …──▶ its slots
 
 The request's own instance opens the transfer and sends what no helper computes (`transfer/endpoint/owner_transfer.py`);
-the others are helpers. Where a helper fails, or a chunk has to be computed again, the transfer begins anew and the
+the others are helpers. Where a helper fails, or a chunk has to be computed again, the transfer begins again and the
 request's own instance sends everything: rows that have arrived twice, or not at all, do not matter then.
 """
 

@@ -1,4 +1,4 @@
-"""A member's connection to its coordinator: one that is made anew whenever it ends, and what each rank sees of it.
+"""A member's connection to its coordinator: one that is made again whenever it ends, and what each rank sees of it.
 
 Threads do what blocks: one connects, reads, and connects again when the connection has ended; one writes. The engine's
 loop only takes from and puts into queues, and may sleep on a descriptor that becomes readable.
@@ -48,7 +48,7 @@ _TURN_POLL_S = 0.05
 
 
 class PoolLink(Protocol):
-    """A connection to the coordinator that is made anew whenever it ends; nothing here blocks."""
+    """A connection to the coordinator that is made again whenever it ends; nothing here blocks."""
 
     @property
     def wake_descriptor(self) -> int | None:
@@ -85,7 +85,7 @@ class TcpLink:
     ) -> None:
         """Connects in the background, for ever; `hello` is called there, once for each attempt.
 
-        `key` is the pool's. `silent_s`: how long ago the engine has done anything, told with every heartbeat.
+        `key` is the pool's. `silent_s`: how long ago the engine has done anything, sent with every heartbeat.
         `give_up` is called at once, in a thread of this link, for a step that the coordinator gives up, and with None
         when the session ends.
         """
@@ -357,7 +357,7 @@ class ReplicatedLink:
     def _receive_news(self) -> _News:
         assert self._link is not None, "only the first rank is asked, and it has a link"
         session = self._link.session()
-        # Two sessions may be equal: after a restart the coordinator counts anew.
+        # Two sessions may be equal: after a restart the coordinator counts again.
         is_new, self._shared_session = session is not self._shared_session, session
         orders = self._link.receive()
         if not is_new and not orders:

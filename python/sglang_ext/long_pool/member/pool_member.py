@@ -4,7 +4,7 @@ The engine calls `turn` between two of its own iterations. Orders that cost noth
 that compute, one per turn, so that the engine's own batches and chunks alternate.
 
 Without a coordinator nothing is offered and nothing held: when the connection ends, every request that was offered
-comes back to its own instance, and the instance joins anew.
+comes back to its own instance, and the instance joins again.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ class PoolMember:
         return True
 
     def report(self, report: MemberReport) -> None:
-        """Tell the coordinator of this instance's load."""
+        """Report this instance's load to the coordinator."""
         self._link.send(ReportMessage(report, self._begun_step))
 
     def turn(self) -> list[Outcome]:

@@ -56,7 +56,7 @@ class LinkMesh:
         self._addresses = addresses
         self._lock = threading.Lock()
         self._open: list[LinkCall] = []
-        self._why_over: str | None = None
+        self._end_reason: str | None = None
         self._is_told = False
         self._on_failure: Callable[[], None] | None = None
 
@@ -101,7 +101,7 @@ class LinkMesh:
     def fail(self, reason: str) -> None:
         """End all calls, also those to come; from any thread."""
         with self._lock:
-            self._why_over = self._why_over or reason
+            self._end_reason = self._end_reason or reason
             calls, self._open = self._open, []
             on_failure, self._on_failure = self._on_failure, None
         for call in calls:
@@ -112,15 +112,15 @@ class LinkMesh:
     def when_failed(self, call: Callable[[], None] | None) -> None:
         """Have this called when the step fails, from any thread and at once where it has; None: not any more."""
         with self._lock:
-            has_failed = self._why_over is not None
+            has_failed = self._end_reason is not None
             self._on_failure = None if has_failed else call
         if has_failed and call is not None:
             call()
 
     def check(self) -> None:
         """Raises MeshError where the step has been given up."""
-        if self._why_over is not None:
-            raise self.broken(self._why_over)
+        if self._end_reason is not None:
+            raise self.broken(self._end_reason)
 
     def waiting(self) -> AbstractContextManager[None]:
         """Inside, the thread that computes waits for a peer."""
@@ -152,8 +152,8 @@ class LinkMesh:
 
     def _add(self, call: LinkCall) -> None:
         with self._lock:
-            if self._why_over is not None:
-                raise MeshError(self._why_over)
+            if self._end_reason is not None:
+                raise MeshError(self._end_reason)
             self._open = [*(one for one in self._open if not one.is_over), call]
 
 
@@ -423,7 +423,7 @@ class PeerLinks:
                 if link.take(connection):
                     return
                 # The peer has noticed before us that the earlier connection has ended.
-                link.end("the peer has connected anew")
+                link.end("the peer has connected again")
             raise LinkError("another connection was faster")
         except (LinkError, MeshError, OSError) as error:
             logger.debug("cdsp: a peer is refused: %s", reason_of(error))

@@ -388,7 +388,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
 
     def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if batch.forward_mode.is_extend():
-            # Whatever is computed here is sent from here; decode hears of it before it is computed.
+            # Whatever is computed here is sent from here; decode is informed before it is computed.
             for request in batch.reqs:
                 sender = getattr(request, "disagg_kv_sender", None)
                 if isinstance(sender, HandshakeKVSender):

@@ -85,7 +85,7 @@ def choose_points(asked: AskedPoints, limits: PointLimits) -> list[Point]:
         Point(0, new, requests)
         for new in sorted(set(short))
         for requests in sorted(set(sizes))
-        if requests > 1 and why_not_batched(new, requests, limits) is None
+        if requests > 1 and batch_refusal(new, requests, limits) is None
     ]
     return points
 
@@ -95,7 +95,7 @@ def longest_chunk(limits: PointLimits) -> int:
     return limits.prompt_tokens if limits.chunk_tokens is None else min(limits.chunk_tokens, limits.prompt_tokens)
 
 
-def why_not_batched(new_tokens: int, requests: int, limits: PointLimits) -> str | None:
+def batch_refusal(new_tokens: int, requests: int, limits: PointLimits) -> str | None:
     """Return why this batch does not run in one iteration; None if it does."""
     if requests > limits.requests:
         return f"the instance runs at most {limits.requests} requests at a time"
@@ -134,7 +134,7 @@ def _check(asked: AskedPoints, limits: PointLimits) -> None:
                 )
     if asked.batch_tokens and asked.batch_sizes:
         min_batch = min(asked.batch_tokens), max(2, min(asked.batch_sizes))
-        reason = why_not_batched(*min_batch, limits)
+        reason = batch_refusal(*min_batch, limits)
         if max(asked.batch_sizes) > 1 and reason is not None:
             raise PointError(f"--batch-sizes {min_batch[1]} of --batch-tokens {min_batch[0]}: {reason}")
 

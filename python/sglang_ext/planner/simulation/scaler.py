@@ -75,7 +75,7 @@ class _Deployment:
     pool: LengthClass
     ready: list[SimulatedInstance]
     starting: list[float]  # when each will be ready
-    needed: deque[tuple[float, int]]  # what was reckoned lately
+    needed: deque[tuple[float, int]]  # what was reckoned recently
 
     @property
     def replicas(self) -> int:

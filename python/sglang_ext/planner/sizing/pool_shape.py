@@ -1,7 +1,7 @@
 """Describes what the devices of a pool should be to a long prompt: a pipeline of stages, or a ring that shares every
 chunk.
 
-On a ring (CDSP) every member computes its share of each chunk, and each chunk costs anew what does not shrink with the
+On a ring (CDSP) every member computes its share of each chunk, and each chunk costs again what does not shrink with the
 members: the fixed cost, and keys and values on their way round where attention does not hide them. A pipeline divides
 the layers, so that little but activations goes from one to the next and each stage has the fixed cost of its layers
 alone; but it is filled once for each prompt, which costs P - 1 chunks (`flow_shop`). So rings want large chunks and
@@ -94,7 +94,7 @@ class ShapeTimes(NamedTuple):
     prompt_s: float  # alone, from its start to its first token
     prompts_per_s: float  # one behind the other
     lost_s: (
-        float  # of `prompt_s`: filling a pipeline and its hops; what every chunk of a ring or an instance costs anew
+        float  # of `prompt_s`: filling a pipeline and its hops; what every chunk of a ring or an instance costs again
     )
 
     @property
@@ -154,7 +154,7 @@ def _reason(apart: ShapeTimes, pipeline: ShapeTimes, ring: ShapeTimes, better: P
     parts = (
         f"the pipeline is filled and its hops pass in {_s(pipeline.lost_s)} of {_s(pipeline.prompt_s)}, "
         f"{len(ring.chunks)} chunk{'s' * (len(ring.chunks) > 1)} of the ring cost {_s(ring.lost_s)} of "
-        f"{_s(ring.prompt_s)} anew"
+        f"{_s(ring.prompt_s)} again"
     )
     if better is PoolShape.ALONE:
         begun = "it is one chunk on one instance" if len(apart.chunks) == 1 else "one instance is as soon"

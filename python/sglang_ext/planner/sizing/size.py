@@ -173,7 +173,7 @@ def _run(args: argparse.Namespace) -> int:
         layouts = search.cheapest(sizing.families, args.headroom)
         if not layouts:
             simulations.clear()
-            print(f"sglang-ext size: {_why_none(sizing, simulations, args)}", file=sys.stderr)
+            print(f"sglang-ext size: {_shortage(sizing, simulations, args)}", file=sys.stderr)
             return 1
         sized = [search.measured(layout, args.headroom) for layout in layouts]
         sized.sort(key=lambda one: (one.layout.gpus, -one.load))
@@ -415,7 +415,7 @@ def _rate_per_s(setup: TrialSetup) -> float:
     return (len(requests) - 1) / (requests[-1].arrival_s - requests[0].arrival_s)
 
 
-def _why_none(sizing: Sizing, simulations: _Simulations, args: argparse.Namespace) -> str:
+def _shortage(sizing: Sizing, simulations: _Simulations, args: argparse.Namespace) -> str:
     """Return what breaks though all GPUs are used, shared out by the work of the pools."""
     family = sizing.families[0]
     guess = guessed_sizes(family, sizing.setup, args.headroom)

@@ -54,7 +54,7 @@ def default_backend(device: Device) -> str:
     return "nixl" if has_nixl_alone else "mooncake"
 
 
-def why_unavailable(name: str, device: Device) -> str | None:
+def unavailability(name: str, device: Device) -> str | None:
     """One line that says why `name` cannot be used here and how to get it, or None when it can."""
     facts = BACKENDS[name]
     if device not in facts.devices:

@@ -83,7 +83,7 @@ def test_a_process_with_a_second_thread_is_not_forked() -> None:
     [({}, None), ({"dp_size": 2}, "--dp-size"), ({"tokenizer_worker_num": 2}, "--tokenizer-worker-num")],
 )
 def test_what_has_to_be_spawned(arguments: dict[str, int], reason: str | None) -> None:
-    found = preload.why_spawn(SimpleNamespace(**{"dp_size": 1, "tokenizer_worker_num": 1, **arguments}))
+    found = preload.spawn_reason(SimpleNamespace(**{"dp_size": 1, "tokenizer_worker_num": 1, **arguments}))
     assert (found is None) == (reason is None)
     assert reason is None or reason in (found or "")
 

@@ -101,7 +101,7 @@ def test_kv_parallel_decode_of_other_models_is_one_clear_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(worker, "inspect_machine", lambda _: MachineFacts(Device.CUDA, (0, 1), 1 << 30))
-    monkeypatch.setattr(worker, "why_unavailable", lambda *_: None)
+    monkeypatch.setattr(worker, "unavailability", lambda *_: None)
     (tmp_path / "config.json").write_text(json.dumps({} if architecture is None else {"architectures": [architecture]}))
     options = ("--role", "decode", "--model-path", str(tmp_path), "--transfer-backend", "nixl", "--", "--tp", "2")
     became: list[LaunchCommand] = []

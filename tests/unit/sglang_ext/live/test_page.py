@@ -248,7 +248,7 @@ def test_many_instances_are_cells_and_lanes_that_are_scrolled_to(tmp_path: Path)
 
 
 def test_the_picture_in_the_documents_is_what_the_page_shows() -> None:
-    """`tools/render_live_page.py --picture` draws it anew. Fonts may differ elsewhere, what is where may not."""
+    """`tools/render_live_page.py --picture` draws it again. Fonts may differ elsewhere, what is where may not."""
     spec = importlib.util.spec_from_file_location("render_live_page", ROOT / "tools/render_live_page.py")
     assert spec is not None
     assert spec.loader is not None

@@ -234,9 +234,9 @@ def test_a_stream_that_begins_anew_keeps_what_had_ended_and_forgets_what_was_und
 ) -> None:
     hello, *frames = recording.read_bytes().splitlines()
     hello = json.dumps(json.loads(hello) | {"began_unix_s": 5.0}).encode()
-    anew = tmp_path / "anew.jsonl"
-    anew.write_bytes(b"\n".join([hello, *frames[:30], hello, *frames[40:42]]))
-    before, told = tmp_path / "before.jsonl", read_recording(anew)
+    again = tmp_path / "again.jsonl"
+    again.write_bytes(b"\n".join([hello, *frames[:30], hello, *frames[40:42]]))
+    before, told = tmp_path / "before.jsonl", read_recording(again)
     before.write_bytes(b"\n".join([hello, *frames[:30]]))
     had = read_recording(before).requests
     after = {row[0] for frame in frames[40:42] for row in json.loads(frame).get("requests", ())}

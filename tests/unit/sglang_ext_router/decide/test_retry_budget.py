@@ -34,9 +34,9 @@ def test_no_window_has_more_retries_than_its_share_allows(
         elif budget.spend(now_s, running):
             retries.append(now_s)
         # A tenth is let go at a time: what counts is between nine tenths of the window and all of it.
-        lately = [at_s for at_s in retries if at_s > now_s - window_s * (SLOTS - 1) / SLOTS]
+        recently = [at_s for at_s in retries if at_s > now_s - window_s * (SLOTS - 1) / SLOTS]
         base = max(sum(at_s >= now_s - 2 * window_s for at_s in requests), most_running)
-        assert len(lately) <= ratio * base + min_per_s * window_s
+        assert len(recently) <= ratio * base + min_per_s * window_s
 
 
 @given(requests=st.integers(0, 500), running=st.integers(0, 500), settings=SETTINGS)

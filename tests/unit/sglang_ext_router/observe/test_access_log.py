@@ -275,7 +275,7 @@ def test_what_a_client_writes_does_not_make_a_line_long(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_file_number_beyond_what_select_bears(tmp_path: Path) -> None:
-    """As a file that is opened anew has where there are many connections."""
+    """As a file that is opened again has where there are many connections."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)

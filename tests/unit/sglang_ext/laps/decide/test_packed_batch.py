@@ -386,7 +386,7 @@ def of_stages(stages: int, mode: LapsMode, kappa_s: float) -> Laps:
 
 @pytest.mark.parametrize(("stages", "requests"), [(1, 1), (2, 2)])
 def test_a_short_prefill_shares_its_batch_in_a_pipeline(stages: int, requests: int) -> None:
-    """Where every batch costs next to nothing anew it runs alone on one stage."""
+    """Where every batch costs next to nothing again it runs alone on one stage."""
     short = QueuedPrefill(1, SHORT, 50, 0, 50, 0.0, 9.0, PriorityClass.NORMAL, False, False)
     long = QueuedPrefill(2, LONG, 64_000, 0, 64_000, 0.0, 99.0, PriorityClass.NORMAL, False, False)
     batch = of_stages(stages, LapsMode.BOTH, 1e-5).choose_of(RoundSnapshot(0.0, (short, long), 1 << 20)).batches[0]

@@ -1,4 +1,4 @@
-"""The queue that is kept in order from round to round, against one that is sorted anew at each look."""
+"""The queue that is kept in order from round to round, against one that is sorted again at each look."""
 
 from __future__ import annotations
 

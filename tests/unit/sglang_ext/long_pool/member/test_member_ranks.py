@@ -123,7 +123,7 @@ def test_what_the_first_rank_hears_all_hear_in_the_same_turn() -> None:
     again, other_again = member.sessions()
     assert (again, other_again) == (one, other)
     assert other_again is other, "the same session is the same object"
-    # The coordinator has come again, and counts anew.
+    # The coordinator has come again, and counts again.
     link.welcome = Welcome(3, "ab", 1.0)
     one_new, other_new = member.sessions()
     assert (one_new, other_new) == (one, other)

@@ -1,4 +1,4 @@
-"""The link against a coordinator that is played here: joins, loses, joins anew, never blocks, never mixes sessions."""
+"""The link against a coordinator that is played here: joins, loses, joins again, never blocks, never mixes sessions."""
 
 from __future__ import annotations
 
