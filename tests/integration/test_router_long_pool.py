@@ -74,7 +74,7 @@ def test_two_prompts_wait_for_their_turn_in_the_coordinator() -> None:
 
             status = coordinator.status()
             assert status["tickets_waiting"] == 0
-            first, second = sorted(status["recent"], key=lambda one: one["ticket"]["bound_s"])
+            first, second = sorted(status["recent"], key=lambda prefill: prefill["steps"][0]["ordered_s"])
             assert (first["outcome"], second["outcome"]) == ("collected", "collected")
             members = {one["instance"] for one in status["members"]}
             for one in (first, second):
@@ -83,8 +83,8 @@ def test_two_prompts_wait_for_their_turn_in_the_coordinator() -> None:
                 chunks = [step for step in one["steps"] if step["kind"] == "chunk"]
                 assert sum(chunk["new_tokens"] for chunk in chunks) == one["tokens"]
                 assert all(set(chunk["members"]) == members for chunk in chunks)
-            # It had no instance while the first was computed.
-            assert second["ticket"]["bound_s"] > first["steps"][0]["ordered_s"]
+            # Each chunk takes all instances, so the second's turn comes when the first's last chunk has ended.
+            assert first["steps"][-1]["ended_s"] <= second["steps"][0]["ordered_s"]
             timeline = timeline_of(status, 2)
             assert {bar.request for bar in timeline.bars} == {0, 1}
             assert len({bar.instance for bar in timeline.bars}) == 3
