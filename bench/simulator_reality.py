@@ -6,7 +6,7 @@ One decode instance and two prefill instances of a random Llama, one with SGLang
 only their schedulers on the first core (one works at a time), everything else on the second. A program of idle
 priority fills what is left of the second core throughout: cores of a virtual machine share clock and caches, and the
 first would be faster while the profile is made than while clients are busy. The FCFS instance is measured by
-`sglang-ext profile engine` (with the hand-over to decode). Then both serve the same short and long prompts at the same
+`sglang-ext profile` (with the hand-over to decode). Then both serve the same short and long prompts at the same
 times, in turns and for several rounds of other arrivals, and so does the simulator with the profile and the same
 policies. The distributions of all rounds together are compared.
 
@@ -140,9 +140,9 @@ def _start(scratch: Path, cores: Sequence[int], stack: ExitStack) -> dict[str, B
 
 def _profile(prefill: BenchEngine, decode: BenchEngine, path: Path) -> None:
     """Measure the instance as a user does. Torch's attention has a term that the papers' forms lack: see the docs."""
-    command = [sys.executable, "-m", "sglang_ext.cli", "profile", "engine", "--url", prefill.url]
-    command += ["--decode", decode.url, "--out", str(path), "--accept-bad-fit", "--cached-tokens"]
-    command += [str(tokens) for tokens in CACHED_TOKENS]
+    command = [sys.executable, "-m", "sglang_ext.cli", "profile", "--url", prefill.url]
+    command += ["--decode", decode.url, "--out", str(path), "--accept-bad-fit", "--set"]
+    command.append("points.cached_tokens=" + ",".join(map(str, CACHED_TOKENS)))
     path.with_name(path.name + ".partial").unlink(missing_ok=True)
     began_s = time.monotonic()
     done = subprocess.run(command, text=True, capture_output=True, check=False)

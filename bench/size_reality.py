@@ -2,7 +2,7 @@
 
     python bench/size_reality.py [--requests 200] [--rounds 2] [--data FOLDER] [--out FOLDER]
 
-A prefill and a decode instance of a random Llama are measured by `sglang-ext profile engine`. A trace of short and long
+A prefill and a decode instance of a random Llama are measured by `sglang-ext profile`. A trace of short and long
 prompts is given the lowest rate at which, by the profile, one prefill instance breaks its objectives even at 0.9 of it
 and some layout of two holds them at 1.1. `sglang-ext size` then searches the cheapest layout for this trace, and
 `sglang-ext up` serves the file that it wrote, each prefill instance on a core of its own, everything else on both. The
@@ -33,6 +33,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
+
+import yaml
 
 from sglang_ext.cluster.cluster_file import dump_cluster, load_cluster
 from sglang_ext.cluster.config import ClusterConfig, PoolConfig
@@ -172,9 +174,9 @@ def _pin(engines: dict[str, BenchEngine], cores: Sequence[int]) -> None:
 
 
 def _profile(engines: dict[str, BenchEngine], path: Path) -> None:
-    command = [sys.executable, "-m", "sglang_ext.cli", "profile", "engine", "--url", engines["both"].url]
-    command += ["--decode", engines["decode"].url, "--out", str(path), "--accept-bad-fit", "--cached-tokens"]
-    command += [str(tokens) for tokens in CACHED_TOKENS]
+    command = [sys.executable, "-m", "sglang_ext.cli", "profile", "--url", engines["both"].url]
+    command += ["--decode", engines["decode"].url, "--out", str(path), "--accept-bad-fit", "--set"]
+    command.append("points.cached_tokens=" + ",".join(map(str, CACHED_TOKENS)))
     path.with_name(path.name + ".partial").unlink(missing_ok=True)
     done = subprocess.run(command, text=True, capture_output=True, check=False)
     if done.returncode != 0:
@@ -206,9 +208,24 @@ def _trace(mix: TraceMix, requests: int, profile: Path, scratch: Path) -> tuple[
 def _options(trace: Path, profile: Path) -> list[str]:
     engine = size.sized_engine(str(profile))
     short_ms = 1e3 * SHORT_STRETCH * engine.alone_s(256)
-    options = ["--trace", str(trace), "--profile", str(profile), "--slo-short-ms", f"{short_ms:.1f}"]
-    options += ["--slo-long-stretch", str(LONG_STRETCH), "--attainment", str(ATTAINMENT), "--headroom", str(HEADROOM)]
-    return [*options, "--boundary-tokens", str(BOUNDARY_TOKENS), "--max-gpus", "3", "--processes", "1"]
+    scenario = trace.with_name("scenario.yaml")
+    content = {
+        "workload": {"file": str(trace)},
+        "objectives": {
+            "short_ms": round(short_ms, 1),
+            "long_stretch": LONG_STRETCH,
+            "attainment": ATTAINMENT,
+            "headroom": HEADROOM,
+        },
+        "search": {
+            "profiles": str(profile),
+            "boundary_tokens": BOUNDARY_TOKENS,
+            "max_gpus": 3,
+            "processes": 1,
+        },
+    }
+    scenario.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
+    return [str(scenario)]
 
 
 def _work_s(mix: TraceMix, profile: Path) -> float:
@@ -220,7 +237,7 @@ def _work_s(mix: TraceMix, profile: Path) -> float:
 def _parsed(options: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     size.add_arguments(parser)
-    return parser.parse_args(options)
+    return size.with_settings(parser.parse_args(options))
 
 
 def _search(options: Sequence[str], out: Path) -> ClusterLayout:

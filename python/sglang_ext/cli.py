@@ -26,11 +26,6 @@ class Command(NamedTuple):
     kinds: Mapping[str, Command] = MappingProxyType({})  # `sglang-ext COMMAND KIND`
 
 
-_PROFILES = {
-    "engine": Command(
-        "sglang_ext.planner.profiling.profile_engine", "measure a running instance and fit what its prefills cost"
-    ),
-}
 _BATCHES = {
     "run": Command("sglang_ext.batch.run_command", "send a file of requests through an endpoint, nothing lost"),
     "serve": Command("sglang_ext.batch.serve_command", "serve OpenAI's files and batches in front of an endpoint"),
@@ -54,7 +49,9 @@ COMMANDS = {
     ),
     "live": Command("", "watch, record or draw what a running cluster does", _LIVE),
     "doctor": Command("sglang_ext.engine.doctor", "report what this machine can run and what is missing"),
-    "profile": Command("", "measure what the simulator and the planner reckon with", _PROFILES),
+    "profile": Command(
+        "sglang_ext.planner.profiling.profile_engine", "measure a running instance and fit what its prefills cost"
+    ),
     "batch": Command("", "offline runs: files of requests, and scores of a teacher", _BATCHES),
     "simulate": Command("sglang_ext.planner.simulation.simulate", "simulate a workload on any number of instances"),
     "plan": Command("sglang_ext.planner.sizing.plan", "tell whether a pool should be a pipeline or a ring, and why"),

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Sequence
-from dataclasses import MISSING, Field, fields
-from pathlib import Path
+from dataclasses import MISSING, fields
 from typing import Any
 
-import yaml
-
+from sglang_ext import settings
+from sglang_ext.settings import Setting, SettingsError
 from sglang_ext.types import Role
 from sglang_ext_router.config import KEYS, RouterConfig, RouterConfigError, WorkerAddress, flag_of, parse_worker_url
 from sglang_ext_router.decide.decode_choice import DECODE_POLICIES
@@ -22,6 +20,21 @@ _PREFILL_OPTIONS = (
     ("--prefill-long", Role.LONG, "prefill instance for long prompts"),
     ("--prefill", Role.BOTH, "prefill instance for both"),
 )
+
+
+SETTINGS = tuple(
+    Setting(
+        section,
+        entry.name.removeprefix(section + "_"),
+        type(entry.default),
+        entry.default,
+        entry.metadata["help"],
+        dest=entry.name,
+    )
+    for entry in fields(RouterConfig)
+    if (section := entry.metadata.get("section")) is not None
+)
+"""Settings of the file: the fields of RouterConfig that have a section."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,16 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             help=f"{what}; repeat for more. The bootstrap port is read from the instance if not given",
         )
     parser.add_argument("--decode", action="append", default=[], metavar="URL", help="decode instance; repeat for more")
-    parser.add_argument(
-        "--config", metavar="FILE", help=f"YAML file of further settings, by section: {', '.join(sections())}"
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="SECTION.KEY=VALUE",
-        help="one of those settings, which wins over the file; repeat for more",
-    )
+    settings.add_arguments(parser, SETTINGS)
     for entry in fields(RouterConfig):
         if entry.name == "workers" or "section" in entry.metadata:
             continue
@@ -101,75 +105,12 @@ def config_from_arguments(arguments: argparse.Namespace) -> RouterConfig:
         for entry in fields(RouterConfig)
         if entry.name != "workers" and "section" not in entry.metadata
     }
-    values |= _settings(arguments.config, arguments.set)
+    try:
+        values |= settings.read(SETTINGS, arguments.config, arguments.set)
+    except SettingsError as error:
+        raise RouterConfigError(str(error)) from None
     values["model_alias"], values["peer"] = tuple(values["model_alias"]), tuple(values["peer"])
     return RouterConfig(workers=tuple(workers), **values)
-
-
-def sections() -> dict[str, dict[str, Field[Any]]]:
-    """Return the fields of each section by their keys in the file."""
-    by_section: dict[str, dict[str, Field[Any]]] = {}
-    for entry in fields(RouterConfig):
-        section = entry.metadata.get("section")
-        if section is not None:
-            by_section.setdefault(section, {})[entry.name.removeprefix(section + "_")] = entry
-    return by_section
-
-
-def _settings(file: str | None, assignments: Sequence[str]) -> dict[str, Any]:
-    """Return values of RouterConfig's fields from the file and from `--set`. RouterConfigError names what is wrong."""
-    values: dict[str, Any] = {}
-    if file is not None:
-        try:
-            content = yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}
-        except (OSError, UnicodeDecodeError) as error:
-            raise RouterConfigError(f"--config: {error}") from None
-        except yaml.YAMLError as error:
-            raise RouterConfigError(f"--config: {file} is not YAML: {' '.join(str(error).split())}") from None
-        if not isinstance(content, dict):
-            raise RouterConfigError(f"--config: {file} must hold sections: {', '.join(sections())}")
-        for section, settings in content.items():
-            if not isinstance(settings, dict):
-                raise RouterConfigError(f"--config: {section} must be a section of settings")
-            for key, value in settings.items():
-                values |= _setting(f"{section}.{key}", value, f"--config: {section}.{key}")
-    for assignment in assignments:
-        name, separator, text = assignment.partition("=")
-        if not separator:
-            raise RouterConfigError(f"--set: {assignment!r} is not of the form SECTION.KEY=VALUE")
-        values |= _setting(name, text, f"--set {name}", is_text=True)
-    return values
-
-
-def _setting(name: str, value: Any, where: str, *, is_text: bool = False) -> dict[str, Any]:
-    known = sections()
-    section, _, key = name.partition(".")
-    if section not in known:
-        raise RouterConfigError(f"{where}: there is no section {section!r}; known are {', '.join(known)}")
-    if key not in known[section]:
-        raise RouterConfigError(f"{where}: {section} has no {key!r}; known are {', '.join(known[section])}")
-    entry = known[section][key]
-    wanted = type(entry.default)
-    if is_text:
-        value = _parsed(value, wanted)
-    if wanted is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if wanted is str and value is None:
-        value = ""
-    if type(value) is not wanted:
-        kind = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}[wanted]
-        raise RouterConfigError(f"{where} must be {kind}, not {value!r}")
-    return {entry.name: value}
-
-
-def _parsed(text: str, wanted: type) -> Any:
-    """Return the value that a text stands for, or the text where it is none of that type."""
-    if wanted is bool:
-        return {"true": True, "false": False}.get(text, text)
-    try:
-        return wanted(text)
-    except ValueError:
-        return text
 
 
 def _bootstrap_port(text: str, option: str) -> int | None:

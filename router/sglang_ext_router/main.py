@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import uvloop
 
-from sglang_ext_router.command_line import add_arguments, config_from_arguments
+from sglang_ext_router.command_line import SETTINGS, add_arguments, config_from_arguments
 from sglang_ext_router.compiled import describe_compiled
 from sglang_ext_router.config import RouterConfig, RouterConfigError
 from sglang_ext_router.group.peers import PeerRouters
@@ -31,7 +31,7 @@ from sglang_ext_router.instances.kubernetes_api import connect_kubernetes
 from sglang_ext_router.observe.access_log import AccessLog
 from sglang_ext_router.router import Router
 
-__all__ = ["add_arguments", "run", "serve"]
+__all__ = ["SETTINGS", "add_arguments", "run", "serve"]
 logger = logging.getLogger(__name__)
 LISTEN_BACKLOG = 4096
 SPARE_DESCRIPTORS = 256

@@ -1,4 +1,4 @@
-"""`sglang-ext profile engine` on real instances: cached tokens are hits, batches whole, and the simulator reads it."""
+"""`sglang-ext profile` on real instances: cached tokens are hits, batches whole, and the simulator reads it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from sglang_ext.types import Role
 from support.engines import FLEET, Engine, EngineSpec
 from support.pipeline import DECODE as PIPELINE_DECODE
 from support.pipeline import STOCK_STAGES
+from support.settings import sets
 
 pytestmark = pytest.mark.integration
 
@@ -26,7 +27,9 @@ DECODE = EngineSpec(Role.DECODE)
 # Long enough for its time to be told from that of 16 tokens on any machine.
 CHUNK_TOKENS = 2048
 STAGES = replace(STOCK_STAGES, arguments=("--pp-size", "2", "--chunked-prefill-size", str(CHUNK_TOKENS)))
-POINTS = ("--new-tokens", "16", "256", "--cached-tokens", "0", "512", "--batch-tokens", "16", "--batch-sizes", "8")
+POINTS = sets(
+    "points.new_tokens=16,256", "points.cached_tokens=0,512", "points.batch_tokens=16", "points.batch_sizes=8"
+)
 
 
 def samples(engine: Engine, name: str) -> float:
@@ -39,8 +42,8 @@ def test_a_profile_of_prefill_and_hand_over(tmp_path: Path, capsys: pytest.Captu
     prefill, decode = FLEET.get(STOCK, DECODE)
     out = tmp_path / "profile.json"
     hits = samples(prefill, "sglang:cached_tokens_total")
-    arguments = ["profile", "engine", "--url", prefill.url, "--decode", decode.url, "--out", str(out), *POINTS]
-    assert main([*arguments, "--repeats", "2", "--accept-bad-fit"]) == 0, capsys.readouterr().err
+    arguments = ["profile", "--url", prefill.url, "--decode", decode.url, "--out", str(out), *POINTS]
+    assert main([*arguments, *sets("points.repeats=2"), "--accept-bad-fit"]) == 0, capsys.readouterr().err
     content = json.loads(out.read_text())
     measured = {(one["cached_tokens"], one["new_tokens"], one["requests"]): one for one in content["points"]}
     assert set(measured) == {(0, 16, 1), (0, 256, 1), (512, 16, 1), (512, 256, 1), (0, 16, 8)}
@@ -89,9 +92,9 @@ def test_what_a_stage_of_a_pipeline_takes(tmp_path: Path, capsys: pytest.Capture
     """Two stages: the file has what one takes, beside an instance of one stage, and a simulation with it adds up."""
     prefill, decode = FLEET.get(STAGES, PIPELINE_DECODE)
     out = tmp_path / "profile.json"
-    points = ("--new-tokens", "16", str(CHUNK_TOKENS), "--cached-tokens", "0", "512", "--batch-sizes", "1")
-    arguments = ["profile", "engine", "--url", prefill.url, "--decode", decode.url, "--out", str(out), *points]
-    assert main([*arguments, "--repeats", "2", "--accept-bad-fit"]) == 0, capsys.readouterr().err
+    points = sets(f"points.new_tokens=16,{CHUNK_TOKENS}", "points.cached_tokens=0,512", "points.batch_sizes=1")
+    arguments = ["profile", "--url", prefill.url, "--decode", decode.url, "--out", str(out), *points]
+    assert main([*arguments, *sets("points.repeats=2"), "--accept-bad-fit"]) == 0, capsys.readouterr().err
     assert f"through 2 stages. A chunk of {CHUNK_TOKENS} tokens passes in " in capsys.readouterr().out
     content = json.loads(out.read_text())
     assert "prefill" not in content

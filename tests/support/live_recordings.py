@@ -13,16 +13,17 @@ from pathlib import Path
 from sglang_ext.cli import main
 from sglang_ext.live.decide.messages import InstanceRow, LoadRow, PromptRow, hello
 from sglang_ext.live.decide.view import Counts, LiveView, SeenInstance, SeenSpan
+from support.settings import sets
 
 
 def simulated_recording(folder: Path, *, seconds: float = 20.0, seed: int = 1) -> Path:
     """Short prompts, one in seven long, on three short and five long instances, of which some move; two decode."""
-    return _simulated(folder, seconds, seed, ("--policy", "laps", "--move-pools"))
+    return _simulated(folder, seconds, seed, sets("policy.name=laps", "policy.move_pools=true"))
 
 
 def shared_recording(folder: Path, *, seconds: float = 20.0, seed: int = 1) -> Path:
     """The same prompts where the five long instances share the long ones, and none moves."""
-    return _simulated(folder, seconds, seed, ("--policy", "pool"))
+    return _simulated(folder, seconds, seed, sets("policy.name=pool"))
 
 
 def _simulated(folder: Path, seconds: float, seed: int, policy: Sequence[str]) -> Path:
@@ -35,9 +36,19 @@ def _simulated(folder: Path, seconds: float, seed: int, policy: Sequence[str]) -
     workload = folder / "workload.csv"
     workload.write_text("\n".join(lines) + "\n")
     out = folder / "recording.jsonl"
-    options = [*policy, "--prefill", "8", "--short-instances", "3", "--decode", "2"]
+    options = [*policy, *sets("instances.prefill=8", "instances.short=3", "decode.instances=2")]
     assert (
-        main(["simulate", "--workload", str(workload), *options, "--boundary-tokens", "256", "--record", str(out)]) == 0
+        main(
+            [
+                "simulate",
+                *sets(f"workload.file={workload}"),
+                *options,
+                *sets("policy.boundary_tokens=256"),
+                "--record",
+                str(out),
+            ]
+        )
+        == 0
     )
     return out
 

@@ -1,7 +1,7 @@
 """A scripted SGLang instance with a prefix cache and a clock of its own, for tests of the profiler.
 
     with timed_instance(cost) as instance:
-        main(["profile", "engine", "--url", instance.url, ...])
+        main(["profile", "--url", instance.url, ...])
 
 It computes nothing and waits for nothing: what an iteration took is what `cost` says of its (new, cached) lengths.
 """

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from sglang_ext.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("distill_*.py"))
@@ -88,3 +91,20 @@ def test_a_small_example_runs_and_stays_small(name: str) -> None:
     done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert SMALL_EXAMPLES[name] in done.stdout
+
+
+def test_the_scenario_of_a_simulation_is_one_that_the_command_takes(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rows = ({"timestamp": 400 * number, "input_length": 300 + 40 * number, "output_length": 2} for number in range(40))
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    out = tmp_path / "figures.json"
+    command = ["simulate", str(ROOT / "examples/simulate.yaml"), "--set", f"workload.file={trace}", "--json", str(out)]
+    assert main(command) == 0
+    assert len(json.loads(out.read_text(encoding="utf-8"))["runs"]) == 3
+
+
+def test_the_scenario_of_a_search_is_one_that_the_command_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["size", str(ROOT / "examples/size.yaml"), "--set", f"workload.file={tmp_path / 'none'}"]) == 2
+    assert "search.profiles: h200.json is neither" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The engine profile: what `sglang-ext profile engine` writes, and what a simulation, planner or policy reads.
+"""The engine profile: what `sglang-ext profile` writes, and what a simulation, planner or policy reads.
 
     {"format": "sglang-ext engine profile", "version": 1, "model": "...", "device": "...",
      "sp": [{"size": 1, "a_s": 0.03, "b_s_per_token": 5.6e-5, "c_s_per_token2": 2.5e-9, "d_s_per_token2": 1.3e-9}],

@@ -301,12 +301,6 @@ def test_every_option_has_a_help_text_and_is_shown(capsys: pytest.CaptureFixture
                 assert flag_of(field.name) in shown
 
 
-def test_the_document_of_the_settings_is_what_the_tool_makes() -> None:
-    assert load_tool("render_router_settings").render() == (ROOT / "docs/router-settings.md").read_text(
-        encoding="utf-8"
-    )
-
-
 def test_a_folder_with_a_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(RouterConfigError, match="--tokenizer-path"):
         parse("--tokenizer-path", str(tmp_path))

@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "process that reaches the port may join)",
     )
     add("--sp-sizes", default="1,2,4", metavar="N,N", help="how many instances may compute a chunk together")
-    add("--profile", type=Path, metavar="FILE", help="costs, as `sglang-ext profile engine` writes them")
+    add("--profile", type=Path, metavar="FILE", help="costs, as `sglang-ext profile` writes them")
     add(
         "--interleaving",
         choices=[str(one) for one in Interleaving],

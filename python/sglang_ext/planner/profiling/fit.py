@@ -77,7 +77,7 @@ def fit_measurements(measurements: Measurements) -> Fit:
         ("iteration", iteration.token_s + iteration.new2_s),
     ):
         if not per_token_s > 0:
-            raise FitError(f"by the fit of {name} a token costs nothing: measure longer chunks (--new-tokens)")
+            raise FitError(f"by the fit of {name} a token costs nothing: measure longer chunks (points.new_tokens)")
     forms = [
         *(
             _judge(f"sp {size}", [one for one in lone if one.point.sp_size == size], _by_sp(cost))

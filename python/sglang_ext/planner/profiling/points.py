@@ -109,10 +109,10 @@ def batch_refusal(new_tokens: int, requests: int, limits: PointLimits) -> str | 
 
 def _check(asked: AskedPoints, limits: PointLimits) -> None:
     for option, values, least in (
-        ("--new-tokens", asked.new_tokens, 1),
-        ("--cached-tokens", asked.cached_tokens, 0),
-        ("--batch-tokens", asked.batch_tokens, 1),
-        ("--batch-sizes", asked.batch_sizes, 1),
+        ("points.new_tokens", asked.new_tokens, 1),
+        ("points.cached_tokens", asked.cached_tokens, 0),
+        ("points.batch_tokens", asked.batch_tokens, 1),
+        ("points.batch_sizes", asked.batch_sizes, 1),
     ):
         for value in values or ():
             if value < least:
@@ -120,23 +120,24 @@ def _check(asked: AskedPoints, limits: PointLimits) -> None:
     longest_new = max(asked.new_tokens or (0,))
     if limits.chunk_tokens is not None and longest_new > limits.chunk_tokens:
         raise PointError(
-            f"--new-tokens {longest_new}: chunked prefill cuts it, --chunked-prefill-size of the instance is "
+            f"points.new_tokens {longest_new}: chunked prefill cuts it, --chunked-prefill-size of the instance is "
             f"{limits.chunk_tokens}"
         )
     for cached in asked.cached_tokens or ():
         if cached % limits.page_tokens:
-            raise PointError(f"--cached-tokens {cached} is not a multiple of the page size, {limits.page_tokens}")
+            raise PointError(f"points.cached_tokens {cached} is not a multiple of the page size, {limits.page_tokens}")
         for new in asked.new_tokens or (1,):
             if cached + new > limits.prompt_tokens:
                 raise PointError(
-                    f"--cached-tokens {cached} with {new} new ones: a prompt has at most {limits.prompt_tokens} tokens "
+                    f"points.cached_tokens {cached} with {new} new ones: a prompt has at most {limits.prompt_tokens} "
+                    "tokens "
                     "on this instance (context length and KV cache)"
                 )
     if asked.batch_tokens and asked.batch_sizes:
         min_batch = min(asked.batch_tokens), max(2, min(asked.batch_sizes))
         reason = batch_refusal(*min_batch, limits)
         if max(asked.batch_sizes) > 1 and reason is not None:
-            raise PointError(f"--batch-sizes {min_batch[1]} of --batch-tokens {min_batch[0]}: {reason}")
+            raise PointError(f"points.batch_sizes {min_batch[1]} of points.batch_tokens {min_batch[0]}: {reason}")
 
 
 def _doubling(first: int, last: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""`sglang-ext profile engine`: measure a running instance, fit its costs, write the profile and its picture."""
+"""`sglang-ext profile`: measure a running instance, fit its costs, write the profile and its picture."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from statistics import median
 
-from sglang_ext import __version__
+from sglang_ext import __version__, settings
 from sglang_ext.costs.engine_profile import (
     PREFILL_FIELDS,
     PipelineCosts,
@@ -29,6 +30,7 @@ from sglang_ext.planner.profiling.instance import HttpInstance
 from sglang_ext.planner.profiling.measured_points import MeasuredPoint, Measurements, Notes, NotesError, partial_path
 from sglang_ext.planner.profiling.measurement import busy_request_s, gap_s, measure
 from sglang_ext.planner.profiling.points import AskedPoints, Point, PointError, choose_points
+from sglang_ext.settings import Setting, SettingsError
 
 API_KEY_VARIABLE = "SGLANG_EXT_API_KEY"
 DEFAULT_MAX_ERROR = 0.2
@@ -36,60 +38,55 @@ _HAND_OVER_TOKENS = (16, 128, 1024, 4096)
 _BAR = 40
 
 
+_POINTS = partial(Setting, "points")
+_OUTPUT = partial(Setting, "output")
+SETTINGS = (
+    _POINTS("new_tokens", int, None, "new tokens of a chunk (powers of two up to a chunk)", is_list=True),
+    _POINTS("cached_tokens", int, None, "cached tokens before it (0 and powers of four)", is_list=True),
+    _POINTS("batch_tokens", int, None, "tokens of each prompt of a batch (up to 256)", is_list=True),
+    _POINTS("batch_sizes", int, None, "prompts of a batch (powers of two); 1: no batches", is_list=True),
+    _POINTS("repeats", int, 5, "runs of each point, after one that warms up"),
+    _POINTS("seed", int, 0, "seed of the token ids"),
+    _POINTS("timeout_s", float, 300.0, "longest time of one request", dest="timeout"),
+    _OUTPUT("plot", Path, None, "the picture (PNG); default: the profile's name with .png"),
+    _OUTPUT("device_name", str, None, "name of the device in the profile, such as H200"),
+    _OUTPUT(
+        "max_error",
+        float,
+        DEFAULT_MAX_ERROR,
+        "a fit of which the relative error is larger than this at one point of ten is bad",
+    ),
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `sglang-ext profile engine` to `parser`."""
-    where = parser.add_argument_group("instance")
-    where.add_argument("--url", required=True, help="the instance: plain SGLang, or a prefill instance")
-    where.add_argument("--decode", metavar="URL", help="a decode instance: the way of the KV to it is measured too")
-    where.add_argument("--model", help="name or folder of the model that must be served there")
-    where.add_argument("--api-key", help=f"key of the instance; without it, ${API_KEY_VARIABLE}")
-    where.add_argument("--timeout", type=float, default=300.0, metavar="S", help="longest time of one request")
-    what = parser.add_argument_group("points")
-    what.add_argument(
-        "--new-tokens", type=int, nargs="+", metavar="L", help="new tokens of a chunk (powers of two up to a chunk)"
-    )
-    what.add_argument(
-        "--cached-tokens", type=int, nargs="+", metavar="C", help="cached tokens before it (0 and powers of four)"
-    )
-    what.add_argument(
-        "--batch-tokens", type=int, nargs="+", metavar="L", help="tokens of each prompt of a batch (up to 256)"
-    )
-    what.add_argument(
-        "--batch-sizes", type=int, nargs="+", metavar="B", help="prompts of a batch (powers of two); 1: no batches"
-    )
-    what.add_argument("--sp", type=int, nargs="+", default=[1], metavar="S", help="instances that share a chunk")
-    what.add_argument("--repeats", type=int, default=5, help="runs of each point, after one that warms up")
-    what.add_argument("--seed", type=int, default=0, help="of the token ids")
-    output = parser.add_argument_group("output")
-    output.add_argument("--out", type=Path, required=True, metavar="FILE", help="the profile (JSON)")
-    output.add_argument(
+    """Add the arguments of `sglang-ext profile` to `parser`."""
+    parser.add_argument("--url", required=True, help="the instance: plain SGLang, or a prefill instance")
+    parser.add_argument("--decode", metavar="URL", help="a decode instance: the way of the KV to it is measured too")
+    parser.add_argument("--model", help="name or folder of the model that must be served there")
+    parser.add_argument("--api-key", help=f"key of the instance; without it, ${API_KEY_VARIABLE}")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the profile (JSON)")
+    parser.add_argument(
         "--add-to",
         type=Path,
         metavar="FILE",
         help="a profile of the same model: what it has of other numbers of pipeline stages (--pp-size) is kept",
     )
-    output.add_argument("--plot", type=Path, metavar="FILE", help="the picture (PNG); default: beside the profile")
-    output.add_argument("--device-name", help="what to call the device in the profile, such as H200")
-    output.add_argument(
-        "--max-error",
-        type=float,
-        default=DEFAULT_MAX_ERROR,
-        help="a fit of which the relative error is larger than this at one point of ten is bad",
-    )
-    output.add_argument("--accept-bad-fit", action="store_true", help="write the profile all the same")
+    parser.add_argument("--accept-bad-fit", action="store_true", help="write the profile of a bad fit all the same")
+    settings.add_arguments(parser, SETTINGS)
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, fit, write. Progress goes to standard error; 2 for what cannot be done, 1 for a bad fit."""
     try:
-        return _run(args)
-    except (InstanceError, PointError, NotesError, FitError, ProfileError, ProfilePictureError) as error:
+        return _run(argparse.Namespace(**vars(args), **settings.read(SETTINGS, args.config, args.set)))
+    except (SettingsError, InstanceError, PointError, NotesError, FitError, ProfileError, ProfilePictureError) as error:
         _clear_bar()
-        print(f"sglang-ext profile engine: error: {error}", file=sys.stderr)
+        print(f"sglang-ext profile: error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
         _clear_bar()
-        print(f"sglang-ext profile engine: error: {error.filename}: {error.strerror}", file=sys.stderr)
+        print(f"sglang-ext profile: error: {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         _clear_bar()
@@ -147,7 +144,7 @@ def _run(args: argparse.Namespace) -> int:
         print(_verdict(form, args.max_error), file=sys.stderr)
     if bad and not args.accept_bad_fit:
         print(
-            "sglang-ext profile engine: error: the fit is bad, no profile was written; --accept-bad-fit writes it "
+            "sglang-ext profile: error: the fit is bad, no profile was written; --accept-bad-fit writes it "
             f"(the measurements are kept in {partial_path(args.out)})",
             file=sys.stderr,
         )
@@ -160,16 +157,13 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    if any(size != 1 for size in args.sp):
-        other = next(size for size in args.sp if size != 1)
-        raise PointError(f"--sp {other}: one instance was given, which computes every chunk alone; only --sp 1")
     if args.repeats < 1:
-        raise PointError(f"--repeats must be at least 1, got {args.repeats}")
+        raise PointError(f"points.repeats must be at least 1, got {args.repeats}")
     if not args.timeout > 0:
-        raise PointError(f"--timeout must be above 0, got {args.timeout:g}")
+        raise PointError(f"points.timeout_s must be above 0, got {args.timeout:g}")
     if not args.max_error > 0:
-        raise PointError(f"--max-error must be above 0, got {args.max_error:g}")
-    for option, path in (("--out", args.out), ("--plot", args.plot)):
+        raise PointError(f"output.max_error must be above 0, got {args.max_error:g}")
+    for option, path in (("--out", args.out), ("output.plot", args.plot)):
         if path is not None and not path.parent.is_dir():
             raise PointError(f"{option} {path}: the folder does not exist")
 

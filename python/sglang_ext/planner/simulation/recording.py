@@ -74,7 +74,7 @@ def messages(outcome: Outcome, run: RecordedRun) -> Iterator[bytes]:
             "A simulated run. Decode was simulated, too; a request that has not ended at the end of the run has no "
             "decode instance here."
             if run.decode_instances
-            else "A simulated run of prefill alone (--decode): a request ends with its first token."
+            else "A simulated run of prefill alone (decode.instances): a request ends with its first token."
         ],
     )
     lives = _lives(outcome, run)

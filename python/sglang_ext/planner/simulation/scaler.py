@@ -33,7 +33,7 @@ TOLERANCE = 0.1  # Kubernetes' --horizontal-pod-autoscaler-tolerance
 
 @dataclass(frozen=True, slots=True)
 class ScalerSettings:
-    """Describes what a scaler goes by. ValueError, in one line that names the option, for a value that makes no
+    """Describes what a scaler goes by. ValueError, in one line that names the setting, for a value that makes no
     sense."""
 
     scaler: str = SCALE_TOTAL
@@ -47,17 +47,17 @@ class ScalerSettings:
 
     def __post_init__(self) -> None:
         if self.scaler not in SCALERS:
-            raise ValueError(f"--scaler must be one of {', '.join(SCALERS)}, got {self.scaler}")
+            raise ValueError(f"scaler.kind must be one of {', '.join(SCALERS)}, got {self.scaler}")
         if not (math.isfinite(self.queue_s) and self.queue_s > 0):
-            raise ValueError(f"--scaler-queue-s must be above 0, got {self.queue_s:g}")
+            raise ValueError(f"scaler.queue_s must be above 0, got {self.queue_s:g}")
         if not 0 < self.utilisation <= 1:
-            raise ValueError(f"--scaler-utilisation must be above 0 and at most 1, got {self.utilisation:g}")
+            raise ValueError(f"scaler.utilisation must be above 0 and at most 1, got {self.utilisation:g}")
         for name in ("startup_s", "up_stabilisation_s", "stabilisation_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"--scaler-{name.replace('_', '-')} must be at least 0, got {value:g}")
+                raise ValueError(f"scaler.{name} must be at least 0, got {value:g}")
         if self.most < 1:
-            raise ValueError(f"--scaler-max must be at least 1, got {self.most}")
+            raise ValueError(f"scaler.max must be at least 1, got {self.most}")
 
 
 class Scaling(NamedTuple):

@@ -1,4 +1,4 @@
-"""Makes workload and instances of the options of `sglang-ext simulate`. An error is one line that names the option."""
+"""Makes workload and instances of the settings of `sglang-ext simulate`. An error is a line that names the setting."""
 
 from __future__ import annotations
 
@@ -39,56 +39,68 @@ class ScenarioError(ValueError):
 
 
 def make_requests(workload: Workload, args: argparse.Namespace, rate_per_s: float | None) -> list[SimRequest]:
-    """The requests of one run. ScenarioError names the option."""
-    _require_positive("--rate", rate_per_s)
-    _require_positive("--burst-shape", args.burst_shape)
-    _require_positive("--requests", args.requests)
-    _require_positive("--think-s", args.think_s)
+    """The requests of one run. ScenarioError names the setting."""
+    _require_positive("workload.rate", rate_per_s)
+    _require_positive("workload.burst_shape", args.burst_shape)
+    _require_positive("workload.requests", args.requests)
+    _require_positive("workload.think_s", args.think_s)
     if not workload.requests:
         if rate_per_s is None:
-            raise ScenarioError("--rate is needed: the workload has lengths without times")
+            raise ScenarioError("workload.rate is needed: the workload has lengths without times")
         count = args.requests or DRAWN_REQUESTS
         if workload.sessions:
             return session_requests(workload.sessions, count, rate_per_s, args.seed, args.think_s, args.burst_shape)
         return list(drawn_requests(workload.lengths, count, rate_per_s, args.seed, args.burst_shape))
     if args.burst_shape != 1.0:
-        raise ScenarioError("--burst-shape: the workload has times of its own")
+        raise ScenarioError("workload.burst_shape: the workload has times of its own")
     requests = list(islice(workload.requests, args.requests))
     if rate_per_s is None:
         return requests
     try:
         return scaled(requests, rate_per_s)
     except ValueError as error:
-        raise ScenarioError(f"--rate: {error}") from None
+        raise ScenarioError(f"workload.rate: {error}") from None
 
 
 def stage_builder(args: argparse.Namespace, engine: SimEngine, *, is_recorded: bool) -> StageBuilder:
-    """Return what builds the prefill stage. ScenarioError names the option."""
-    counts = ("prefill", "instances_per_node", "kv_tokens", "sp_size", "chunk_tokens", "boundary_tokens")
-    for name in (*counts, "short_pp", "long_pp"):
-        _require_positive(f"--{name.replace('_', '-')}", getattr(args, name))
+    """Return what builds the prefill stage. ScenarioError names the setting."""
+    for name, value in (
+        ("instances.prefill", args.prefill),
+        ("instances.per_node", args.instances_per_node),
+        ("instances.kv_tokens", args.kv_tokens),
+        ("instances.chunk_tokens", args.chunk_tokens),
+        ("instances.short_pp", args.short_pp),
+        ("instances.long_pp", args.long_pp),
+        ("policy.sp_size", args.sp_size),
+        ("policy.boundary_tokens", args.boundary_tokens),
+    ):
+        _require_positive(name, value)
     if not 0 <= args.improvement_rate < 1:
-        raise ScenarioError(f"--improvement-rate must be at least 0 and below 1, got {args.improvement_rate:g}")
-    _require_positive("--chunk-s", args.chunk_s)
+        raise ScenarioError(f"policy.improvement_rate must be at least 0 and below 1, got {args.improvement_rate:g}")
+    _require_positive("policy.chunk_s", args.chunk_s)
     if args.chunk_s is not None and not args.policy.startswith(ClusterSystem.POOL):
-        raise ScenarioError(f"--chunk-s needs a policy that decides again (pool…), not {args.policy}")
+        raise ScenarioError(f"policy.chunk_s needs a policy that decides again (pool…), not {args.policy}")
     if args.policy != LAPS and args.move_pools:
-        raise ScenarioError("--move-pools needs --policy laps")
+        raise ScenarioError("policy.move_pools needs policy.name laps")
     short = args.short_instances
     if args.scaler and (args.policy != LAPS or not short):
-        raise ScenarioError("--scaler needs --policy laps and --short-instances")
+        raise ScenarioError("scaler.kind needs policy.name laps and instances.short")
     if short and args.policy in {order.value for order in QueueOrder}:
-        raise ScenarioError(f"--short-instances: --policy {args.policy} keeps no classes apart")
+        raise ScenarioError(f"instances.short: policy.name {args.policy} keeps no classes apart")
     if short and not 0 < short < args.prefill:
-        raise ScenarioError(f"--short-instances must be at least 1 and leave one of {args.prefill}, got {short}")
+        raise ScenarioError(f"instances.short must be at least 1 and leave one of {args.prefill}, got {short}")
     if args.long_pp > 1 and args.policy in _CLUSTER_POLICIES:
-        raise ScenarioError(f"--long-pp: instances that share prompts (--policy {args.policy}) have one stage")
+        raise ScenarioError(
+            f"instances.long_pp: instances that share prompts (policy.name {args.policy}) have one stage"
+        )
     if short and args.policy in _CLUSTER_POLICIES:
         return _split_builder(args, engine, is_recorded)
     if args.short_pp > 1 and not short:
-        raise ScenarioError("--short-pp needs --short-instances")
+        raise ScenarioError("instances.short_pp needs instances.short")
     if args.move_pools and args.short_pp != args.long_pp:
-        raise ScenarioError("--move-pools: instances of the pools must have as many stages (--short-pp, --long-pp)")
+        raise ScenarioError(
+            "policy.move_pools: instances of the pools must have as many stages (instances.short_pp, instances.long_pp)"
+        )
     if args.policy in _CLUSTER_POLICIES:
         return _cluster_builder(args, engine, is_recorded)
     return _instances_builder(args, engine, is_recorded)
@@ -105,16 +117,16 @@ def engine_doubts(policy: str, engine: SimEngine) -> list[str]:
 
 
 def run_options(args: argparse.Namespace, requests: int) -> RunOptions:
-    """Return what is simulated around the prefill stage. ScenarioError names the option."""
+    """Return what is simulated around the prefill stage. ScenarioError names the setting."""
     if not 0 <= args.warm_up < 1:
-        raise ScenarioError(f"--warm-up must be at least 0 and below 1, got {args.warm_up:g}")
+        raise ScenarioError(f"workload.warm_up must be at least 0 and below 1, got {args.warm_up:g}")
     if args.decode < 0:
-        raise ScenarioError(f"--decode must be at least 0, got {args.decode}")
+        raise ScenarioError(f"decode.instances must be at least 0, got {args.decode}")
     failures = tuple(_failure(text, args.prefill) for text in args.fail)
     if failures and args.policy == ClusterSystem.LOONGSERVE_IDLE:
-        raise ScenarioError(f"--fail is not simulated with --policy {args.policy}")
+        raise ScenarioError(f"instances.fail is not simulated with policy.name {args.policy}")
     if failures and args.short_instances and args.policy in _CLUSTER_POLICIES:
-        raise ScenarioError(f"--fail is not simulated with --short-instances and --policy {args.policy}")
+        raise ScenarioError(f"instances.fail is not simulated with instances.short and policy.name {args.policy}")
     decode = decode_spec(args, args.decode) if args.decode else None
     pressure = PressureSettings(short_slo_s=args.slo) if args.move_pools or args.scaler else None
     return RunOptions(
@@ -209,7 +221,7 @@ def _cluster_builder(args: argparse.Namespace, engine: SimEngine, is_recorded: b
     instances = args.prefill - args.short_instances
     spec = ClusterSpec(instances, args.instances_per_node, args.kv_tokens)
     if options.system is ClusterSystem.FIXED_SP and args.sp_size > instances:
-        raise ScenarioError(f"--sp-size {args.sp_size} is more than the instances, {instances}")
+        raise ScenarioError(f"policy.sp_size {args.sp_size} is more than the instances, {instances}")
 
     def build(loop: EventLoop, listener: PrefillListener) -> RecordedStage:
         return build_cluster(options, loop, spec, engine.candidates, listener, is_recorded=is_recorded)
@@ -220,7 +232,7 @@ def _cluster_builder(args: argparse.Namespace, engine: SimEngine, is_recorded: b
 def _instances_builder(args: argparse.Namespace, engine: SimEngine, is_recorded: bool) -> StageBuilder:
     short = args.short_instances
     if args.move_pools and not short:
-        raise ScenarioError("--move-pools needs --short-instances")
+        raise ScenarioError("policy.move_pools needs instances.short")
     roles = (Role.SHORT,) * short + (Role.LONG,) * (args.prefill - short) if short else (Role.BOTH,) * args.prefill
     pipelines = {role: costs for role in set(roles) if (costs := _pipeline(args, engine, role)) is not None}
     policy = _iteration_policy(args, engine)
@@ -265,11 +277,11 @@ def _pipeline(args: argparse.Namespace, engine: SimEngine, role: Role) -> Pipeli
 
 
 def stage_hop(args: argparse.Namespace, engine: SimEngine, stages: int) -> Hop | None:
-    """Return the cost from stage to stage as the options say; None: as measured. ScenarioError names the option."""
-    _require_positive("--hop-gb-per-s", args.hop_gb_per_s)
-    _require_positive("--activation-bytes-per-token", args.activation_bytes_per_token)
+    """Return the cost from stage to stage as the options say; None: as measured. ScenarioError names the setting."""
+    _require_positive("links.hop_gb_per_s", args.hop_gb_per_s)
+    _require_positive("links.activation_bytes_per_token", args.activation_bytes_per_token)
     if args.hop_ms is not None and not (math.isfinite(args.hop_ms) and args.hop_ms >= 0):
-        raise ScenarioError(f"--hop-ms must be at least 0, got {args.hop_ms:g}")
+        raise ScenarioError(f"links.hop_ms must be at least 0, got {args.hop_ms:g}")
     is_measured = any(one.stages.count == stages for one in engine.pipelines)
     if is_measured and args.hop_ms is None and args.hop_gb_per_s is None:
         return None
@@ -300,11 +312,17 @@ def _iteration_policy(args: argparse.Namespace, engine: SimEngine) -> Callable[[
 
 
 def decode_spec(args: argparse.Namespace, instances: int) -> DecodeSpec:
-    """Return the decode instances that the options describe. ScenarioError names the option."""
-    for name in ("decode_kv_tokens", "decode_step_ms", "kv_bytes_per_token", "transfer_gb_per_s", "transfer_backends"):
-        _require_positive(f"--{name.replace('_', '-')}", getattr(args, name))
+    """Return the decode instances that the options describe. ScenarioError names the setting."""
+    for name, value in (
+        ("decode.kv_tokens", args.decode_kv_tokens),
+        ("decode.step_ms", args.decode_step_ms),
+        ("decode.kv_bytes_per_token", args.kv_bytes_per_token),
+        ("decode.transfer_gb_per_s", args.transfer_gb_per_s),
+        ("decode.transfer_backends", args.transfer_backends),
+    ):
+        _require_positive(name, value)
     if not (math.isfinite(args.decode_step_per_request_ms) and args.decode_step_per_request_ms >= 0):
-        raise ScenarioError(f"--decode-step-per-request-ms must be at least 0, got {args.decode_step_per_request_ms:g}")
+        raise ScenarioError(f"decode.step_per_request_ms must be at least 0, got {args.decode_step_per_request_ms:g}")
     return DecodeSpec(
         instances,
         args.decode_kv_tokens,
@@ -321,12 +339,12 @@ def _failure(text: str, instances: int) -> Failure:
         instance, at_s, down_s = text.split(":")
         failure = Failure(int(instance), float(at_s), float(down_s))
     except ValueError:
-        raise ScenarioError(f"--fail {text!r} is not INSTANCE:AT:FOR, such as 3:60:120") from None
+        raise ScenarioError(f"instances.fail {text!r} is not INSTANCE:AT:FOR, such as 3:60:120") from None
     if not 0 <= failure.instance < instances:
-        raise ScenarioError(f"--fail {text!r}: there are instances 0 to {instances - 1}")
+        raise ScenarioError(f"instances.fail {text!r}: there are instances 0 to {instances - 1}")
     return failure
 
 
-def _require_positive(option: str, value: float | None) -> None:
+def _require_positive(setting: str, value: float | None) -> None:
     if value is not None and not (math.isfinite(value) and value > 0):
-        raise ScenarioError(f"{option} must be above 0, got {value:g}")
+        raise ScenarioError(f"{setting} must be above 0, got {value:g}")

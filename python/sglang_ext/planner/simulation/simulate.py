@@ -9,8 +9,10 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+from sglang_ext import settings
 from sglang_ext.laps.decide.boundary import expected_boundary_tokens
 from sglang_ext.planner.simulation.engines import ENGINE_NAMES, EngineError, load_engine
 from sglang_ext.planner.simulation.events import ServedPrefill, SimRequest
@@ -39,169 +41,165 @@ from sglang_ext.planner.simulation.scenario import (
     stage_builder,
 )
 from sglang_ext.planner.simulation.workload import WorkloadError, load_workload
+from sglang_ext.settings import REQUIRED, Setting, SettingsError
 from sglang_ext_router.decide.decode_choice import DECODE_POLICIES
+
+_DECODE = partial(Setting, "decode")
+_LINKS = partial(Setting, "links")
+
+HOP_SETTINGS = (
+    _LINKS("hop_ms", float, None, f"latency from pipeline stage to stage (as measured, else {HOP_MS:g})"),
+    _LINKS("hop_gb_per_s", float, None, f"bandwidth from stage to stage (as measured, else {HOP_GB_PER_S:g})"),
+    _LINKS(
+        "activation_bytes_per_token",
+        int,
+        None,
+        f"bytes from stage to stage (4 for each value of the hidden state, else {ACTIVATION_BYTES_PER_TOKEN})",
+    ),
+)
+"""What activations take from stage to stage; `scenario.stage_hop` reads it."""
+
+DECODE_SETTINGS = (
+    _DECODE("kv_tokens", int, 1_000_000, "KV tokens that a decode instance holds", dest="decode_kv_tokens"),
+    _DECODE("step_ms", float, 12.0, "time of a decode step of an empty batch", dest="decode_step_ms"),
+    _DECODE(
+        "step_per_request_ms", float, 0.2, "time that each request adds to a step", dest="decode_step_per_request_ms"
+    ),
+    _DECODE("kv_bytes_per_token", int, 131_072, "KV bytes that are transferred"),
+    _DECODE("transfer_gb_per_s", float, 25.0, "bandwidth of a transfer"),
+    _DECODE("transfer_backends", int, 4, "transfers at a time into one instance"),
+)
+"""What a decode instance is; `scenario.decode_spec` reads it."""
+
+_WORKLOAD = partial(Setting, "workload")
+_INSTANCES = partial(Setting, "instances")
+_POLICY = partial(Setting, "policy")
+_SCALER = partial(Setting, "scaler")
+SETTINGS = (
+    _WORKLOAD(
+        "file",
+        Path,
+        REQUIRED,
+        "Mooncake JSONL, Azure CSV, CSV with arrived_at, num_prefill_tokens, num_decode_tokens, or with the lengths "
+        "only, CSV of turns: conv, turn, new_input_tokens, history_tokens, output_tokens",
+        dest="workload",
+    ),
+    _WORKLOAD(
+        "rate",
+        float,
+        (),
+        "requests per second, one run for each: of lengths drawn from the file, or the trace stretched to it",
+        is_list=True,
+        dest="rates",
+    ),
+    _WORKLOAD("requests", int, None, "requests: drawn from lengths (2000), or the first of a trace (all)"),
+    _WORKLOAD("burst_shape", float, 1.0, "gamma shape of the gaps; 1 is Poisson, less is bursty"),
+    _WORKLOAD("think_s", float, 30.0, "turns of sessions: mean time between an answer and the next turn"),
+    _WORKLOAD("seed", int, 0, "seed of all that is drawn"),
+    _WORKLOAD("warm_up", float, 0.0, "share of the requests, the first, that is not counted"),
+    _INSTANCES("engine", str, "table1", f"{ENGINE_NAMES}, or a profile (JSON file)"),
+    _INSTANCES("model", str, None, "name or folder of the model that the engine must be of"),
+    _INSTANCES("prefill", int, 16, "prefill instances"),
+    _INSTANCES("per_node", int, 8, "prefill instances on one node", dest="instances_per_node"),
+    _INSTANCES("kv_tokens", int, 1_000_000, "KV tokens that a prefill instance holds: for each stage"),
+    _INSTANCES("chunk_tokens", int, 8192, "maximum tokens of an iteration"),
+    _INSTANCES(
+        "short",
+        int,
+        0,
+        "laps: instances that serve only short prompts, while the others serve long ones (0: all serve both); policies "
+        "that share prompts: instances that serve short prompts under laps, while the others share long ones",
+        dest="short_instances",
+    ),
+    _INSTANCES("long_pp", int, 1, "pipeline stages, each a device, of instances that serve long prompts, or all"),
+    _INSTANCES("short_pp", int, 1, "pipeline stages of the instances that serve only short prompts"),
+    _INSTANCES(
+        "fail", str, (), "INSTANCE:AT:FOR: an instance is down from a second on for so many seconds", is_list=True
+    ),
+    _POLICY("name", str, "tetris", "how prefills are scheduled", POLICIES, dest="policy"),
+    _POLICY("improvement_rate", float, 0.5, "tetris…: gain that a larger SP size must bring"),
+    _POLICY(
+        "chunk_s",
+        float,
+        None,
+        "pool…: longest time of a chunk, or ten times its overhead if that is more; then all is decided again",
+    ),
+    _POLICY("sp_size", int, 8, "fixed-sp: instances of a group"),
+    _POLICY(
+        "router",
+        str,
+        LEAST_LOADED,
+        "fcfs, hrrn, shortest-prefill-first, laps: how the instance of a prompt is chosen",
+        ROUTERS,
+    ),
+    _POLICY("move_pools", bool, False, "laps: the pressure controller moves instances"),
+    _POLICY(
+        "boundary_tokens",
+        int,
+        None,
+        "maximum new tokens of a short prompt (default: what instances of this engine find, half of slo_s)",
+    ),
+    _POLICY("slo_s", float, 1.0, "TTFT objective, counted for all requests", dest="slo"),
+    _SCALER(
+        "kind",
+        str,
+        None,
+        "laps with instances.short: an autoscaler of each pool, or of the total, which goes by the work of both and "
+        "adds only to the long one",
+        SCALERS,
+        dest="scaler",
+    ),
+    _SCALER("queue_s", float, 2.0, "seconds of queued work for each instance", dest="scaler_queue_s"),
+    _SCALER("utilisation", float, 0.7, "busy share for each instance", dest="scaler_utilisation"),
+    _SCALER("startup_s", float, 120.0, "time until an instance takes requests", dest="scaler_startup_s"),
+    _SCALER(
+        "up_stabilisation_s",
+        float,
+        90.0,
+        "time for which more instances are needed before more are started",
+        dest="scaler_up_stabilisation_s",
+    ),
+    _SCALER(
+        "stabilisation_s",
+        float,
+        300.0,
+        "time for which fewer instances are needed before one is ended",
+        dest="scaler_stabilisation_s",
+    ),
+    _SCALER("max", int, 32, "maximum instances of a pool", dest="scaler_max"),
+    *HOP_SETTINGS,
+    _DECODE("instances", int, 0, "decode instances; 0: only prefill is simulated", dest="decode"),
+    _DECODE("policy", str, "freeness", "how a decode instance is chosen", DECODE_POLICIES, dest="decode_policy"),
+    *DECODE_SETTINGS,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `sglang-ext simulate` to `parser`."""
-    load = parser.add_argument_group("workload")
-    load.add_argument(
-        "--workload",
-        type=Path,
-        required=True,
-        metavar="FILE",
-        help="Mooncake JSONL, Azure CSV, CSV with arrived_at, num_prefill_tokens, num_decode_tokens, or with the "
-        "lengths alone, CSV of turns: conv, turn, new_input_tokens, history_tokens, output_tokens",
-    )
-    load.add_argument(
-        "--rate", type=float, help="requests per second: of lengths drawn from the file, or the trace stretched to it"
-    )
-    load.add_argument("--rates", type=float, nargs="+", help="several of them, one run each")
-    load.add_argument("--requests", type=int, help="how many: drawn from lengths (2000), or the first of a trace (all)")
-    load.add_argument(
-        "--burst-shape", type=float, default=1.0, help="gamma shape of the gaps; 1 is Poisson, less bursts"
-    )
-    load.add_argument(
-        "--think-s", type=float, default=30.0, help="turns of sessions: mean time between an answer and the next turn"
-    )
-    load.add_argument("--seed", type=int, default=0, help="of all that is drawn")
-    load.add_argument(
-        "--warm-up", type=float, default=0.0, help="share of the requests, the first, that is not counted"
-    )
-    engine = parser.add_argument_group("instances")
-    engine.add_argument("--engine", default="table1", help=f"{ENGINE_NAMES}, or a profile (JSON file)")
-    engine.add_argument("--model", help="name or folder of the model that the engine must be of")
-    engine.add_argument("--prefill", type=int, default=16, help="prefill instances")
-    engine.add_argument("--instances-per-node", type=int, default=8, help="prefill instances on one node")
-    engine.add_argument(
-        "--kv-tokens", type=int, default=1_000_000, help="KV tokens that a prefill instance holds: for each stage"
-    )
-    engine.add_argument(
-        "--fail",
-        action="append",
-        default=[],
-        metavar="INSTANCE:AT:FOR",
-        help="an instance is down from a second on for so many seconds; may be repeated",
-    )
-    policy = parser.add_argument_group("policy")
-    policy.add_argument("--policy", choices=POLICIES, default="tetris", help="who decides over prefill")
-    policy.add_argument(
-        "--improvement-rate", type=float, default=0.5, help="tetris…: gain that a larger SP size must bring"
-    )
-    policy.add_argument(
-        "--chunk-s",
-        type=float,
-        help="pool…: longest time of a chunk, or ten times its overhead if that is more; then all is decided again",
-    )
-    policy.add_argument("--sp-size", type=int, default=8, help="fixed-sp: instances of a group")
-    policy.add_argument(
-        "--router",
-        choices=ROUTERS,
-        default=LEAST_LOADED,
-        help="fcfs, hrrn, shortest-prefill-first, laps: which instance a prompt goes to",
-    )
-    policy.add_argument("--chunk-tokens", type=int, default=8192, help="most tokens of an iteration")
-    policy.add_argument(
-        "--short-instances",
-        type=int,
-        default=0,
-        help="laps: so many serve short prompts alone, the others long ones, 0: all serve both; policies that share "
-        "prompts: so many serve short prompts under laps, the others share long ones",
-    )
-    policy.add_argument(
-        "--long-pp",
-        type=int,
-        default=1,
-        metavar="P",
-        help="instances that serve long prompts, or all, alone: pipeline stages of each, so many devices",
-    )
-    policy.add_argument(
-        "--short-pp", type=int, default=1, metavar="P", help="--short-instances: pipeline stages of each"
-    )
-    add_hop_arguments(policy)
-    policy.add_argument("--move-pools", action="store_true", help="laps: the pressure controller moves instances")
-    policy.add_argument(
-        "--scaler",
-        choices=SCALERS,
-        help="laps with --short-instances: an autoscaler of each pool, or of the total, which goes by the work of both "
-        "and adds to the long one alone",
-    )
-    policy.add_argument("--scaler-queue-s", type=float, default=2.0, help="seconds of queued work for each instance")
-    policy.add_argument("--scaler-utilisation", type=float, default=0.7, help="busy share for each instance")
-    policy.add_argument("--scaler-startup-s", type=float, default=120.0, help="until an instance takes requests")
-    policy.add_argument(
-        "--scaler-up-stabilisation-s", type=float, default=90.0, help="so long more are needed before more are started"
-    )
-    policy.add_argument(
-        "--scaler-stabilisation-s", type=float, default=300.0, help="so long fewer are needed before one is ended"
-    )
-    policy.add_argument("--scaler-max", type=int, default=32, help="most instances of a pool")
-    policy.add_argument(
-        "--boundary-tokens",
-        type=int,
-        help="most new tokens of a short prompt (default: what instances of this engine find, half of --slo)",
-    )
-    policy.add_argument("--slo", type=float, default=1.0, help="TTFT objective (s), counted for all requests")
-    decode = parser.add_argument_group("decode")
-    decode.add_argument("--decode", type=int, default=0, help="decode instances; 0: prefill alone")
-    decode.add_argument(
-        "--decode-policy", choices=DECODE_POLICIES, default="freeness", help="which one a request goes to"
-    )
-    add_decode_instance_arguments(decode)
-    output = parser.add_argument_group("output")
-    output.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
-    output.add_argument(
+    settings.add_arguments(parser, SETTINGS, file="scenario")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
+    parser.add_argument(
         "--record",
         type=Path,
         metavar="FILE",
         help="write what the live page shows of a cluster here, for `sglang-ext live timeline --recording`",
     )
-    output.add_argument(
+    parser.add_argument(
         "--pictures",
         type=Path,
         metavar="FOLDER",
-        help="draw the TTFT distribution, the timeline of "
-        "instances, latency against load (with --rates), pool sizes (with --move-pools)",
+        help="draw the TTFT distribution, the timeline of instances, latency against load (of several rates), pool "
+        "sizes (with policy.move_pools)",
     )
-
-
-def add_hop_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add what activations take from stage to stage to a group of arguments; `scenario.stage_hop` reads it."""
-    group.add_argument(
-        "--hop-ms", type=float, metavar="MS", help=f"latency from stage to stage (as measured, else {HOP_MS:g})"
-    )
-    group.add_argument(
-        "--hop-gb-per-s",
-        type=float,
-        metavar="GB",
-        help=f"bandwidth from stage to stage (as measured, else {HOP_GB_PER_S:g})",
-    )
-    group.add_argument(
-        "--activation-bytes-per-token",
-        type=int,
-        metavar="BYTES",
-        help=f"that go from stage to stage (4 for each value of the hidden state, else {ACTIVATION_BYTES_PER_TOKEN})",
-    )
-
-
-def add_decode_instance_arguments(decode: argparse._ArgumentGroup) -> None:
-    """Add what a decode instance is to a group of arguments; `scenario.decode_spec` reads it."""
-    decode.add_argument(
-        "--decode-kv-tokens", type=int, default=1_000_000, help="KV tokens that a decode instance holds"
-    )
-    decode.add_argument("--decode-step-ms", type=float, default=12.0, help="a decode step of an empty batch")
-    decode.add_argument("--decode-step-per-request-ms", type=float, default=0.2, help="and what each member adds")
-    decode.add_argument("--kv-bytes-per-token", type=int, default=131_072, help="KV bytes that are transferred")
-    decode.add_argument("--transfer-gb-per-s", type=float, default=25.0, help="bandwidth of a transfer")
-    decode.add_argument("--transfer-backends", type=int, default=4, help="transfers at a time into one instance")
 
 
 def run(args: argparse.Namespace) -> int:
     """Simulate, print the table on standard output; progress goes to standard error."""
     try:
-        return _run(args)
-    except (ScenarioError, WorkloadError, EngineError, PicturesError) as error:
-        option = {WorkloadError: "--workload: ", EngineError: "--engine: ", PicturesError: "--pictures: "}
+        values = settings.read(SETTINGS, args.scenario, args.set, option="the scenario")
+        return _run(argparse.Namespace(**vars(args), **values))
+    except (SettingsError, ScenarioError, WorkloadError, EngineError, PicturesError) as error:
+        option = {WorkloadError: "workload.file: ", EngineError: "instances.engine: ", PicturesError: "--pictures: "}
         print(f"sglang-ext simulate: error: {option.get(type(error), '')}{error}", file=sys.stderr)
         return 2
     except OSError as error:
@@ -210,13 +208,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    if args.rate is not None and args.rates:
-        raise ScenarioError("--rate and --rates exclude each other")
-    rates: list[float | None] = list(args.rates) if args.rates else [args.rate]
-    if args.record is not None and args.rates:
-        raise ScenarioError("--record takes one run, not the several of --rates")
+    rates: list[float | None] = list(args.rates) or [None]
+    if args.record is not None and len(rates) > 1:
+        raise ScenarioError("--record takes one run, not the several of workload.rate")
     if not (math.isfinite(args.slo) and args.slo > 0):
-        raise ScenarioError(f"--slo must be above 0, got {args.slo:g}")
+        raise ScenarioError(f"policy.slo_s must be above 0, got {args.slo:g}")
     if args.pictures is not None:
         check_pictures()
         args.pictures.mkdir(parents=True, exist_ok=True)
@@ -239,7 +235,7 @@ def _run(args: argparse.Namespace) -> int:
         try:
             outcome = simulate_for_clients(engine.front_end, requests, builder, options, _progress(requests))
         except ValueError as error:
-            raise ScenarioError(f"--policy {args.policy}: {error}") from None
+            raise ScenarioError(f"policy.name {args.policy}: {error}") from None
         _clear_progress(requests, time.monotonic() - started_s)
         if args.record is not None:
             run = RecordedRun(
@@ -249,7 +245,7 @@ def _run(args: argparse.Namespace) -> int:
             write_recording(outcome, run, args.record)
         runs.append((make_report(outcome, rate, args.slo, args.boundary_tokens), outcome.served))
         if args.pictures is not None:
-            suffix = f"-{rate:g}" if args.rates else ""
+            suffix = f"-{rate:g}" if len(rates) > 1 else ""
             draw_timeline(outcome.timeline, args.pictures / f"timeline{suffix}.png")
             if outcome.pool_sizes:
                 draw_pools(outcome.pool_sizes, outcome.end_s, args.pictures / f"pools{suffix}.png")

@@ -1,4 +1,4 @@
-"""The sequence-parallel systems by name: what is simulated when a user asks for `--policy NAME`."""
+"""The sequence-parallel systems by name: what is simulated when a user asks for `policy.name`."""
 
 from __future__ import annotations
 

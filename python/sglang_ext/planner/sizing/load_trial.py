@@ -97,13 +97,16 @@ class SloTargets:
     attainment: float = 0.99  # share of the requests of each kind that must meet theirs
 
     def __post_init__(self) -> None:
-        for option, value in (("--slo-short-ms", self.short_ttft_s), ("--slo-token-ms", self.time_per_token_s)):
+        for setting, value in (
+            ("objectives.short_ms", self.short_ttft_s),
+            ("objectives.token_ms", self.time_per_token_s),
+        ):
             if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{option} must be above 0, got {1e3 * value:g}")
+                raise ValueError(f"{setting} must be above 0, got {1e3 * value:g}")
         if not (math.isfinite(self.long_stretch) and self.long_stretch >= 1):
-            raise ValueError(f"--slo-long-stretch must be at least 1, got {self.long_stretch:g}")
+            raise ValueError(f"objectives.long_stretch must be at least 1, got {self.long_stretch:g}")
         if not 0 < self.attainment <= 1:
-            raise ValueError(f"--attainment must be above 0 and at most 1, got {self.attainment:g}")
+            raise ValueError(f"objectives.attainment must be above 0 and at most 1, got {self.attainment:g}")
 
 
 class SizedEngine(NamedTuple):
@@ -160,14 +163,14 @@ class TrialSetup:
         for tp, engine in self.engines.items():
             if longest.prompt_tokens > engine.kv_tokens:
                 raise ValueError(
-                    f"--kv-tokens: a prompt of {longest.prompt_tokens} tokens does not fit into the {engine.kv_tokens} "
-                    f"of an instance (TP {tp})"
+                    f"instances.kv_tokens: a prompt of {longest.prompt_tokens} tokens does not fit into the "
+                    f"{engine.kv_tokens} of an instance (TP {tp})"
                 )
         largest = max(self.requests, key=lambda one: one.prompt_tokens + one.output_tokens)
         tokens = largest.prompt_tokens + largest.output_tokens
         if tokens > self.decode.kv_tokens:
             raise ValueError(
-                f"--decode-kv-tokens: a request of {tokens} tokens does not fit into the {self.decode.kv_tokens} of an "
+                f"decode.kv_tokens: a request of {tokens} tokens does not fit into the {self.decode.kv_tokens} of an "
                 "instance"
             )
 

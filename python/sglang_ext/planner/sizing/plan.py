@@ -6,15 +6,17 @@ import argparse
 import json
 import math
 import sys
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from sglang_ext import settings
 from sglang_ext.costs.engine_profile import ProfileError
 from sglang_ext.long_pool.decide.sp_cost import ChunkSample, SpCandidate, SpCost, fit_sp_cost
 from sglang_ext.planner.simulation.engines import ENGINE_NAMES, EngineError, SimEngine, load_engine
 from sglang_ext.planner.simulation.operator_engine import FITTED_CACHED_TOKENS, FITTED_NEW_TOKENS
 from sglang_ext.planner.simulation.scenario import HOP_GB_PER_S, ScenarioError, engine_doubts, stage_hop
-from sglang_ext.planner.simulation.simulate import add_hop_arguments
+from sglang_ext.planner.simulation.simulate import HOP_SETTINGS
 from sglang_ext.planner.simulation.systems import ClusterSystem
 from sglang_ext.planner.sizing.pool_shape import (
     PoolShape,
@@ -26,6 +28,7 @@ from sglang_ext.planner.sizing.pool_shape import (
     measured_cost,
     ring_cost,
 )
+from sglang_ext.settings import Setting, SettingsError
 
 LAYERS = 32  # where the profile does not tell
 _LARGEST_RING = 1024
@@ -43,10 +46,31 @@ class PlannedPool(NamedTuple):
     prompts_tokens: tuple[int, ...]
 
 
+_LINKS = partial(Setting, "links")
+LINK_SETTINGS = (
+    *HOP_SETTINGS,
+    _LINKS(
+        "ring_gb_per_s",
+        float,
+        HOP_GB_PER_S,
+        "bandwidth from member to member of a ring, for SP sizes that were not measured",
+    ),
+    _LINKS(
+        "ring_step_us",
+        float,
+        20.0,
+        "latency of a step of a ring in each layer, for SP sizes that were not measured",
+    ),
+    _LINKS("ring_bytes_per_token", int, 131_072, "keys and values of a token that go round, all layers together"),
+    _LINKS("layers", int, None, f"layers of the model (the profile's, else {LAYERS})"),
+)
+"""Links of pipelines and rings; `shape_costs` reads them."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `sglang-ext plan` to `parser`."""
-    what = parser.add_argument_group("what is asked")
-    what.add_argument(
+    parser.add_argument("--profile", required=True, metavar="FILE", help=f"costs: a profile, or {ENGINE_NAMES}")
+    parser.add_argument(
         "--pool",
         action="append",
         required=True,
@@ -54,51 +78,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a pool of N instances' devices, and the lengths of its prompts, such as long:4:65536,131072; may be "
         "repeated",
     )
-    what.add_argument(
+    parser.add_argument(
         "--chunk-ms",
         type=float,
         default=500.0,
         metavar="MS",
         help="longest time of a chunk on a ring; stages of a pipeline get what makes short prompts wait as long",
     )
-    what.add_argument("--chunk-tokens", type=int, metavar="N", help="chunks of so many tokens instead, on either")
-    costs = parser.add_argument_group("costs")
-    costs.add_argument("--profile", required=True, metavar="FILE", help=f"a profile, or {ENGINE_NAMES}")
-    add_link_arguments(costs)
+    parser.add_argument("--chunk-tokens", type=int, metavar="N", help="chunks of N tokens instead, on either")
+    settings.add_arguments(parser, LINK_SETTINGS)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here")
-
-
-def add_link_arguments(group: argparse._ArgumentGroup) -> None:
-    """Add the links of pipelines and rings to a group of arguments; `shape_costs` reads them."""
-    add_hop_arguments(group)
-    group.add_argument(
-        "--ring-gb-per-s",
-        type=float,
-        default=HOP_GB_PER_S,
-        metavar="GB",
-        help="bandwidth from member to member of a ring, for SP sizes that were not measured",
-    )
-    group.add_argument(
-        "--ring-step-us",
-        type=float,
-        default=20.0,
-        metavar="US",
-        help="latency of a step of a ring in each layer, for SP sizes that were not measured",
-    )
-    group.add_argument(
-        "--ring-bytes-per-token",
-        type=int,
-        default=131_072,
-        metavar="BYTES",
-        help="keys and values of a token that go round, all layers together",
-    )
-    group.add_argument("--layers", type=int, metavar="N", help=f"of the model (the profile's, else {LAYERS})")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print a line for each prompt of each pool, and why."""
     prefix = "sglang-ext plan: error:"
     try:
+        args = argparse.Namespace(**vars(args), **settings.read(LINK_SETTINGS, args.config, args.set))
         pools = [read_pool(text) for text in args.pool]
         for name, value in (("--chunk-ms", args.chunk_ms), ("--chunk-tokens", args.chunk_tokens)):
             if value is not None and not (math.isfinite(value) and value > 0):
@@ -116,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
             ]
             for pool in pools
         }
-    except (PlanError, ScenarioError) as error:
+    except (SettingsError, PlanError, ScenarioError) as error:
         print(f"{prefix} {error}", file=sys.stderr)
         return 2
     except (EngineError, ProfileError) as error:
@@ -184,13 +180,13 @@ def one_instance(engine: SimEngine) -> SpCost:
 
 
 def ring_links(args: argparse.Namespace, engine: SimEngine) -> RingLinks:
-    """Return the links that the options describe. PlanError names the option."""
+    """Return the links that the settings describe. PlanError names the setting."""
     for name in ("ring_gb_per_s", "ring_bytes_per_token", "layers"):
         value = getattr(args, name)
         if value is not None and not (math.isfinite(value) and value > 0):
-            raise PlanError(f"--{name.replace('_', '-')} must be above 0, got {value:g}")
+            raise PlanError(f"links.{name} must be above 0, got {value:g}")
     if not (math.isfinite(args.ring_step_us) and args.ring_step_us >= 0):
-        raise PlanError(f"--ring-step-us must be at least 0, got {args.ring_step_us:g}")
+        raise PlanError(f"links.ring_step_us must be at least 0, got {args.ring_step_us:g}")
     layers = args.layers or engine.layers or LAYERS
     return RingLinks(args.ring_bytes_per_token, 1e9 * args.ring_gb_per_s, args.ring_step_us / 1e6, layers)
 

@@ -13,11 +13,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from threading import Lock
 from typing import NamedTuple, TypeVar
 
+from sglang_ext import settings
 from sglang_ext.cluster.config import ConfigError
 from sglang_ext.costs.engine_profile import MeasuredServer, ProfileError, load_measured_server
 from sglang_ext.planner.simulation.engines import ENGINE_NAMES, EngineError, load_engine
@@ -30,7 +32,7 @@ from sglang_ext.planner.simulation.scenario import (
     make_requests,
     stage_hop,
 )
-from sglang_ext.planner.simulation.simulate import add_decode_instance_arguments
+from sglang_ext.planner.simulation.simulate import DECODE_SETTINGS
 from sglang_ext.planner.simulation.workload import WorkloadError, load_workload
 from sglang_ext.planner.sizing.deployment import DeployedModel, cluster_config, helm_values, write_cluster, write_values
 from sglang_ext.planner.sizing.load_trial import (
@@ -43,8 +45,9 @@ from sglang_ext.planner.sizing.load_trial import (
     TrialSetup,
     run_load_trial,
 )
-from sglang_ext.planner.sizing.plan import PlanError, add_link_arguments, ring_candidates
+from sglang_ext.planner.sizing.plan import LINK_SETTINGS, PlanError, ring_candidates
 from sglang_ext.planner.sizing.search import LayoutFamily, LayoutSearch, SizedLayout, guessed_sizes, parts_of
+from sglang_ext.settings import REQUIRED, Setting, SettingsError
 
 T = TypeVar("T")
 BOUNDARIES = (256, 512, 1024, 2048, 4096, 8192)
@@ -56,71 +59,64 @@ PICTURE_LOADS = (0.5, 1.0)  # times the trace's: what these cost is drawn, too
 
 
 class SizingError(ValueError):
-    """Options that cannot be used; the text is one line that names the option."""
+    """Settings that cannot be used; the text is one line that names the setting."""
+
+
+_WORKLOAD = partial(Setting, "workload")
+_OBJECTIVES = partial(Setting, "objectives")
+_SEARCH = partial(Setting, "search")
+_INSTANCES = partial(Setting, "instances")
+SETTINGS = (
+    _WORKLOAD("file", Path, REQUIRED, "a workload, as for `simulate`", dest="trace"),
+    _WORKLOAD("rate", float, None, "requests per second: needed for lengths without times"),
+    _WORKLOAD("requests", int, None, "requests: drawn from lengths (2000), or the first of a trace (all)"),
+    _WORKLOAD("burst_shape", float, 1.0, "gamma shape of drawn arrivals, as for `simulate`"),
+    _WORKLOAD("think_s", float, 30.0, "time between turns of sessions, as for `simulate`"),
+    _WORKLOAD("seed", int, 0, "seed of all that is drawn"),
+    _OBJECTIVES("short_ms", float, REQUIRED, "time to first token of short prompts", dest="slo_short_ms"),
+    _OBJECTIVES(
+        "long_stretch",
+        float,
+        REQUIRED,
+        "time to first token of long prompts, for which this is more: times what it takes on an idle instance",
+        dest="slo_long_stretch",
+    ),
+    _OBJECTIVES("token_ms", float, 50.0, "mean time per output token", dest="slo_token_ms"),
+    _OBJECTIVES("attainment", float, 0.99, "share of the requests of each kind that must meet theirs"),
+    _OBJECTIVES("headroom", float, 1.25, "times the trace's load that must hold"),
+    _SEARCH(
+        "profiles",
+        str,
+        REQUIRED,
+        f"[TP:]FILE: a profile of a prefill instance, or {ENGINE_NAMES}; one for each TP (which the file says; else 1)",
+        is_list=True,
+        dest="profile",
+    ),
+    _SEARCH("max_gpus", int, 64, "maximum GPUs of a layout"),
+    _SEARCH("boundary_tokens", int, None, "boundaries to try (powers of two that part the trace)", is_list=True),
+    _SEARCH(
+        "long_pp",
+        int,
+        None,
+        "pipeline stages of instances that serve long prompts, or all (1, and what the profile has)",
+        is_list=True,
+    ),
+    _SEARCH("ring", bool, False, "also try long pools whose instances share prompts (a coordinator)"),
+    _SEARCH("show", int, 5, "layouts to print; more are searched for longer"),
+    _SEARCH("processes", int, None, "simulations at a time (one per core)"),
+    _INSTANCES("kv_tokens", int, None, "KV tokens of a prefill instance (the profile's)"),
+    _INSTANCES("chunk_tokens", int, None, "maximum tokens of an iteration (the profile's)"),
+    _INSTANCES("decode_tp", int, None, "GPUs of a decode instance (the smallest TP of the profiles)"),
+    _INSTANCES("model", str, None, "what the written files serve: folder or name on the Hub (the profile's)"),
+    *DECODE_SETTINGS,
+    *LINK_SETTINGS,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `sglang-ext size` to `parser`."""
-    load = parser.add_argument_group("load")
-    load.add_argument("--trace", type=Path, required=True, metavar="FILE", help="a workload, as for `simulate`")
-    load.add_argument("--rate", type=float, help="requests per second: needed for lengths without times")
-    load.add_argument("--requests", type=int, help="how many: drawn from lengths (2000), or the first of a trace (all)")
-    load.add_argument("--burst-shape", type=float, default=1.0, help="of drawn arrivals, as for `simulate`")
-    load.add_argument("--think-s", type=float, default=30.0, help="turns of sessions, as for `simulate`")
-    load.add_argument("--seed", type=int, default=0, help="of all that is drawn")
-    slo = parser.add_argument_group("objectives")
-    slo.add_argument(
-        "--slo-short-ms", type=float, required=True, metavar="MS", help="time to first token of short prompts"
-    )
-    slo.add_argument(
-        "--slo-long-stretch",
-        type=float,
-        required=True,
-        metavar="X",
-        help="time to first token of long prompts, for which this is more: times what it takes on an idle instance",
-    )
-    slo.add_argument("--slo-token-ms", type=float, default=50.0, metavar="MS", help="mean time per output token")
-    slo.add_argument(
-        "--attainment", type=float, default=0.99, help="share of the requests of each kind that must meet theirs"
-    )
-    slo.add_argument("--headroom", type=float, default=1.25, help="times the trace's load that must hold")
-    space = parser.add_argument_group("what is searched")
-    space.add_argument(
-        "--profile",
-        action="append",
-        required=True,
-        metavar="[TP:]FILE",
-        help=f"a profile of a prefill instance, or {ENGINE_NAMES}; one for each TP (which the file tells; else 1)",
-    )
-    space.add_argument("--max-gpus", type=int, default=64, metavar="N", help="most GPUs of a layout")
-    space.add_argument(
-        "--boundary-tokens",
-        type=int,
-        nargs="+",
-        metavar="N",
-        help="boundaries to try (powers of two that part the trace)",
-    )
-    space.add_argument(
-        "--long-pp",
-        type=int,
-        nargs="+",
-        metavar="P",
-        help="pipeline stages of instances that serve long prompts, or all (1, and what the profile has)",
-    )
-    space.add_argument(
-        "--ring", action="store_true", help="long pools whose instances share prompts (a coordinator), too"
-    )
-    space.add_argument("--show", type=int, default=5, help="how many layouts to print; more are searched for longer")
-    space.add_argument("--processes", type=int, help="simulations at a time (one per core)")
-    instances = parser.add_argument_group("instances")
-    instances.add_argument("--kv-tokens", type=int, help="KV tokens of a prefill instance (the profile's)")
-    instances.add_argument("--chunk-tokens", type=int, help="most tokens of an iteration (the profile's)")
-    instances.add_argument("--decode-tp", type=int, help="GPUs of a decode instance (the smallest TP of the profiles)")
-    add_decode_instance_arguments(instances)
-    add_link_arguments(parser.add_argument_group("links of pipelines and rings"))
-    output = parser.add_argument_group("output")
-    output.add_argument("--model", help="what the written files serve: folder or name on the Hub (the profile's)")
-    output.add_argument(
+    settings.add_arguments(parser, SETTINGS, file="scenario")
+    parser.add_argument(
         "--out",
         type=Path,
         metavar="FOLDER",
@@ -132,12 +128,21 @@ def run(args: argparse.Namespace) -> int:
     """Search, print the layouts on standard output; progress goes to standard error. 1: no layout holds."""
     prefix = "sglang-ext size: error:"
     try:
-        return _run(args)
-    except (SizingError, PlanError, ScenarioError, WorkloadError, EngineError, ProfileError, PicturesError) as error:
+        return _run(with_settings(args))
+    except (
+        SettingsError,
+        SizingError,
+        PlanError,
+        ScenarioError,
+        WorkloadError,
+        EngineError,
+        ProfileError,
+        PicturesError,
+    ) as error:
         option = {
-            WorkloadError: "--trace: ",
-            EngineError: "--profile: ",
-            ProfileError: "--profile: ",
+            WorkloadError: "workload.file: ",
+            EngineError: "search.profiles: ",
+            ProfileError: "search.profiles: ",
             PicturesError: "--out: ",
         }
         print(f"{prefix} {option.get(type(error), '')}{error}", file=sys.stderr)
@@ -149,8 +154,14 @@ def run(args: argparse.Namespace) -> int:
     return 2
 
 
+def with_settings(args: argparse.Namespace) -> argparse.Namespace:
+    """Return the arguments and the settings of their scenario. SettingsError is one line that names the setting."""
+    values = settings.read(SETTINGS, args.scenario, args.set, option="the scenario")
+    return argparse.Namespace(**vars(args), **values)
+
+
 class Sizing(NamedTuple):
-    """Describes what the options ask for."""
+    """Describes what the settings ask for."""
 
     setup: TrialSetup
     families: tuple[LayoutFamily, ...]
@@ -192,18 +203,22 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-# ---- options ----
+# ---- settings ----
 
 
 def read_sizing(args: argparse.Namespace) -> Sizing:
-    """Return what the options ask for. An error is one line that names the option, or the file and what is wrong in
+    """Return what the settings ask for. An error is one line that names the setting, or the file and what is wrong in
     it."""
-    for name in ("max_gpus", "show", "processes", "kv_tokens", "chunk_tokens", "decode_tp"):
-        value = getattr(args, name)
-        if value is not None and value < 1:
-            raise SizingError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    for section, names in (
+        ("search", ("max_gpus", "show", "processes")),
+        ("instances", ("kv_tokens", "chunk_tokens", "decode_tp")),
+    ):
+        for name in names:
+            value = getattr(args, name)
+            if value is not None and value < 1:
+                raise SizingError(f"{section}.{name} must be at least 1, got {value}")
     if not (math.isfinite(args.headroom) and args.headroom >= 1):
-        raise SizingError(f"--headroom must be at least 1, got {args.headroom:g}")
+        raise SizingError(f"objectives.headroom must be at least 1, got {args.headroom:g}")
     try:
         targets = SloTargets(args.slo_short_ms / 1e3, args.slo_long_stretch, args.slo_token_ms / 1e3, args.attainment)
     except ValueError as error:
@@ -212,7 +227,7 @@ def read_sizing(args: argparse.Namespace) -> Sizing:
     engines = {tp: _with_long_shapes(args, tp, engine) for tp, engine in engines.items()}
     requests = make_requests(load_workload(args.trace), args, args.rate)
     if not requests[-1].arrival_s > requests[0].arrival_s:
-        raise SizingError("--trace: all requests arrive at once, so there is no load to size for")
+        raise SizingError("workload.file: all requests arrive at once, so there is no load to size for")
     try:
         setup = TrialSetup(tuple(requests), engines, decode_spec(args, 1), targets)
     except ValueError as error:
@@ -221,7 +236,7 @@ def read_sizing(args: argparse.Namespace) -> Sizing:
     families = _families(args, setup, decode_tp)
     least = min(sum(family.gpus_each) for family in families)
     if args.max_gpus < least:
-        raise SizingError(f"--max-gpus: the smallest layout takes {least} GPUs, got {args.max_gpus}")
+        raise SizingError(f"search.max_gpus: the smallest layout takes {least} GPUs, got {args.max_gpus}")
     chunk_tokens = args.chunk_tokens or server.chunk_tokens
     model = args.model or engines[min(engines)].costs.name.partition(" on ")[0]
     sizes = tuple(one.size for one in engines[min(engines)].ring)
@@ -233,13 +248,13 @@ def _with_long_shapes(args: argparse.Namespace, tp: int, engine: SizedEngine) ->
     counts = set(args.long_pp or (1, *(one.stages.count for one in engine.costs.pipelines)))
     for count in counts:
         if count < 1:
-            raise SizingError(f"--long-pp must be at least 1, got {count}")
+            raise SizingError(f"search.long_pp must be at least 1, got {count}")
     try:
         pipelines = tuple(
             engine.costs.on_stages(count, stage_hop(args, engine.costs, count)) for count in sorted(counts - {1})
         )
     except EngineError as error:
-        raise SizingError(f"--long-pp: {error}") from None
+        raise SizingError(f"search.long_pp: {error}") from None
     ring = ring_candidates(args, engine.costs, min(LARGEST_RING, args.max_gpus // tp)) if args.ring else ()
     return engine._replace(pipelines=pipelines, ring=ring)
 
@@ -254,12 +269,12 @@ def _engines(args: argparse.Namespace) -> tuple[dict[int, SizedEngine], Measured
             given, name = "", text
         server = _server(name)
         if given and server.tp is not None and int(given) != server.tp:
-            raise SizingError(f"--profile {text}: the profile was measured with TP {server.tp}")
+            raise SizingError(f"search.profiles {text}: the profile was measured with TP {server.tp}")
         tp = int(given or server.tp or 1)
         if tp < 1:
-            raise SizingError(f"--profile {text}: TP must be at least 1")
+            raise SizingError(f"search.profiles {text}: TP must be at least 1")
         if tp in engines:
-            raise SizingError(f"--profile {text}: there is another profile of TP {tp}; TP:FILE tells them apart")
+            raise SizingError(f"search.profiles {text}: there is another profile of TP {tp}; TP:FILE tells them apart")
         servers[tp] = server
         engines[tp] = sized_engine(name, args.kv_tokens, args.chunk_tokens)
     return dict(sorted(engines.items())), servers[min(servers)]
@@ -293,7 +308,8 @@ def _families(args: argparse.Namespace, setup: TrialSetup, decode_tp: int) -> tu
         for boundary in boundaries:
             if not prompts[0] <= boundary < prompts[-1]:
                 raise SizingError(
-                    f"--boundary-tokens {boundary}: all prompts are on one side: {prompts[0]} to {prompts[-1]} tokens"
+                    f"search.boundary_tokens {boundary}: all prompts are on one side: {prompts[0]} to "
+                    f"{prompts[-1]} tokens"
                 )
     else:
         least = LEAST_SHARE * len(prompts)
@@ -491,7 +507,7 @@ def _write(
     try:
         config = cluster_config(best.layout, sizing.model, targets)
     except ConfigError as error:
-        raise SizingError(f"--model: {error}") from None
+        raise SizingError(f"instances.model: {error}") from None
     write_cluster(args.out / "cluster.yaml", heading, config)
     content = {
         "rate_per_s": rate_per_s,

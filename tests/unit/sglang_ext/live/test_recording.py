@@ -20,6 +20,7 @@ from sglang_ext.live.decide.messages import MAX_MESSAGE_BYTES, PromptRow, Reques
 from sglang_ext.live.recording import RecordingError, check_lines, read_recording, write_page
 from sglang_ext.live.timeline import Activity, timeline_of_recording
 from support.live_recordings import StreamingRouter, shared_recording, simulated_recording, streaming_router
+from support.settings import sets
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ def test_decode_instances_hold_what_they_decode(recording: Path) -> None:
 def test_a_run_without_decode_says_so(recording: Path, tmp_path: Path) -> None:
     out = tmp_path / "r.jsonl"
     workload = str(recording.parent / "workload.csv")
-    assert main(["simulate", "--workload", workload, "--prefill", "8", "--record", str(out)]) == 0
+    assert main(["simulate", *sets(f"workload.file={workload}", "instances.prefill=8"), "--record", str(out)]) == 0
     recorded = read_recording(out)
     assert all(one.decode is None for one in recorded.requests.values())
     assert "prefill alone" in recorded.hello["notes"][0]
@@ -99,12 +100,12 @@ def test_a_run_of_a_cluster_that_shares_prompts_and_a_warm_up_are_recorded(tmp_p
     rows = [f"{number * 0.4:.1f},{8000 if number % 3 else 200},10" for number in range(40)]
     workload.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n" + "\n".join(rows))
     out = tmp_path / "r.jsonl"
-    common = ["simulate", "--workload", str(workload), "--prefill", "4", "--record", str(out)]
-    assert main([*common, "--policy", "tetris", "--warm-up", "0.5"]) == 0
+    common = ["simulate", *sets(f"workload.file={workload}", "instances.prefill=4"), "--record", str(out)]
+    assert main([*common, *sets("policy.name=tetris", "workload.warm_up=0.5")]) == 0
     recorded = read_recording(out)
     assert len(recorded.requests) == 20
     assert len(recorded.instances) == 4
-    assert main([*common, "--policy", "pool", "--short-instances", "1"]) == 0
+    assert main([*common, *sets("policy.name=pool", "instances.short=1")]) == 0
     pools = [one.pool for one in read_recording(out).instances.values()]
     assert pools == ["short", "long", "long", "long"]
 
@@ -147,8 +148,8 @@ def test_a_planner_that_keeps_to_its_plans_computes_each_chunk_as_it_was_planned
     rows = [f"{number * 0.2:.1f},{30_000 if number % 3 else 9_000},10" for number in range(30)]
     workload.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n" + "\n".join(rows))
     out = tmp_path / "r.jsonl"
-    common = ["simulate", "--workload", str(workload), "--prefill", "8", "--record", str(out)]
-    assert main([*common, "--policy", "tetris"]) == 0
+    common = ["simulate", *sets(f"workload.file={workload}", "instances.prefill=8"), "--record", str(out)]
+    assert main([*common, *sets("policy.name=tetris")]) == 0
     plans: dict[int, list[list[Any]]] = {}
     chunks: dict[int, list[list[Any]]] = {}
     for line in out.read_bytes().splitlines()[1:]:
@@ -192,7 +193,7 @@ def test_moves_of_a_simulated_run_have_their_reason(recording: Path) -> None:
 
 def test_it_takes_one_run(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
     workload = str(recording.parent / "workload.csv")
-    assert main(["simulate", "--workload", workload, "--rates", "1", "2", "--record", "x"]) == 2
+    assert main(["simulate", *sets(f"workload.file={workload}", "workload.rate=1,2"), "--record", "x"]) == 2
     assert "--record takes one run" in capsys.readouterr().err
 
 

@@ -63,15 +63,18 @@ def test_what_is_asked_for_is_measured() -> None:
     [
         (
             AskedPoints([257]),
-            "--new-tokens 257: chunked prefill cuts it, --chunked-prefill-size of the instance is 256",
+            "points.new_tokens 257: chunked prefill cuts it, --chunked-prefill-size of the instance is 256",
         ),
-        (AskedPoints([0]), "--new-tokens must be at least 1, got 0"),
-        (AskedPoints([8], [-1]), "--cached-tokens must be at least 0, got -1"),
-        (AskedPoints([8], [5000]), "--cached-tokens 5000 with 8 new ones: a prompt has at most 5000 tokens"),
-        (AskedPoints(None, [5000]), "--cached-tokens 5000 with 1 new ones: a prompt has at most 5000 tokens"),
-        (AskedPoints(batch_tokens=[200], batch_sizes=[2]), "--batch-sizes 2 of --batch-tokens 200: chunked prefill"),
+        (AskedPoints([0]), "points.new_tokens must be at least 1, got 0"),
+        (AskedPoints([8], [-1]), "points.cached_tokens must be at least 0, got -1"),
+        (AskedPoints([8], [5000]), "points.cached_tokens 5000 with 8 new ones: a prompt has at most 5000 tokens"),
+        (AskedPoints(None, [5000]), "points.cached_tokens 5000 with 1 new ones: a prompt has at most 5000 tokens"),
+        (
+            AskedPoints(batch_tokens=[200], batch_sizes=[2]),
+            "points.batch_sizes 2 of points.batch_tokens 200: chunked prefill",
+        ),
         (AskedPoints(batch_tokens=[2], batch_sizes=[40]), "the instance runs at most 32 requests at a time"),
-        (AskedPoints(batch_sizes=[0]), "--batch-sizes must be at least 1, got 0"),
+        (AskedPoints(batch_sizes=[0]), "points.batch_sizes must be at least 1, got 0"),
     ],
 )
 def test_what_the_instance_cannot_run_is_refused(asked: AskedPoints, message: str) -> None:
@@ -83,5 +86,5 @@ def test_what_the_instance_cannot_run_is_refused(asked: AskedPoints, message: st
 def test_a_prefix_is_whole_pages() -> None:
     limits = LIMITS._replace(page_tokens=64)
     assert choose_points(AskedPoints([8], [128], batch_sizes=[1]), limits) == [Point(128, 8)]
-    with pytest.raises(PointError, match="--cached-tokens 100 is not a multiple of the page size, 64"):
+    with pytest.raises(PointError, match=r"points.cached_tokens 100 is not a multiple of the page size, 64"):
         choose_points(AskedPoints([8], [100]), limits)

@@ -1,4 +1,4 @@
-"""`sglang-ext profile engine` against a scripted instance: what it asks, what it writes, what it refuses."""
+"""`sglang-ext profile` against a scripted instance: what it asks, what it writes, what it refuses."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from sglang_ext.costs.engine_profile import IterationCost, load_profile
 from sglang_ext.costs.flow_shop import Chunk
 from sglang_ext.planner.profiling.measurement import HAND_OVER_ROUNDS
 from sglang_ext.planner.simulation.engines import load_engine
+from support.settings import sets
 from support.timed_instance import STAND_IN, TimedInstance, timed_instance
 
 COST = IterationCost(0.02, 0.0, 4e-5, 0.0, 0.0, 2e-9, 1e-9)  # both papers' forms hold
-FEW = ("--new-tokens", "64", "512", "--cached-tokens", "0", "1024", "--batch-tokens", "16", "--batch-sizes", "4")
-QUICK = (*FEW, "--repeats", "1")
+FEW = sets("points.new_tokens=64,512", "points.cached_tokens=0,1024", "points.batch_tokens=16", "points.batch_sizes=4")
+QUICK = (*FEW, *sets("points.repeats=1"))
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def errors(capsys: pytest.CaptureFixture[str]) -> list[str]:
 
 
 def profile(instance: TimedInstance, out: Path, *options: str) -> int:
-    return main(["profile", "engine", "--url", instance.url, "--out", str(out), *options])
+    return main(["profile", "--url", instance.url, "--out", str(out), *options])
 
 
 @pytest.mark.full
@@ -41,7 +42,7 @@ def test_the_costs_of_the_instance_come_out(
     instance: TimedInstance, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "profile.json"
-    assert profile(instance, out, "--device-name", "H200") == 0
+    assert profile(instance, out, *sets("output.device_name=H200")) == 0
     content = json.loads(out.read_text())
     read = load_profile(out)
     assert read.iteration is not None
@@ -80,7 +81,7 @@ def test_a_prefill_instance_alone_has_no_cached_points(
     instance: TimedInstance, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     instance.server_info["disaggregation_mode"] = "prefill"
-    assert profile(instance, tmp_path / "p.json", "--repeats", "1") == 0
+    assert profile(instance, tmp_path / "p.json", *sets("points.repeats=1")) == 0
     assert "cached tokens are left out: a prefill instance needs --decode for them" in capsys.readouterr().err
     rooms = [room for body in instance.bodies for room in body["bootstrap_room"]]
     assert len(set(rooms)) == len(rooms)
@@ -133,8 +134,8 @@ def test_what_a_stage_takes_and_a_hop(
     pipeline.hop_s = 0.004
     pipeline.refused_flushes = 2
     out = tmp_path / "p.json"
-    points = ("--new-tokens", "16", "128", "512", "--cached-tokens", "0", "1024", "--batch-sizes", "1")
-    assert profile(pipeline, out, *points, "--repeats", "2") == 0
+    points = sets("points.new_tokens=16,128,512", "points.cached_tokens=0,1024", "points.batch_sizes=1")
+    assert profile(pipeline, out, *points, *sets("points.repeats=2")) == 0
     read = load_profile(out)
     assert (read.candidates, read.coefficients, read.iteration) == ((), None, None)
     (costs,) = read.pipelines
@@ -252,10 +253,13 @@ def test_a_bad_fit_is_not_written_unless_told_to(tmp_path: Path, capsys: pytest.
     assert json.loads(out.read_text())["has_bad_fit"] is True
     lengths = tmp_path / "lengths.csv"
     lengths.write_text("num_prefill_tokens,num_decode_tokens\n512,4\n")
-    arguments = ["simulate", "--workload", str(lengths), "--rate", "1", "--requests", "2", "--engine", str(out)]
+    arguments = [
+        "simulate",
+        *sets(f"workload.file={lengths}", "workload.rate=1", "workload.requests=2", f"instances.engine={out}"),
+    ]
     capsys.readouterr()
     for policy, is_told in (("tetris-single", True), ("fcfs", False)):
-        assert main([*arguments, "--policy", policy, "--prefill", "1"]) == 0
+        assert main([*arguments, *sets(f"policy.name={policy}", "instances.prefill=1")]) == 0
         assert ("fits badly" in capsys.readouterr().err) is is_told
 
 
@@ -265,7 +269,7 @@ def test_points_that_laps_cuts_are_left_out_or_refused(
 ) -> None:
     instance.has_laps = True
     instance.laps_cut_tokens = 256
-    assert profile(instance, tmp_path / "p.json", "--repeats", "1", "--batch-sizes", "1") == 0
+    assert profile(instance, tmp_path / "p.json", *sets("points.repeats=1", "points.batch_sizes=1")) == 0
     output = capsys.readouterr().out
     assert "left out: the instance runs 512 tokens after 0 cached ones in 2 iterations" in output
     content = json.loads((tmp_path / "p.json").read_text())
@@ -288,7 +292,7 @@ def test_a_batch_that_the_instance_splits_is_not_taken_for_one(
 def test_the_key_is_sent_and_not_written(
     instance: TimedInstance, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = ["profile", "engine", "--url", instance.url, "--out", str(tmp_path / "p.json"), "--api-key", "s3cret"]
+    arguments = ["profile", "--url", instance.url, "--out", str(tmp_path / "p.json"), "--api-key", "s3cret"]
     monkeypatch.setattr("sys.argv", ["sglang-ext", *arguments, *QUICK])
     assert main([*arguments, *QUICK]) == 0
     assert instance.headers["Authorization"] == "Bearer s3cret"
@@ -301,20 +305,19 @@ def test_the_key_is_sent_and_not_written(
 @pytest.mark.parametrize(
     ("server", "options", "message"),
     [
-        ({}, ["--sp", "1", "2"], "--sp 2: one instance was given, which computes every chunk alone"),
-        ({}, ["--repeats", "0"], "--repeats must be at least 1, got 0"),
-        ({}, ["--max-error", "0"], "--max-error must be above 0, got 0"),
-        ({}, ["--timeout", "0"], "--timeout must be above 0, got 0"),
+        ({}, sets("points.repeats=0"), "points.repeats must be at least 1, got 0"),
+        ({}, sets("output.max_error=0"), "output.max_error must be above 0, got 0"),
+        ({}, sets("points.timeout_s=0"), "points.timeout_s must be above 0, got 0"),
         ({}, ["--model", "other/llama-2"], "--model other/llama-2: the instance serves models/tiny-llama"),
-        ({}, ["--new-tokens", "513"], "chunked prefill cuts it, --chunked-prefill-size of the instance is 512"),
-        ({}, ["--cached-tokens", "4090"], "a prompt has at most 4090 tokens on this instance"),
+        ({}, sets("points.new_tokens=513"), "chunked prefill cuts it, --chunked-prefill-size of the instance is 512"),
+        ({}, sets("points.cached_tokens=4090"), "a prompt has at most 4090 tokens on this instance"),
         ({"disable_radix_cache": True}, [], "the instance has no prefix cache (--disable-radix-cache)"),
         ({"enable_metrics": False}, [], "start it with --enable-metrics"),
         ({"disaggregation_mode": "decode"}, [], "this is a decode instance"),
         ({"dp_size": 2}, [], "several data-parallel ranks"),
         ({"max_total_num_tokens": None}, [], "it does not tell its max_total_num_tokens"),
         ({}, ["--decode", "http://127.0.0.1:9"], "--decode needs a prefill instance"),
-        ({}, ["--plot", "/nowhere/p.png", *QUICK], "--plot /nowhere/p.png: the folder does not exist"),
+        ({}, [*sets("output.plot=/nowhere/p.png"), *QUICK], "output.plot /nowhere/p.png: the folder does not exist"),
     ],
 )
 def test_an_error_is_one_line(
@@ -340,7 +343,7 @@ def test_an_error_is_one_line(
     ],
 )
 def test_an_address_that_is_none(url: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["profile", "engine", "--url", url, "--out", str(tmp_path / "p.json")]) == 2
+    assert main(["profile", "--url", url, "--out", str(tmp_path / "p.json")]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
@@ -375,7 +378,7 @@ def test_a_refusal_of_the_instance_is_passed_on(
         return COST.iteration_s(lengths)
 
     instance.cost = shrink
-    assert profile(instance, tmp_path / "p.json", "--batch-sizes", "1", "--cached-tokens", "0") == 2
+    assert profile(instance, tmp_path / "p.json", *sets("points.batch_sizes=1", "points.cached_tokens=0")) == 2
     assert "/generate answered 400: the prompt is longer than the model's context" in capsys.readouterr().err
 
 
@@ -388,9 +391,12 @@ def test_the_simulator_takes_the_profile(
     lengths = tmp_path / "lengths.csv"
     lengths.write_text("num_prefill_tokens,num_decode_tokens\n512,4\n")
     figures = tmp_path / "figures.json"
-    arguments = ["simulate", "--workload", str(lengths), "--rate", "0.01", "--requests", "5", "--prefill", "1"]
-    arguments += ["--policy", "fcfs", "--engine", str(out), "--json", str(figures)]
-    assert main([*arguments, "--model", "elsewhere/tiny-llama"]) == 0
+    arguments = [
+        "simulate",
+        *sets(f"workload.file={lengths}", "workload.rate=0.01", "workload.requests=5", "instances.prefill=1"),
+    ]
+    arguments += [*sets("policy.name=fcfs", f"instances.engine={out}"), "--json", str(figures)]
+    assert main([*arguments, *sets("instances.model=elsewhere/tiny-llama")]) == 0
     (run,) = json.loads(figures.read_text())["runs"]
     read = load_profile(out)
     assert read.front_end is not None
@@ -399,7 +405,7 @@ def test_the_simulator_takes_the_profile(
     expected_s = read.front_end.entry_delay_s(512) + iteration_s + returned.return_delay_s(512)
     assert run["ttft"]["all"]["p50_s"] == pytest.approx(expected_s, rel=1e-2)
     capsys.readouterr()
-    assert main([*arguments, "--model", "llama-70b"]) == 2
+    assert main([*arguments, *sets("instances.model=llama-70b")]) == 2
     error = capsys.readouterr().err
-    assert f"--engine: {out} is of model models/tiny-llama, not of llama-70b" in error
+    assert f"instances.engine: {out} is of model models/tiny-llama, not of llama-70b" in error
     assert error.count("\n") == 1

@@ -21,6 +21,7 @@ from sglang_ext.planner.simulation.run import Outcome, RunOptions, simulate
 from sglang_ext.planner.simulation.scaler import SCALE_POOLS, SCALE_TOTAL, ScalerSettings
 from sglang_ext.types import LengthClass, Role
 from sglang_ext_router.decide.instance_pressure import PressureSettings
+from support.settings import sets
 
 COST = CostCoefficients(1e-9, 2e-3, 0.0, 0.02)
 SHORT_TOKENS, LONG_TOKENS, BOUNDARY_TOKENS = 300, 3000, 1024
@@ -120,21 +121,21 @@ def test_a_replica_is_not_started_for_a_moment_s_queue() -> None:
 
 
 ERRORS = {
-    "no pools": (["--scaler", "total"], "--scaler needs --policy laps and --short-instances"),
-    "no queue": (["--short-instances", "1", "--scaler", "pools", "--scaler-queue-s", "0"], "--scaler-queue-s must be"),
+    "no pools": (sets("scaler.kind=total"), "scaler.kind needs policy.name laps and instances.short"),
+    "no queue": (sets("instances.short=1", "scaler.kind=pools", "scaler.queue_s=0"), "scaler.queue_s must be"),
     "too busy": (
-        ["--short-instances", "1", "--scaler", "pools", "--scaler-utilisation", "1.5"],
-        "--scaler-utilisation must be above 0 and at most 1, got 1.5",
+        sets("instances.short=1", "scaler.kind=pools", "scaler.utilisation=1.5"),
+        "scaler.utilisation must be above 0 and at most 1, got 1.5",
     ),
     "back in time": (
-        ["--short-instances", "1", "--scaler", "pools", "--scaler-startup-s", "-1"],
-        "--scaler-startup-s must be at least 0, got -1",
+        sets("instances.short=1", "scaler.kind=pools", "scaler.startup_s=-1"),
+        "scaler.startup_s must be at least 0, got -1",
     ),
     "no window": (
-        ["--short-instances", "1", "--scaler", "total", "--scaler-up-stabilisation-s", "nan"],
-        "--scaler-up-stabilisation-s must be at least 0, got nan",
+        sets("instances.short=1", "scaler.kind=total", "scaler.up_stabilisation_s=nan"),
+        "scaler.up_stabilisation_s must be at least 0, got nan",
     ),
-    "none": (["--short-instances", "1", "--scaler", "pools", "--scaler-max", "0"], "--scaler-max must be at least 1"),
+    "none": (sets("instances.short=1", "scaler.kind=pools", "scaler.max=0"), "scaler.max must be at least 1"),
 }
 
 
@@ -148,15 +149,29 @@ def lengths(tmp_path: Path) -> str:
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors_name_the_option(name: str, lengths: str, capsys: pytest.CaptureFixture[str]) -> None:
     options, message = ERRORS[name]
-    arguments = ["simulate", "--workload", lengths, "--rate", "1", "--requests", "20", "--policy", "laps"]
+    arguments = [
+        "simulate",
+        *sets(f"workload.file={lengths}", "workload.rate=1", "workload.requests=20", "policy.name=laps"),
+    ]
     assert main([*arguments, *options]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"error: {message}" in line
 
 
 def test_the_command_tells_what_controller_and_scaler_did(lengths: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["simulate", "--workload", lengths, "--rate", "2", "--requests", "60", "--policy", "laps"]
-    assert main([*arguments, "--prefill", "4", "--short-instances", "2", "--move-pools", "--scaler", "total"]) == 0
+    arguments = [
+        "simulate",
+        *sets(f"workload.file={lengths}", "workload.rate=2", "workload.requests=60", "policy.name=laps"),
+    ]
+    assert (
+        main(
+            [
+                *arguments,
+                *sets("instances.prefill=4", "instances.short=2", "policy.move_pools=true", "scaler.kind=total"),
+            ]
+        )
+        == 0
+    )
     assert "pools: 0 moves, 0 scalings, 4.00 instances on average" in capsys.readouterr().out
 
 

@@ -11,6 +11,7 @@ from sglang_ext.cli import main
 from sglang_ext.laps.decide.boundary import expected_boundary_tokens
 from sglang_ext.planner.simulation.engines import load_engine
 from sglang_ext.planner.simulation.scenario import POLICIES
+from support.settings import sets
 
 LENGTHS = "num_prefill_tokens,num_decode_tokens\n4000,20\n200,5\n30000,50\n"
 TIMED = "arrived_at,num_prefill_tokens,num_decode_tokens\n0,4000,20\n1,200,5\n2,30000,50\n"
@@ -36,8 +37,11 @@ def test_every_policy_serves_a_workload(
     policy: str, lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.json"
-    arguments = ["simulate", "--workload", lengths, "--rate", "2", "--requests", "60", "--prefill", "8"]
-    assert main([*arguments, "--policy", policy, "--decode", "2", "--json", str(out)]) == 0
+    arguments = [
+        "simulate",
+        *sets(f"workload.file={lengths}", "workload.rate=2", "workload.requests=60", "instances.prefill=8"),
+    ]
+    assert main([*arguments, *sets(f"policy.name={policy}", "decode.instances=2"), "--json", str(out)]) == 0
     (run,) = json.loads(out.read_text(encoding="utf-8"))["runs"]
     assert run["ttft"]["all"]["requests"] == 60
     assert run["ttft"]["all"]["unfinished"] == run["ttft"]["all"]["refused"] == 0
@@ -49,30 +53,46 @@ def test_every_policy_serves_a_workload(
 def test_the_seed_decides(lengths: str, capsys: pytest.CaptureFixture[str]) -> None:
     tables = []
     for seed in ("1", "1", "2"):
-        assert main(["simulate", "--workload", lengths, "--rate", "2", "--requests", "50", "--seed", seed]) == 0
+        assert (
+            main(
+                [
+                    "simulate",
+                    *sets(
+                        f"workload.file={lengths}", "workload.rate=2", "workload.requests=50", f"workload.seed={seed}"
+                    ),
+                ]
+            )
+            == 0
+        )
         tables.append(capsys.readouterr().out)
     assert tables[0] == tables[1] != tables[2]
 
 
 @pytest.mark.slow
 def test_short_is_what_instances_of_the_engine_would_find(lengths: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["simulate", "--workload", lengths, "--rate", "2", "--requests", "50", "--policy", "laps"]
+    arguments = [
+        "simulate",
+        *sets(f"workload.file={lengths}", "workload.rate=2", "workload.requests=50", "policy.name=laps"),
+    ]
     engine = load_engine("table1", largest_size=8, model=None)
-    for more, objective_s, most_tokens in (((), 1.0, 8192), (("--slo", "0.4", "--chunk-tokens", "1000"), 0.4, 1000)):
+    for more, objective_s, most_tokens in (
+        ((), 1.0, 8192),
+        (sets("policy.slo_s=0.4", "instances.chunk_tokens=1000"), 0.4, 1000),
+    ):
         expected = expected_boundary_tokens(engine.coefficients, objective_s, most_tokens)
         assert main([*arguments, *more]) == 0
         found = capsys.readouterr().out
         assert f"short: up to {expected} new tokens" in found
-        assert main([*arguments, *more, "--boundary-tokens", str(expected)]) == 0
+        assert main([*arguments, *more, *sets(f"policy.boundary_tokens={expected}")]) == 0
         assert capsys.readouterr().out == found
 
 
 def test_a_trace_keeps_its_times_unless_a_rate_is_given(timed: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--workload", timed, "--warm-up", "0.4"]) == 0
+    assert main(["simulate", *sets(f"workload.file={timed}", "workload.warm_up=0.4")]) == 0
     text = capsys.readouterr().out
     assert "load: as in the trace" in text
     assert text.splitlines()[3].split()[:2] == ["all", "2"]
-    assert main(["simulate", "--workload", timed, "--rate", "0.5"]) == 0
+    assert main(["simulate", *sets(f"workload.file={timed}", "workload.rate=0.5")]) == 0
     assert "load: 0.5 requests/s" in capsys.readouterr().out
 
 
@@ -86,9 +106,15 @@ def test_sessions_find_their_prefix_where_the_router_sends_them(
     )
     shares = {}
     for router in ("predicted_wait", "round_robin"):
-        arguments = ["--rate", "5", "--requests", "300", "--prefill", "4", "--policy", "fcfs", "--router", router]
+        arguments = sets(
+            "workload.rate=5",
+            "workload.requests=300",
+            "instances.prefill=4",
+            "policy.name=fcfs",
+            f"policy.router={router}",
+        )
         out = tmp_path / "out.json"
-        assert main(["simulate", "--workload", str(turns), *arguments, "--json", str(out)]) == 0
+        assert main(["simulate", *sets(f"workload.file={turns}"), *arguments, "--json", str(out)]) == 0
         assert "prefix caches had" in capsys.readouterr().out
         (run,) = json.loads(out.read_text(encoding="utf-8"))["runs"]
         assert run["ttft"]["all"]["requests"] == 300
@@ -100,8 +126,13 @@ def test_sessions_find_their_prefix_where_the_router_sends_them(
 def test_pictures_are_drawn(lengths: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     folder = tmp_path / "pictures"
-    arguments = ["simulate", "--workload", lengths, "--rates", "1", "2", "--requests", "20", "--pictures", str(folder)]
-    arguments += ["--policy", "laps", "--prefill", "3", "--short-instances", "1", "--move-pools"]
+    arguments = [
+        "simulate",
+        *sets(f"workload.file={lengths}", "workload.rate=1,2", "workload.requests=20"),
+        "--pictures",
+        str(folder),
+    ]
+    arguments += sets("policy.name=laps", "instances.prefill=3", "instances.short=1", "policy.move_pools=true")
     assert main(arguments) == 0
     names = {"ttft.png", "load.png", "timeline-1.png", "timeline-2.png", "pools-1.png", "pools-2.png"}
     assert {path.name for path in folder.iterdir()} == names
@@ -118,22 +149,32 @@ def test_rounds_of_several_stages_are_short_for_short_prompts(tmp_path: Path) ->
     rows = ["0,90000,2", *(f"{0.1 + 0.31 * number},50,2" for number in range(1, 8))]
     workload.write_text("\n".join(["arrived_at,num_prefill_tokens,num_decode_tokens", *rows]), encoding="utf-8")
     out = tmp_path / "out.json"
-    arguments = ["simulate", "--workload", str(workload), "--engine", str(engine), "--policy", "laps", "--prefill", "1"]
-    arguments += ["--long-pp", "4", "--hop-ms", "0", "--slo", "0.3", "--boundary-tokens", "1024", "--json", str(out)]
-    assert main([*arguments, "--chunk-tokens", "16384"]) == 0
+    arguments = [
+        "simulate",
+        *sets(f"workload.file={workload}", f"instances.engine={engine}", "policy.name=laps", "instances.prefill=1"),
+    ]
+    arguments += [
+        *sets("instances.long_pp=4", "links.hop_ms=0", "policy.slo_s=0.3", "policy.boundary_tokens=1024"),
+        "--json",
+        str(out),
+    ]
+    assert main([*arguments, *sets("instances.chunk_tokens=16384")]) == 0
     (run,) = json.loads(out.read_text(encoding="utf-8"))["runs"]
     assert run["ttft"]["short"]["max_s"] <= 0.32
 
 
 def test_instances_of_several_stages(lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """On as many devices: a prompt alone takes far less time, with a slow hop more."""
-    common = ["simulate", "--workload", lengths, "--rate", "0.02", "--requests", "20", "--policy", "laps"]
+    common = [
+        "simulate",
+        *sets(f"workload.file={lengths}", "workload.rate=0.02", "workload.requests=20", "policy.name=laps"),
+    ]
     medians_s = []
     for number, stages in enumerate(
         (
-            ["--prefill", "4"],
-            ["--prefill", "1", "--long-pp", "4"],
-            ["--prefill", "1", "--long-pp", "4", "--hop-ms", "500"],
+            sets("instances.prefill=4"),
+            sets("instances.prefill=1", "instances.long_pp=4"),
+            sets("instances.prefill=1", "instances.long_pp=4", "links.hop_ms=500"),
         )
     ):
         out = tmp_path / f"{number}.json"
@@ -144,50 +185,85 @@ def test_instances_of_several_stages(lengths: str, tmp_path: Path, capsys: pytes
     assert medians_s[2] > medians_s[1] + 1.4
     assert "1 prefill instances of 4 stages, policy laps" in capsys.readouterr().out
     for policy in ("pool", "laps"):
-        pools = ["--policy", policy, "--prefill", "3", "--short-instances", "1", "--short-pp", "2"]
+        pools = sets(f"policy.name={policy}", "instances.prefill=3", "instances.short=1", "instances.short_pp=2")
         assert main([*common, *pools]) == 0
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "--rate is needed: the workload has lengths without times"),
-        (["--rate", "0"], "--rate must be above 0, got 0"),
-        (["--rate", "1", "--rates", "2"], "--rate and --rates exclude each other"),
-        (["--rate", "1", "--prefill", "0"], "--prefill must be above 0, got 0"),
-        (["--rate", "1", "--requests", "-5"], "--requests must be above 0, got -5"),
-        (["--rate", "1", "--improvement-rate", "1"], "--improvement-rate must be at least 0 and below 1, got 1"),
-        (["--rate", "1", "--policy", "fixed-sp", "--prefill", "4"], "--sp-size 8 is more than the instances, 4"),
-        (["--rate", "1", "--policy", "fixed-sp", "--sp-size", "3"], "--policy fixed-sp: SP size 3 has no cost"),
-        (["--rate", "1", "--fail", "3:x:1"], "--fail '3:x:1' is not INSTANCE:AT:FOR, such as 3:60:120"),
-        (["--rate", "1", "--fail", "16:0:1"], "--fail '16:0:1': there are instances 0 to 15"),
-        (["--rate", "1", "--policy", "laps", "--move-pools"], "--move-pools needs --short-instances"),
+        ([], "workload.rate is needed: the workload has lengths without times"),
+        (sets("workload.rate=0"), "workload.rate must be above 0, got 0"),
+        (sets("workload.rate=1", "instances.prefill=0"), "instances.prefill must be above 0, got 0"),
+        (sets("workload.rate=1", "workload.requests=-5"), "workload.requests must be above 0, got -5"),
         (
-            ["--rate", "1", "--policy", "laps", "--move-pools", "--short-instances", "1", "--long-pp", "2"],
-            "--move-pools: instances of the pools must have as many stages (--short-pp, --long-pp)",
+            sets("workload.rate=1", "policy.improvement_rate=1"),
+            "policy.improvement_rate must be at least 0 and below 1, got 1",
         ),
-        (["--rate", "1", "--policy", "laps", "--short-pp", "2"], "--short-pp needs --short-instances"),
-        (["--rate", "1", "--policy", "laps", "--long-pp", "0"], "--long-pp must be above 0, got 0"),
         (
-            ["--rate", "1", "--policy", "laps", "--long-pp", "2", "--hop-ms", "-1"],
-            "--hop-ms must be at least 0, got -1",
+            sets("workload.rate=1", "policy.name=fixed-sp", "instances.prefill=4"),
+            "policy.sp_size 8 is more than the instances, 4",
         ),
-        (["--rate", "1", "--long-pp", "2"], "--long-pp: instances that share prompts (--policy tetris) have one stage"),
-        (["--rate", "1", "--warm-up", "1"], "--warm-up must be at least 0 and below 1, got 1"),
-        (["--rate", "1", "--decode", "1", "--transfer-gb-per-s", "0"], "--transfer-gb-per-s must be above 0, got 0"),
-        (["--rate", "1", "--slo", "nan"], "--slo must be above 0, got nan"),
-        (["--rate", "1", "--engine", "a100.json"], "--engine: a100.json is neither table1, h200-llama3-8b"),
+        (
+            sets("workload.rate=1", "policy.name=fixed-sp", "policy.sp_size=3"),
+            "policy.name fixed-sp: SP size 3 has no cost",
+        ),
+        (
+            sets("workload.rate=1", "instances.fail=3:x:1"),
+            "instances.fail '3:x:1' is not INSTANCE:AT:FOR, such as 3:60:120",
+        ),
+        (sets("workload.rate=1", "instances.fail=16:0:1"), "instances.fail '16:0:1': there are instances 0 to 15"),
+        (
+            sets("workload.rate=1", "policy.name=laps", "policy.move_pools=true"),
+            "policy.move_pools needs instances.short",
+        ),
+        (
+            sets(
+                "workload.rate=1",
+                "policy.name=laps",
+                "policy.move_pools=true",
+                "instances.short=1",
+                "instances.long_pp=2",
+            ),
+            "policy.move_pools: instances of the pools must have as many stages (instances.short_pp, ",
+        ),
+        (
+            sets("workload.rate=1", "policy.name=laps", "instances.short_pp=2"),
+            "instances.short_pp needs instances.short",
+        ),
+        (
+            sets("workload.rate=1", "policy.name=laps", "instances.long_pp=0"),
+            "instances.long_pp must be above 0, got 0",
+        ),
+        (
+            sets("workload.rate=1", "policy.name=laps", "instances.long_pp=2", "links.hop_ms=-1"),
+            "links.hop_ms must be at least 0, got -1",
+        ),
+        (
+            sets("workload.rate=1", "instances.long_pp=2"),
+            "instances.long_pp: instances that share prompts (policy.name tetris) have one stage",
+        ),
+        (sets("workload.rate=1", "workload.warm_up=1"), "workload.warm_up must be at least 0 and below 1, got 1"),
+        (
+            sets("workload.rate=1", "decode.instances=1", "decode.transfer_gb_per_s=0"),
+            "decode.transfer_gb_per_s must be above 0, got 0",
+        ),
+        (sets("workload.rate=1", "policy.slo_s=nan"), "policy.slo_s must be above 0, got nan"),
+        (
+            sets("workload.rate=1", "instances.engine=a100.json"),
+            "instances.engine: a100.json is neither table1, h200-llama3-8b",
+        ),
     ],
 )
 def test_an_error_is_one_line_that_names_the_option(
     arguments: list[str], message: str, lengths: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["simulate", "--workload", lengths, *arguments]) == 2
+    assert main(["simulate", *sets(f"workload.file={lengths}"), *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
 
 
 def test_a_wrong_workload_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", "--workload", str(tmp_path / "none.csv")]) == 2
-    assert "error: --workload: " in capsys.readouterr().err
+    assert main(["simulate", *sets(f"workload.file={tmp_path}/none.csv")]) == 2
+    assert "error: workload.file: " in capsys.readouterr().err

@@ -17,6 +17,7 @@ from sglang_ext.planner.simulation.run import RunOptions, simulate
 from sglang_ext.planner.simulation.scenario import SplitStage
 from sglang_ext.planner.simulation.systems import ClusterSystem, SystemOptions, build_cluster
 from sglang_ext.types import Role
+from support.settings import sets
 
 COSTS = CostCoefficients(alpha_s=0.0, token_s=1e-3, read_s=0.0, kappa_s=0.0)
 CANDIDATES = (SpCandidate(1, SpCost(0.0, 1e-3, 0.0, 0.0)), SpCandidate(2, SpCost(0.1, 0.5e-3, 0.0, 0.0)))
@@ -58,9 +59,12 @@ def test_what_has_not_ended_is_unfinished_in_either() -> None:
 def test_the_option(policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     workload = tmp_path / "lengths.csv"
     workload.write_text("num_prefill_tokens,num_decode_tokens\n100,1\n200000,1\n", encoding="utf-8")
-    arguments = ["simulate", "--workload", str(workload), "--rate", "0.5", "--requests", "200", "--policy", policy]
+    arguments = [
+        "simulate",
+        *sets(f"workload.file={workload}", "workload.rate=0.5", "workload.requests=200", f"policy.name={policy}"),
+    ]
     worst_short_s = []
-    for more in ([], ["--short-instances", "1"]):
+    for more in ([], sets("instances.short=1")):
         assert main([*arguments, *more]) == 0
         short = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("short"))
         worst_short_s.append(float(short.split()[9]))
@@ -70,18 +74,18 @@ def test_the_option(policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--short-instances", "16"], "--short-instances must be at least 1 and leave one of 16, got 16"),
-        (["--short-instances", "-1"], "--short-instances must be at least 1 and leave one of 16, got -1"),
-        (["--short-instances", "2", "--policy", "hrrn"], "--short-instances: --policy hrrn keeps no classes apart"),
+        (sets("instances.short=16"), "instances.short must be at least 1 and leave one of 16, got 16"),
+        (sets("instances.short=-1"), "instances.short must be at least 1 and leave one of 16, got -1"),
+        (sets("instances.short=2", "policy.name=hrrn"), "instances.short: policy.name hrrn keeps no classes apart"),
         (
-            ["--short-instances", "9", "--policy", "fixed-sp", "--sp-size", "8"],
-            "--sp-size 8 is more than the instances, 7",
+            sets("instances.short=9", "policy.name=fixed-sp", "policy.sp_size=8"),
+            "policy.sp_size 8 is more than the instances, 7",
         ),
-        (["--short-instances", "2", "--fail", "0:1:1"], "--fail is not simulated with --short-instances"),
-        (["--move-pools"], "--move-pools needs --policy laps"),
-        (["--chunk-s", "1"], "--chunk-s needs a policy that decides again (pool…), not tetris"),
-        (["--chunk-s", "0", "--policy", "pool-lars"], "--chunk-s must be above 0, got 0"),
-        (["--think-s", "nan"], "--think-s must be above 0, got nan"),
+        (sets("instances.short=2", "instances.fail=0:1:1"), "instances.fail is not simulated with instances.short"),
+        (sets("policy.move_pools=true"), "policy.move_pools needs policy.name laps"),
+        (sets("policy.chunk_s=1"), "policy.chunk_s needs a policy that decides again (pool…), not tetris"),
+        (sets("policy.chunk_s=0", "policy.name=pool-lars"), "policy.chunk_s must be above 0, got 0"),
+        (sets("workload.think_s=nan"), "workload.think_s must be above 0, got nan"),
     ],
 )
 def test_an_impossible_pool_is_one_line(
@@ -89,7 +93,7 @@ def test_an_impossible_pool_is_one_line(
 ) -> None:
     workload = tmp_path / "lengths.csv"
     workload.write_text("num_prefill_tokens,num_decode_tokens\n100,1\n", encoding="utf-8")
-    assert main(["simulate", "--workload", str(workload), "--rate", "1", *arguments]) == 2
+    assert main(["simulate", *sets(f"workload.file={workload}", "workload.rate=1"), *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1

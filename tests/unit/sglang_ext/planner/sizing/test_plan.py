@@ -9,8 +9,10 @@ import pytest
 
 from sglang_ext.cli import main
 from sglang_ext.costs.engine_profile import FORMAT
+from support.settings import sets
 
 PREFILL = {"alpha_s": 2e-10, "token_s": 4e-5, "read_s": 0.0, "kappa_s": 0.01}
+
 PROFILE = {
     "format": FORMAT,
     "version": 1,
@@ -47,8 +49,8 @@ def test_what_was_measured_is_used_and_the_rest_reckoned(tmp_path: Path, capsys:
         assert main(["plan", "--profile", str(path), *pools, *more, "--json", str(out)]) == 0
         return float(json.loads(out.read_text(encoding="utf-8"))["long"][0]["times"]["ring"]["prompt_s"])
 
-    assert ring_s("--ring-gb-per-s", "0.1") > 2 * ring_s()
-    assert ring_s("--ring-step-us", "0", "--layers", "24") == ring_s("--ring-step-us", "0")
+    assert ring_s(*sets("links.ring_gb_per_s=0.1")) > 2 * ring_s()
+    assert ring_s(*sets("links.ring_step_us=0"), *sets("links.layers=24")) == ring_s(*sets("links.ring_step_us=0"))
 
 
 @pytest.mark.parametrize(
@@ -58,9 +60,9 @@ def test_what_was_measured_is_used_and_the_rest_reckoned(tmp_path: Path, capsys:
         (["--pool", "long:1:100"], "--pool 'long:1:100' is not NAME:N:TOKENS with N of at least 2"),
         (["--pool", "long:4:x"], "--pool 'long:4:x' is not"),
         (["--pool", "long:4:100", "--chunk-ms", "0"], "--chunk-ms must be above 0, got 0"),
-        (["--pool", "long:4:100", "--hop-ms", "-1"], "--hop-ms must be at least 0, got -1"),
-        (["--pool", "long:3:100", "--ring-gb-per-s", "0"], "--ring-gb-per-s must be above 0, got 0"),
-        (["--pool", "long:3:100", "--ring-step-us", "-1"], "--ring-step-us must be at least 0, got -1"),
+        (["--pool", "long:4:100", *sets("links.hop_ms=-1")], "links.hop_ms must be at least 0, got -1"),
+        (["--pool", "long:3:100", *sets("links.ring_gb_per_s=0")], "links.ring_gb_per_s must be above 0, got 0"),
+        (["--pool", "long:3:100", *sets("links.ring_step_us=-1")], "links.ring_step_us must be at least 0, got -1"),
     ],
 )
 def test_an_error_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

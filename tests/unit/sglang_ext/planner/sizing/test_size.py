@@ -20,13 +20,14 @@ from sglang_ext.cluster.config import PoolConfig
 from sglang_ext.planner.sizing.deployment import DeployedModel, cluster_config, helm_values
 from sglang_ext.planner.sizing.load_trial import ClusterLayout, SloTargets
 from support import manifests
+from support.settings import sets
 
 ROOT = Path(__file__).resolve().parents[5]
 CHART = ROOT / "deploy/helm/sglang-ext"
 needs_helm = pytest.mark.skipif(
     not (ROOT / ".venv/charts/helm_python").is_dir(), reason="Helm is not there: `make charts-env`"
 )
-SLO = ["--slo-short-ms", "300", "--slo-long-stretch", "3"]
+SLO = sets("objectives.short_ms=300", "objectives.long_stretch=3")
 PROFILE = {
     "format": "sglang-ext engine profile",
     "version": 1,
@@ -76,8 +77,15 @@ def test_layouts_are_printed_and_written(
 ) -> None:
     pytest.importorskip("matplotlib")
     out = tmp_path / "out"
-    arguments = ["size", "--trace", trace, "--profile", profile, *SLO, "--max-gpus", "9", "--out", str(out)]
-    arguments += ["--processes", "1", "--boundary-tokens", "512"]
+    arguments = [
+        "size",
+        *sets(f"workload.file={trace}", f"search.profiles={profile}"),
+        *SLO,
+        *sets("search.max_gpus=9"),
+        "--out",
+        str(out),
+    ]
+    arguments += sets("search.processes=1", "search.boundary_tokens=512")
     assert main(arguments) == 0
     captured = capsys.readouterr()
     assert "60 requests, 8/s; first token: 52 short prompts within 300 ms, 8 long ones" in captured.out
@@ -107,8 +115,13 @@ def test_layouts_are_printed_and_written(
 def test_several_processes_find_the_same(trace: str, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
     tables = []
     for processes in ("1", "2"):
-        arguments = ["size", "--trace", trace, "--profile", profile, *SLO, "--max-gpus", "9", "--processes", processes]
-        assert main([*arguments, "--boundary-tokens", "512"]) == 0
+        arguments = [
+            "size",
+            *sets(f"workload.file={trace}", f"search.profiles={profile}"),
+            *SLO,
+            *sets("search.max_gpus=9", f"search.processes={processes}"),
+        ]
+        assert main([*arguments, *sets("search.boundary_tokens=512")]) == 0
         tables.append(capsys.readouterr().out)
     assert tables[0] == tables[1]
 
@@ -116,8 +129,13 @@ def test_several_processes_find_the_same(trace: str, profile: str, capsys: pytes
 @pytest.mark.slow
 def test_a_profile_that_fits_badly_is_named(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = written(tmp_path, {**PROFILE, "max_error": 0.2, "fit": {"iteration": {"error_p90": 0.35}}})
-    arguments = ["size", "--trace", trace, "--profile", bad, *SLO, "--max-gpus", "6", "--processes", "1"]
-    main([*arguments, "--boundary-tokens", "512"])
+    arguments = [
+        "size",
+        *sets(f"workload.file={trace}", f"search.profiles={bad}"),
+        *SLO,
+        *sets("search.max_gpus=6", "search.processes=1"),
+    ]
+    main([*arguments, *sets("search.boundary_tokens=512")])
     doubt = "sglang-ext size: TP 1: the profile's iteration fits badly: relative error 35% at one point of ten"
     assert capsys.readouterr().err.splitlines()[0] == doubt
 
@@ -129,8 +147,13 @@ def test_profiles_of_several_tp_are_compared(
     fast = {**PROFILE, "prefill": {"alpha_s": 1e-9, "token_s": 2e-5, "read_s": 0.0, "kappa_s": 0.006}}
     fast.pop("provenance")
     second = "2:" + written(tmp_path, fast, "fast.json")
-    arguments = ["size", "--trace", trace, "--profile", profile, "--profile", second, *SLO, "--max-gpus", "9"]
-    assert main([*arguments, "--processes", "1", "--boundary-tokens", "512"]) == 0
+    arguments = [
+        "size",
+        *sets(f"workload.file={trace}", f"search.profiles={profile},{second}"),
+        *SLO,
+        *sets("search.max_gpus=9"),
+    ]
+    assert main([*arguments, *sets("search.processes=1", "search.boundary_tokens=512")]) == 0
     rows = capsys.readouterr().out.splitlines()[2:]
     assert {row.partition("TP ")[2][:1] for row in rows} == {"1", "2"}
     assert sorted(int(row.split()[0]) for row in rows) == [int(row.split()[0]) for row in rows]
@@ -145,13 +168,15 @@ def test_an_objective_that_no_instance_holds_alone_takes_a_pipeline_or_a_ring(
     trace = tmp_path / "long.csv"
     rows = [f"{number / 2},{30_000 if number % 8 == 0 else 100 + number},5" for number in range(60)]
     trace.write_text("\n".join(["arrived_at,num_prefill_tokens,num_decode_tokens", *rows]), encoding="utf-8")
-    arguments = ["size", "--trace", str(trace), "--profile", profile, "--slo-short-ms", "1200"]
-    arguments += ["--slo-long-stretch", "1", "--max-gpus", "10", "--processes", "1", "--boundary-tokens", "512"]
-    objective = ["--attainment", "1"]
+    arguments = ["size", *sets(f"workload.file={trace}", f"search.profiles={profile}", "objectives.short_ms=1200")]
+    arguments += sets(
+        "objectives.long_stretch=1", "search.max_gpus=10", "search.processes=1", "search.boundary_tokens=512"
+    )
+    objective = sets("objectives.attainment=1")
     assert main([*arguments, *objective]) == 1
     capsys.readouterr()
     out = tmp_path / "out"
-    shapes = ["--long-pp", "1", "4", "--ring", "--hop-ms", "1", "--out", str(out)]
+    shapes = [*sets("search.long_pp=1,4", "search.ring=true", "links.hop_ms=1"), "--out", str(out)]
     assert main([*arguments, *objective, *shapes]) == 0
     layouts = json.loads((out / "layouts.json").read_text(encoding="utf-8"))["layouts"]
     assert {one["long_pp"] for one in layouts if not one["is_ring"]} == {4}
@@ -165,8 +190,16 @@ def test_an_objective_that_no_instance_holds_alone_takes_a_pipeline_or_a_ring(
 
 
 def test_where_nothing_holds_it_says_what_breaks(trace: str, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["size", "--trace", trace, "--profile", profile, "--slo-short-ms", "12", "--slo-long-stretch", "1"]
-    assert main([*arguments, "--max-gpus", "6", "--processes", "1", "--boundary-tokens", "512"]) == 1
+    arguments = [
+        "size",
+        *sets(
+            f"workload.file={trace}",
+            f"search.profiles={profile}",
+            "objectives.short_ms=12",
+            "objectives.long_stretch=1",
+        ),
+    ]
+    assert main([*arguments, *sets("search.max_gpus=6", "search.processes=1", "search.boundary_tokens=512")]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert "no layout of at most 6 GPUs holds at x1.25 of the load; of " in error
     assert "what breaks first: " in error
@@ -256,8 +289,15 @@ def test_an_interrupted_search_ends_at_once(profile: str, tmp_path: Path) -> Non
     trace = tmp_path / "long.csv"
     rows = [f"{number / 40},{5000 if number % 8 == 0 else 400},50" for number in range(20_000)]
     trace.write_text("\n".join(["arrived_at,num_prefill_tokens,num_decode_tokens", *rows]), encoding="utf-8")
-    command = [sys.executable, "-m", "sglang_ext.cli", "size", "--trace", str(trace), "--profile", profile, *SLO]
-    process = subprocess.Popen([*command, "--processes", "2"], stderr=subprocess.PIPE, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "sglang_ext.cli",
+        "size",
+        *sets(f"workload.file={trace}", f"search.profiles={profile}"),
+        *SLO,
+    ]
+    process = subprocess.Popen([*command, *sets("search.processes=2")], stderr=subprocess.PIPE, text=True)
     time.sleep(5.0)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
@@ -269,30 +309,48 @@ def test_an_interrupted_search_ends_at_once(profile: str, tmp_path: Path) -> Non
 
 
 ERRORS: dict[str, tuple[list[str], str]] = {
-    "no such trace": (["--trace", "/no/trace"], "--trace: /no/trace cannot be read: No such file or directory"),
-    "no such profile": (["--profile", "/no/profile"], "--profile: /no/profile is neither table1, "),
-    "an objective of 0": (["--slo-short-ms", "0"], "--slo-short-ms must be above 0, got 0"),
-    "a stretch below 1": (["--slo-long-stretch", "0.5"], "--slo-long-stretch must be at least 1, got 0.5"),
-    "no time per token": (["--slo-token-ms", "nan"], "--slo-token-ms must be above 0, got nan"),
-    "an attainment above 1": (["--attainment", "99"], "--attainment must be above 0 and at most 1, got 99"),
-    "less than no headroom": (["--headroom", "0.9"], "--headroom must be at least 1, got 0.9"),
-    "too few GPUs": (["--max-gpus", "1"], "--max-gpus: the smallest layout takes 2 GPUs, got 1"),
-    "no GPUs": (["--max-gpus", "0"], "--max-gpus must be at least 1, got 0"),
+    "no such trace": (
+        sets("workload.file=/no/trace"),
+        "workload.file: /no/trace cannot be read: No such file or directory",
+    ),
+    "no such profile": (sets("search.profiles=/no/profile"), "search.profiles: /no/profile is neither table1, "),
+    "an objective of 0": (sets("objectives.short_ms=0"), "objectives.short_ms must be above 0, got 0"),
+    "a stretch below 1": (sets("objectives.long_stretch=0.5"), "objectives.long_stretch must be at least 1, got 0.5"),
+    "no time per token": (sets("objectives.token_ms=nan"), "objectives.token_ms must be above 0, got nan"),
+    "an attainment above 1": (
+        sets("objectives.attainment=99"),
+        "objectives.attainment must be above 0 and at most 1, got 99",
+    ),
+    "less than no headroom": (sets("objectives.headroom=0.9"), "objectives.headroom must be at least 1, got 0.9"),
+    "too few GPUs": (sets("search.max_gpus=1"), "search.max_gpus: the smallest layout takes 2 GPUs, got 1"),
+    "no GPUs": (sets("search.max_gpus=0"), "search.max_gpus must be at least 1, got 0"),
     "a boundary above all prompts": (
-        ["--boundary-tokens", "512", "9999"],
-        "--boundary-tokens 9999: all prompts are on one side: 101 to 5000 tokens",
+        sets("search.boundary_tokens=512,9999"),
+        "search.boundary_tokens 9999: all prompts are on one side: 101 to 5000 tokens",
     ),
-    "little KV": (["--kv-tokens", "4000"], "--kv-tokens: a prompt of 5000 tokens does not fit into the 4000 of an "),
+    "little KV": (
+        sets("instances.kv_tokens=4000"),
+        "instances.kv_tokens: a prompt of 5000 tokens does not fit into the 4000 of an ",
+    ),
     "little KV in decode": (
-        ["--decode-kv-tokens", "5001"],
-        "--decode-kv-tokens: a request of 5021 tokens does not fit into the 5001 of an instance",
+        sets("decode.kv_tokens=5001"),
+        "decode.kv_tokens: a request of 5021 tokens does not fit into the 5001 of an instance",
     ),
-    "a decode step of nothing": (["--decode-step-ms", "0"], "--decode-step-ms must be above 0, got 0"),
-    "a rate of nothing": (["--rate", "0"], "--rate must be above 0, got 0"),
-    "no stages": (["--long-pp", "0"], "--long-pp must be at least 1, got 0"),
-    "a link of nothing": (["--ring", "--ring-gb-per-s", "0"], "--ring-gb-per-s must be above 0, got 0"),
-    "a hop of less than nothing": (["--long-pp", "2", "--hop-ms", "-1"], "--hop-ms must be at least 0, got -1"),
-    "one request": (["--requests", "1"], "--trace: all requests arrive at once, so there is no load to size for"),
+    "a decode step of nothing": (sets("decode.step_ms=0"), "decode.step_ms must be above 0, got 0"),
+    "a rate of nothing": (sets("workload.rate=0"), "workload.rate must be above 0, got 0"),
+    "no stages": (sets("search.long_pp=0"), "search.long_pp must be at least 1, got 0"),
+    "a link of nothing": (
+        sets("search.ring=true", "links.ring_gb_per_s=0"),
+        "links.ring_gb_per_s must be above 0, got 0",
+    ),
+    "a hop of less than nothing": (
+        sets("search.long_pp=2", "links.hop_ms=-1"),
+        "links.hop_ms must be at least 0, got -1",
+    ),
+    "one request": (
+        sets("workload.requests=1"),
+        "workload.file: all requests arrive at once, so there is no load to size for",
+    ),
 }
 
 
@@ -301,10 +359,7 @@ def test_every_error_is_one_line_that_names_the_option(
     name: str, trace: str, profile: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options, message = ERRORS[name]
-    arguments = ["size", *SLO]
-    for option, value in (("--trace", trace), ("--profile", profile)):
-        if option not in options:
-            arguments += [option, value]
+    arguments = ["size", *SLO, *sets(f"workload.file={trace}", f"search.profiles={profile}")]
     assert main([*arguments, *options]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"sglang-ext size: error: {message}")
@@ -321,9 +376,9 @@ def test_a_profile_s_wrong_field_is_named(
     change: dict[str, object], message: str, trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrong = written(tmp_path, {**PROFILE, "provenance": change})
-    assert main(["size", "--trace", trace, "--profile", wrong, *SLO]) == 2
+    assert main(["size", *sets(f"workload.file={trace}", f"search.profiles={wrong}"), *SLO]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"--profile: {wrong}: {message}" in line
+    assert f"search.profiles: {wrong}: {message}" in line
 
 
 def test_a_trace_s_wrong_line_and_column_are_named(
@@ -331,14 +386,14 @@ def test_a_trace_s_wrong_line_and_column_are_named(
 ) -> None:
     trace = tmp_path / "wrong.csv"
     trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n0,10,1\n1,-5,1\n", encoding="utf-8")
-    assert main(["size", "--trace", str(trace), "--profile", profile, *SLO]) == 2
+    assert main(["size", *sets(f"workload.file={trace}", f"search.profiles={profile}"), *SLO]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "line 3: num_prefill_tokens -5 is not a whole number of at least 1" in line
 
 
 def test_profiles_of_one_tp_are_refused(trace: str, profile: str, capsys: pytest.CaptureFixture[str]) -> None:
     for second, message in ((profile, "there is another profile of TP 1"), (f"2:{profile}", "was measured with TP 1")):
-        assert main(["size", "--trace", trace, "--profile", profile, "--profile", second, *SLO]) == 2
+        assert main(["size", *sets(f"workload.file={trace}", f"search.profiles={profile},{second}"), *SLO]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert f"--profile {second}: " in line
+        assert f"search.profiles {second}: " in line
         assert message in line
