@@ -9,9 +9,9 @@ Interleaved, round by round, medians:
 - the prompt on one stock instance (all of it in one chunk, its fastest way), and one on each of two at the same time,
   which is what two processes gain on this machine at all;
 - the prompt on the pool, whose two instances compute it together;
-- the prompt on the pool, whose owner samples the first token without the KV (`--ending streamed`), or collects it all
-  before (`--ending collected`); the latter also without transfer (SGLang's stand-in for decode, whose KV is always
-  collected), which shows what the handshake costs: both sides have the same ending;
+- the prompt on the pool, whose owner samples the first token without the KV (`pool.ending=streamed`), or collects it
+  all before (`pool.ending=collected`); the latter also without transfer (SGLang's stand-in for decode, whose KV is
+  always collected), which shows what the handshake costs: both sides have the same ending;
 - one of the two instances is busy with a shorter prompt: the pool begins on one instance and goes on on two (1 → 2),
   with KV rebalanced behind the computation or before it, or may only use both and waits.
 
@@ -20,7 +20,7 @@ Then four instances of a tiny model send to decode together, which has four rece
 The last line is `RESULT {json}`: `sp2_speedup` = stock / pool; `independent_gain` = throughput of two stock instances
 over that of one; `sp2_efficiency` = the former over the latter; `streamed_over_collected` = time to first token without
 a collection over that with one; `grow_over_wait` = time to first token of 1 → 2 over waiting for two;
-`rebalance_overhead` = share of 1 → 2 in which a member waits for rebalanced KV, also `…_first`, not overlapped;
+`rebalance_overhead` = share of 1 → 2 in which a member waits for rebalanced KV;
 `handshake_overhead` = what the transfer adds to a prefill that is collected, as a share of it;
 `handshake_overhead_half` = what two instead of four backends add.
 """
@@ -163,15 +163,11 @@ def _measure_two(
         for number in range(count):
             endings.append(_ended(engines, coordinator, costs, tokens, is_transferred_first=number % 2 == 0))
             progress(f"endings, {number + 1} of {count}: " + ", ".join(f"{n} {v:.2f}" for n, v in _named(endings[-1])))
-        grown: dict[str, list[Grown]] = {"grow": [], "first": [], "wait": []}
-        ways = {"grow": (1, 2), "first": (1, 2), "wait": (2,)}
+        grown: dict[str, list[Grown]] = {"grow": [], "wait": []}
+        ways = {"grow": (1, 2), "wait": (2,)}
         for number in range(count):
             for way, allowed in ways.items():
-                coordinator.start(
-                    allowed,
-                    costs.profile(allowed, EFFICIENCY),
-                    *("--rebalance", "first" if way == "first" else "overlapped"),
-                )
+                coordinator.start(allowed, costs.profile(allowed, EFFICIENCY))
                 coordinator.wait_connected(2)
                 grown[way].append(_grown(engines, coordinator, tokens))
             progress(
@@ -202,7 +198,7 @@ def _ended(
         return Sent(engines["pool-0"], decode, tokens, VOCABULARY).wait()
 
     def start(ending: str) -> None:
-        coordinator.start((1, 2), costs.profile((1, 2), EFFICIENCY), "--ending", ending)
+        coordinator.start((1, 2), costs.profile((1, 2), EFFICIENCY), "--set", f"pool.ending={ending}")
         coordinator.wait_connected(2)
 
     start("streamed")
@@ -249,8 +245,6 @@ def _summary(rounds: Sequence[Round], grown: dict[str, list[Grown]], sizes: tupl
         "sp2_efficiency": round(speedup / gain, 3),
         "grow_over_wait": round(ttft_s["grow"] / ttft_s["wait"], 3),
         "rebalance_overhead": round(rebalance["grow"], 4),
-        "rebalance_overhead_first": round(rebalance["first"], 4),
-        "first_over_overlapped": round(ttft_s["first"] / ttft_s["grow"], 3),
         "seconds": {
             "stock": round(stock_s, 3),
             "two_stock": round(two_stock_s, 3),
@@ -287,7 +281,7 @@ def _measure_backends(scratch: Path, cores: Sequence[int], transfer: Sequence[st
         coordinator = PoolCoordinator(scratch)
         stack.callback(coordinator.stop)
         member = (*transfer, "--cdsp-coordinator", coordinator.address, "--cdsp-min-tokens", "500")
-        decode = {backends: (*transfer, "--transfer-receive-backends", str(backends)) for backends in (4, 2)}
+        decode = {backends: (*transfer, "--set", f"transfer.receive_backends={backends}") for backends in (4, 2)}
         engines = _up(
             {
                 **{

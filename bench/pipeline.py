@@ -11,7 +11,7 @@ shared memory. Interleaved, round by round, for each length:
 - the prompt on a long pool whose two instances compute it together;
 - the longest of the prompts with short ones at the same times, until it is computed: through two stages
   with the small chunks of LAPS's mode `both`, and on the pool, whose instances get them in turn, with chunks of at most
-  `--ring-chunk-ms` (a coordinator's `--max-chunk-ms`, which has no bound else: then short prompts wait for all of it).
+  `--ring-chunk-ms` (a coordinator's `pool.max_chunk_ms`, unbounded else: then short prompts wait for all of it).
 
 What the chunks took comes from the stages themselves (`GET /laps/stages`): t is the time of a chunk on both, and p
 stages without bubbles but those of a flow shop need sum(t) / p + (p - 1) t_last / p.
@@ -170,7 +170,7 @@ class Bench:
             *transfer,
             *("--cdsp-coordinator", self._coordinator.address, "--cdsp-min-tokens", str(SHARED_FROM_TOKENS)),
         )
-        round_ms = () if self._round_ms is None else ("--laps-round-ms", str(self._round_ms))
+        round_ms = () if self._round_ms is None else ("--set", f"laps.round_ms={self._round_ms}")
         slo = () if self._short_slo_ms is None else ("--laps-short-ttft-slo-ms", str(self._short_slo_ms))
         stages = ("--pp-size", str(STAGES))
         for name, role, options, engine_arguments in (
@@ -216,7 +216,7 @@ class Bench:
                 f"two stages {one.pipeline_s:.2f} (flow shop {one.flow_shop_s:.2f}, {len(one.chunks_s)} chunks), "
                 f"ring {one.ring_s:.2f}"
             )
-        self._start_coordinator("--max-chunk-ms", f"{self._ring_chunk_ms:g}")
+        self._start_coordinator("--set", f"pool.max_chunk_ms={self._ring_chunk_ms:g}")
         ways = {"two stages": (["pipeline-small"], measured.pipeline), "ring": (["pool-0", "pool-1"], measured.ring)}
         for way in sorted(ways, reverse=number % 2 == 1):
             names, rounds = ways[way]

@@ -335,7 +335,10 @@ def _own_policies(compositions: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Ours, and these compositions of a batch, by worker options."""
     return {
         OURS: ("--laps-mode", "both"),
-        **{name: ("--laps-mode", "both", "--laps-composition", COMPOSITIONS[name].value) for name in compositions},
+        **{
+            name: ("--laps-mode", "both", "--set", f"laps.composition={COMPOSITIONS[name].value}")
+            for name in compositions
+        },
     }
 
 

@@ -200,7 +200,7 @@ ALERTS = (
         "0m",
         "The long pool in {{ $labels.namespace }} keeps losing members",
         "`former_members` of the coordinator's `GET /status` has the reason of each: a restart, or no reply in time "
-        "(`--cdsp-step-timeout-s`).",
+        "(`cdsp.step_timeout_s`).",
     ),
     Alert(
         "SglangExtRouterOutOfCpu",

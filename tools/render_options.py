@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from sglang_ext.cli import COMMANDS, Command
-from sglang_ext.settings import REQUIRED, Setting, sections
+from sglang_ext.settings import REQUIRED, UNSET, Setting, sections
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "options.md"
 _HEAD = """# Options and settings of all commands
@@ -68,7 +68,14 @@ def _explained(setting: Setting) -> str:
 def _row(name: str, default: object, what: str) -> str:
     if default is REQUIRED:
         shown = "needed"
-    elif default is None or default == "" or default == [] or default == () or default == argparse.SUPPRESS:
+    elif (
+        default is UNSET
+        or default is None
+        or default == ""
+        or default == []
+        or default == ()
+        or default == argparse.SUPPRESS
+    ):
         shown = ""
     else:
         shown = str(default).lower() if isinstance(default, bool) else str(default)

@@ -53,7 +53,7 @@ CUDA_ARGUMENTS = (
     *("--grammar-backend", "none", "--mem-fraction-static", "0.2", "--max-total-tokens", "65536"),
     *("--cuda-graph-max-bs-decode", "16"),
 )
-GRAPHS = ("--laps-graphs", "start", "--laps-graph-lengths", "8,32,64", "--laps-graph-batches", "1,4")
+GRAPHS = ("--laps-graphs", "start", "--set", "graphs.lengths_tokens=8,32,64", "--set", "graphs.batch_sizes=1,4")
 
 
 class NotPossibleError(RuntimeError):

@@ -43,6 +43,7 @@ from random import Random
 from statistics import fmean
 from typing import NamedTuple
 
+from baselines.prefill_orders import edf, fcfs, lars, srpt
 from sglang_ext.costs.flow_shop import Hop
 from sglang_ext.graphs.decide.graph_grid import GraphGrid
 from sglang_ext.laps.decide.cost_model import CostCoefficients
@@ -164,22 +165,22 @@ def systems() -> dict[str, System]:
     powers = fitted_candidates(INSTANCES)
     spared = (*powers[:-1], fifteen())
     pool = SystemOptions(ClusterSystem.POOL, slo_s=SLO_S)
-    lars = replace(pool, system=ClusterSystem.POOL_LARS, chunk_s=CHUNK_S)
+    slack = replace(pool, order=lars, chunk_s=CHUNK_S)
     greedy, idle = SystemOptions(ClusterSystem.LOONGSERVE), SystemOptions(ClusterSystem.LOONGSERVE_IDLE)
     return {
         "loongserve": System(greedy, powers),
         "loongserve-idle": System(idle, powers),
         "loongserve-split": System(greedy, spared, short_instances=1),
         "loongserve-idle-split": System(idle, spared, short_instances=1),
-        "fcfs": System(replace(lars, system=ClusterSystem.POOL_FCFS), spared),
-        "edf": System(replace(lars, system=ClusterSystem.POOL_EDF), spared),
-        "srpt": System(replace(lars, system=ClusterSystem.POOL_SRPT), spared),
+        "fcfs": System(replace(slack, order=fcfs), spared),
+        "edf": System(replace(slack, order=edf), spared),
+        "srpt": System(replace(slack, order=srpt), spared),
         "on-time": System(replace(pool, chunk_s=CHUNK_S), spared),
-        "lars": System(lars, spared),
-        "lars-16": System(lars, powers),
-        "lars-whole": System(replace(lars, chunk_s=None), spared),
+        "lars": System(slack, spared),
+        "lars-16": System(slack, powers),
+        "lars-whole": System(replace(slack, chunk_s=None), spared),
         "pool": System(pool, spared),
-        "ours-lars": System(replace(pool, system=ClusterSystem.POOL_LARS), spared, short_instances=1),
+        "ours-lars": System(replace(pool, order=lars), spared, short_instances=1),
         OURS: System(pool, spared, short_instances=1),
         "spp-medha": System(pool, spared, pipelines=Pipelines(1, 16, Composition.MEDHA)),
         "spp": System(pool, spared, pipelines=Pipelines(1, 16)),

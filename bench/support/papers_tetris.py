@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
+from baselines.prefill_orders import fcfs
 from sglang_ext.planner.simulation.cluster import ClusterSpec
 from sglang_ext.planner.simulation.engines import SimEngine, load_engine
 from sglang_ext.planner.simulation.events import (
@@ -246,7 +247,7 @@ _SYSTEMS: dict[str, SystemOptions | None] = {
     "tetris-single": SystemOptions(ClusterSystem.TETRIS_SINGLE),
     "tetris": SystemOptions(ClusterSystem.TETRIS),
     "pool": SystemOptions(ClusterSystem.POOL),
-    "pool-fcfs": SystemOptions(ClusterSystem.POOL_FCFS),
+    "pool-fcfs": SystemOptions(ClusterSystem.POOL, order=fcfs),
     "pool-round-robin": SystemOptions(ClusterSystem.POOL, is_announced=False),
     "pool-noise-5": SystemOptions(ClusterSystem.POOL, noise=0.05),
     "pool-noise-10": SystemOptions(ClusterSystem.POOL, noise=0.1),

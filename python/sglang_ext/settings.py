@@ -16,6 +16,8 @@ import yaml
 
 REQUIRED = object()
 """The default of a setting that must be given."""
+UNSET = object()
+"""The default of a setting that has no value where it is not given."""
 
 _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text", Path: "a path"}
 
@@ -68,10 +70,18 @@ class Setting:
         return value
 
 
-def add_arguments(parser: argparse.ArgumentParser, settings: Sequence[Setting], *, file: str = "--config") -> None:
-    """Add the file of settings, an option or a positional argument called `file`, and `--set` to `parser`."""
+def add_arguments(
+    parser: argparse.ArgumentParser, settings: Sequence[Setting], *, file: str | None = "--config"
+) -> None:
+    """Add the file of settings, an option or a positional argument called `file`, and `--set` to `parser`.
+
+    Without a file `--set` is the only way to give them.
+    """
     known = ", ".join(sections(settings))
-    if file.startswith("-"):
+    what = f"a setting of {known} (docs/options.md); repeat for more"
+    if file is None:
+        pass
+    elif file.startswith("-"):
         parser.add_argument(file, metavar="FILE", help=f"YAML file of further settings, by section: {known}")
     else:
         parser.add_argument(file, nargs="?", metavar="FILE", help=f"YAML file of settings, by section: {known}")
@@ -80,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser, settings: Sequence[Setting], 
         action="append",
         default=[],
         metavar="SECTION.KEY=VALUE",
-        help="one of those settings, which wins over the file; repeat for more",
+        help=what if file is None else "one of those settings, which wins over the file; repeat for more",
     )
 
 
@@ -116,7 +126,18 @@ def read(
     for setting in settings:
         if setting.default is REQUIRED and setting.name not in values:
             raise SettingsError(f"{setting.name} is needed")
-    return {setting.dest or setting.key: values.get(setting.name, setting.default) for setting in settings}
+    return {
+        setting.dest or setting.key: values.get(setting.name, setting.default)
+        for setting in settings
+        if setting.name in values or setting.default is not UNSET
+    }
+
+
+def with_settings(
+    arguments: argparse.Namespace, settings: Sequence[Setting], file: str | Path | None = None, option: str = "--config"
+) -> argparse.Namespace:
+    """Return `arguments` of a parser of `add_arguments` with the value of every setting. Raises as `read`."""
+    return argparse.Namespace(**{**vars(arguments), **read(settings, file, arguments.set, option)})
 
 
 def _content(file: Path, known: Mapping[str, Mapping[str, Setting]], option: str) -> dict[Any, Any]:

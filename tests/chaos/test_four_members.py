@@ -69,7 +69,7 @@ def is_whole(status: dict[str, Any]) -> bool:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    options = ("--sp-sizes", "1,2,4", "--min-chunk-tokens", "64", "--step-timeout-ms", "5000")
+    options = ("--sp-sizes", "1,2,4", "--min-chunk-tokens", "64", "--set", "pool.step_timeout_ms=5000")
     with Coordinator.running(*options) as coordinator, ThreadPoolExecutor(40) as threads:
         one = Pool(coordinator, threads)
         yield one

@@ -102,7 +102,7 @@ class LongPool(NamedTuple):
             *HANDSHAKE,
             *("--cdsp-coordinator", self.coordinator.address, "--cdsp-min-tokens", "200"),
             *("--laps-boundary-tokens", "256"),
-            *("--cdsp-step-timeout-s", "5"),
+            *("--set", "cdsp.step_timeout_s=5"),
         )
         specs = [EngineSpec(Role.LONG, worker_options=options, name=f"loss{number}") for number in range(2)]
         *members, decode = FLEET.get(*specs, EngineSpec(Role.DECODE, worker_options=HANDSHAKE, name="loss"))

@@ -49,18 +49,18 @@ def test_random_plans_of_up_to_8k_tokens(large_pool: RingInstances, seed: int) -
     sizes = sorted(draw.randrange(1, len(members) + 1) for _ in range(len(cuts) + 1))
     lengths = [end - start for start, end in pairwise([0, *cuts, tokens])]
     chunks = tuple((length, tuple(members[:size])) for length, size in zip(lengths, sizes, strict=True))
-    check(large_pool, 16, Plan(0, chunks, draw.choice(list(Interleaving)), draw.random() < 0.7, seed))
+    check(large_pool, 16, Plan(0, chunks, draw.choice(list(Interleaving)), seed))
 
 
 @pytest.mark.parametrize("interleaving", list(Interleaving))
 def test_a_long_prompt_over_one_two_and_four(pool: tuple[RingInstances, int], interleaving: Interleaving) -> None:
     chunks = ((400, (2,)), (600, (2, 0)), (900, (2, 0, 3, 1)))
-    check(*pool, Plan(100, chunks, interleaving, True, 1234))
+    check(*pool, Plan(100, chunks, interleaving, 1234))
 
 
 def test_the_kv_is_that_of_stock(pool: tuple[RingInstances, int]) -> None:
     instances, page_tokens = pool
-    plan = Plan(0, ((70, (1,)), (130, (1, 3)), (101, (1, 3, 0))), Interleaving.ZIGZAG, True, 5)
+    plan = Plan(0, ((70, (1,)), (130, (1, 3)), (101, (1, 3, 0))), Interleaving.ZIGZAG, 5)
     for step in steps_of(plan, 0, 1000, page_tokens):
         instances.step(step)
     instances.keep_prefix(2, 1, plan.token_ids)
@@ -78,8 +78,8 @@ def test_the_kv_is_that_of_stock(pool: tuple[RingInstances, int]) -> None:
 
 def test_two_requests_that_grow_in_opposite_directions(pool: tuple[RingInstances, int]) -> None:
     instances, page_tokens = pool
-    first = Plan(0, ((90, (0,)), (120, (0, 1)), (200, (0, 1, 2, 3))), Interleaving.ZIGZAG, True, 11)
-    second = Plan(0, ((80, (3,)), (140, (3, 2)), (180, (3, 2, 1, 0))), Interleaving.STRIPED, True, 12)
+    first = Plan(0, ((90, (0,)), (120, (0, 1)), (200, (0, 1, 2, 3))), Interleaving.ZIGZAG, 11)
+    second = Plan(0, ((80, (3,)), (140, (3, 2)), (180, (3, 2, 1, 0))), Interleaving.STRIPED, 12)
     a, b = steps_of(first, 1, 10_000, page_tokens), steps_of(second, 2, 20_000, page_tokens)
     answers = instances.steps([step for pair in zip(a, b, strict=True) for step in pair])
     logits = [answer for answer in answers if answer is not None]
@@ -97,5 +97,5 @@ def test_other_families_over_two_instances(architecture: str, tmp_path: Path) ->
     with ring_instances(tiny_family(architecture, tmp_path), 2, 16) as instances:
         for interleaving in Interleaving:
             chunks = ((60, (1,)), (130, (1, 0)), (97, (1, 0)))
-            plan = Plan(32, chunks, interleaving, True, 21, vocabulary=500)
+            plan = Plan(32, chunks, interleaving, 21, vocabulary=500)
             check(instances, 16, plan)

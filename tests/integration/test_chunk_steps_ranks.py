@@ -26,7 +26,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[tuple[RingInstances, int]]:
     with ring_instances(tiny_model(shape), INSTANCES, page_tokens, ranks=RANKS) as instances:
         # A rank that fails sends word to the peers that it is connected to; the coordinator's word reaches the others,
         # and there is none here.
-        check(instances, page_tokens, Plan(9, ((64, (1, 0)),), Interleaving.ZIGZAG, True, 3))
+        check(instances, page_tokens, Plan(9, ((64, (1, 0)),), Interleaving.ZIGZAG, 3))
         yield instances, page_tokens
 
 
@@ -44,7 +44,7 @@ def test_a_ring_that_breaks_for_one_rank_fails_the_step_for_all(
     """No rank is left waiting in the model's own collectives, all are as before, and the chunk can be done again."""
     instances, page_tokens = pool
     before = instances.free_tokens()
-    plan = Plan(0, ((90, (1,)), (120, (1, 0)), (150, (1, 0))), Interleaving.ZIGZAG, True, 77)
+    plan = Plan(0, ((90, (1,)), (120, (1, 0)), (150, (1, 0))), Interleaving.ZIGZAG, 77)
     first, second, third = steps_of(plan, 0, 1000, page_tokens)
     instances.step(first)
     held = instances.free_tokens()

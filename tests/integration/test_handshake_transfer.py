@@ -26,12 +26,12 @@ CHUNK = ("--chunked-prefill-size", "256")
 PAGES = ("--page-size", "16")
 CACHING = ("--disaggregation-decode-enable-radix-cache",)
 PREFILL = EngineSpec(Role.SHORT, arguments=CHUNK, worker_options=HANDSHAKE)
-DECODE = EngineSpec(Role.DECODE, arguments=CACHING, worker_options=(*HANDSHAKE, "--transfer-receive-backends", "1"))
+DECODE = EngineSpec(Role.DECODE, arguments=CACHING, worker_options=(*HANDSHAKE, "--set", "transfer.receive_backends=1"))
 DECODE_TP2 = EngineSpec(Role.DECODE, arguments=("--tp", "2"), worker_options=HANDSHAKE)
-BY_LAYER = ("--transfer-stream-layer-kib", "0")
+BY_LAYER = ("--set", "transfer.stream_layer_kib=0")
 PAGED_PREFILL = EngineSpec(Role.SHORT, arguments=(*CHUNK, *PAGES), worker_options=(*SHARED_MEMORY, *BY_LAYER))
 PAGED_DECODE = EngineSpec(
-    Role.DECODE, arguments=(*PAGES, *CACHING), worker_options=(*SHARED_MEMORY, "--transfer-receive-backends", "2")
+    Role.DECODE, arguments=(*PAGES, *CACHING), worker_options=(*SHARED_MEMORY, "--set", "transfer.receive_backends=2")
 )
 NIXL = (*HANDSHAKE, "--transfer-transport", "nixl")
 # Engines that find a package in a folder of its own make their own imports.
@@ -45,7 +45,7 @@ NIXL_PREFILL = EngineSpec(
 NIXL_DECODE = EngineSpec(
     Role.DECODE,
     arguments=CACHING,
-    worker_options=(*NIXL, "--transfer-receive-backends", "2"),
+    worker_options=(*NIXL, "--set", "transfer.receive_backends=2"),
     environment=nixl_folder.ENVIRONMENT,
     has_own_imports=True,
 )
@@ -60,7 +60,7 @@ MOONCAKE_PREFILL = EngineSpec(
 MOONCAKE_DECODE = EngineSpec(
     Role.DECODE,
     arguments=CACHING,
-    worker_options=(*MOONCAKE, "--transfer-receive-backends", "2"),
+    worker_options=(*MOONCAKE, "--set", "transfer.receive_backends=2"),
     environment=mooncake_folder.ENVIRONMENT,
     has_own_imports=True,
 )

@@ -38,7 +38,7 @@ def member(coordinator: Coordinator, name: str, transport: str, *arguments: str)
         *(*HANDSHAKE, "--transfer-transport", transport),
         *("--cdsp-coordinator", coordinator.address, "--cdsp-min-tokens", str(MIN_TOKENS)),
         *("--laps-boundary-tokens", "256"),
-        *("--cdsp-step-timeout-s", "20"),
+        *("--set", "cdsp.step_timeout_s=20"),
     )
     return over(transport, EngineSpec(Role.LONG, worker_options=options, arguments=arguments, name=name))
 
@@ -94,13 +94,13 @@ def has_open_step(status: dict[str, Any]) -> bool:
 
 @contextmanager
 def long_pool(setting: Setting, name: str, threads: ThreadPoolExecutor) -> Iterator[LongPool]:
-    options = ("--sp-sizes", "1,2,3", "--min-chunk-tokens", "64", "--interleaving", setting.interleaving)
+    options = ("--sp-sizes", "1,2,3", "--min-chunk-tokens", "64", "--set", f"pool.interleaving={setting.interleaving}")
     pages = ("--page-size", str(setting.page_tokens))
     with Coordinator.running(*options) as coordinator:
         specs = [member(coordinator, f"{name}{number}", setting.transport, *pages) for number in range(3)]
         caching = CACHING if setting.decode_ranks == 1 else ("--tp", str(setting.decode_ranks))
         # A pool's prompts are called for as soon as decode knows of them.
-        late = ("--transfer-late-slots-tokens", "1")
+        late = ("--set", "transfer.late_slots_tokens=1")
         options = (*HANDSHAKE, "--transfer-transport", setting.transport, *late)
         decode_spec = EngineSpec(Role.DECODE, arguments=(*pages, *caching), worker_options=options, name=name)
         engines: list[Engine] = FLEET.get(*specs, over(setting.transport, decode_spec))

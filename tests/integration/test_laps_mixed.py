@@ -16,7 +16,7 @@ from support.reference import random_prompt
 pytestmark = pytest.mark.integration
 
 BATCH_TOKENS = 192
-OPTIONS = ("--laps-boundary-tokens", "64", "--laps-min-chunk-tokens", "16")
+OPTIONS = ("--laps-boundary-tokens", "64", "--set", "laps.min_chunk_tokens=16")
 
 
 @pytest.fixture(

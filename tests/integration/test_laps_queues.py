@@ -30,17 +30,15 @@ NOTICE_S, STREAM_NOTICE_S = 2.2, 3.5
 WAITING_TIMEOUT_S = 6
 RUNNING_TIMEOUT_S = 8
 ABORT_LIMIT_S = 3.0
-# Half of the options stand among the engine's own arguments, as a cluster file has them.
+# An option stands among the engine's own arguments, as a cluster file has them.
 PREFILL = EngineSpec(
     Role.BOTH,
     shape=SHAPE,
-    arguments=(
-        *("--chunked-prefill-size", "32", "--laps-w-min-ms", str(WINDOW_S * 1e3)),
-        *("--laps-w-max-ms", str(WINDOW_S * 1e3 + 500), "--laps-t-max-ms", str(WINDOW_S * 1e3 + 1000)),
-    ),
+    arguments=("--chunked-prefill-size", "32", "--laps-boundary-tokens", "64"),
     worker_options=(
-        *("--laps-boundary-tokens", "64", "--laps-min-chunk-tokens", "16"),
-        *("--laps-preempt-margin", "0.1", "--laps-w-max-ms", "5"),
+        *("--set", "laps.min_chunk_tokens=16", "--set", "laps.preempt_margin=0.1"),
+        *("--set", f"laps.w_min_ms={WINDOW_S * 1e3}", "--set", f"laps.w_max_ms={WINDOW_S * 1e3 + 500}"),
+        *("--set", f"laps.t_max_ms={WINDOW_S * 1e3 + 1000}"),
     ),
     environment=(
         ("SGLANG_REQUEST_STATE_WAIT_TIMEOUT", "1"),

@@ -20,8 +20,8 @@ TWO_RANKS = EngineSpec(
     shape=SHAPE,
     arguments=("--tp", "2", "--chunked-prefill-size", "32"),
     worker_options=(
-        *("--laps-boundary-tokens", "64", "--laps-min-chunk-tokens", "16", "--laps-preempt-margin", "0.1"),
-        *("--laps-w-min-ms", "600", "--laps-w-max-ms", "700", "--laps-t-max-ms", "2000"),
+        *("--laps-boundary-tokens", "64", "--set", "laps.min_chunk_tokens=16", "--set", "laps.preempt_margin=0.1"),
+        *("--set", "laps.w_min_ms=600", "--set", "laps.w_max_ms=700", "--set", "laps.t_max_ms=2000"),
     ),
 )
 SHORT_TOKENS = 24

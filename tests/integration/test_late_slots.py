@@ -24,8 +24,9 @@ HANDSHAKE = ("--transfer-backend", "handshake")
 CHUNK = ("--chunked-prefill-size", "64")
 CACHING = ("--disaggregation-decode-enable-radix-cache",)
 # A prompt is called when nothing is left before it.
-PREFILL = EngineSpec(Role.LONG, arguments=CHUNK, worker_options=(*HANDSHAKE, "--transfer-late-slots-tokens", "1"))
-DECODE = EngineSpec(Role.DECODE, arguments=CACHING, worker_options=(*HANDSHAKE, "--transfer-late-slots-tokens", "200"))
+PREFILL = EngineSpec(Role.LONG, arguments=CHUNK, worker_options=(*HANDSHAKE, "--set", "transfer.late_slots_tokens=1"))
+LATE = ("--set", "transfer.late_slots_tokens=200")
+DECODE = EngineSpec(Role.DECODE, arguments=CACHING, worker_options=(*HANDSHAKE, *LATE))
 STAGES_PREFILL = EngineSpec(
     Role.LONG, SHAPE, arguments=("--pp-size", "2", *CHUNK), worker_options=PREFILL.worker_options
 )

@@ -26,7 +26,7 @@ FIRST_CHUNKS, FIRST_TOKENS = 3, 250
 
 @pytest.fixture(scope="module")
 def coordinator() -> Iterator[Coordinator]:
-    options = ("--sp-sizes", "2", "--min-chunk-tokens", "64", "--max-chunk-ms", str(MAX_CHUNK_MS))
+    options = ("--sp-sizes", "2", "--min-chunk-tokens", "64", "--set", f"pool.max_chunk_ms={MAX_CHUNK_MS}")
     with Coordinator.running(*options) as one:
         yield one
 

@@ -33,7 +33,7 @@ def coordinator() -> Iterator[Coordinator]:
 
 @pytest.fixture(scope="module")
 def pool(coordinator: Coordinator) -> Iterator[list[Pair]]:
-    options = (*HANDSHAKE, "--cdsp-max-chunk-tokens", str(CHUNK_TOKENS))
+    options = (*HANDSHAKE, "--set", f"cdsp.max_chunk_tokens={CHUNK_TOKENS}")
     specs = [long_member(coordinator, f"small{number}", SMALL, options) for number in range(MEMBERS)]
     *members, decode = FLEET.get(*specs, EngineSpec(Role.DECODE, arguments=PAGES, worker_options=HANDSHAKE))
     coordinator.wait_for(lambda status: len(status["members"]) == MEMBERS)

@@ -42,14 +42,14 @@ def member(coordinator: Coordinator, name: str) -> EngineSpec:
         *HANDSHAKE,
         *("--cdsp-coordinator", coordinator.address, "--cdsp-min-tokens", str(MIN_TOKENS)),
         *("--laps-boundary-tokens", "256"),
-        *("--cdsp-step-timeout-s", str(STEP_TIMEOUT_S)),
+        *("--set", f"cdsp.step_timeout_s={STEP_TIMEOUT_S}"),
     )
     return EngineSpec(Role.LONG, SHAPE, worker_options=options, arguments=(*RANKS, *PAGES), name=name)
 
 
 @pytest.fixture(scope="module")
 def coordinator() -> Iterator[Coordinator]:
-    timeout = ("--step-timeout-ms", str(1000 * STEP_TIMEOUT_S))
+    timeout = ("--set", f"pool.step_timeout_ms={1000 * STEP_TIMEOUT_S}")
     with Coordinator.running("--sp-sizes", "1,2", "--min-chunk-tokens", "64", "--keep-prefix", *timeout) as one:
         yield one
 

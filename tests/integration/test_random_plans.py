@@ -40,7 +40,7 @@ class Instances:
         options = (
             *HANDSHAKE,
             *("--cdsp-coordinator", self.coordinator.address, "--cdsp-min-tokens", "1"),
-            *("--cdsp-step-timeout-s", "20", "--laps-boundary-tokens", "1"),
+            *("--set", "cdsp.step_timeout_s=20", "--laps-boundary-tokens", "1"),
         )
         members = [EngineSpec(Role.LONG, worker_options=options, name=f"random{number}") for number in range(MEMBERS)]
         decodes = [

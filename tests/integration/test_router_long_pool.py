@@ -34,7 +34,7 @@ def member(coordinator: Coordinator, number: int, *worker_options: str) -> Engin
     options = (
         *worker_options,
         *("--cdsp-coordinator", coordinator.address, "--cdsp-min-tokens", "200"),
-        *("--laps-boundary-tokens", "256", "--cdsp-step-timeout-s", "10"),
+        *("--laps-boundary-tokens", "256", "--set", "cdsp.step_timeout_s=10"),
     )
     return EngineSpec(Role.LONG, worker_options=options, name=f"offered{number}")
 

@@ -114,7 +114,7 @@ def test_what_router_pool_and_instances_measured_of_a_long_prompt_is_its_time_to
     with otlp_receiver() as receiver, Coordinator.running("--sp-sizes", "2", "--min-chunk-tokens", "64") as coordinator:
         shared = (
             *("--cdsp-coordinator", coordinator.address, "--cdsp-min-tokens", "200"),
-            *("--laps-boundary-tokens", "256", "--cdsp-step-timeout-s", "30"),
+            *("--laps-boundary-tokens", "256", "--set", "cdsp.step_timeout_s=30"),
         )
         members = [replace(traced(Role.LONG, receiver, *shared), name=f"traced{number}") for number in range(2)]
         specs = [replace(spec, shape=DEEP) for spec in (*members, traced(Role.DECODE, receiver))]
@@ -191,7 +191,7 @@ def ancestors(span: ReceivedSpan, by_id: dict[str, ReceivedSpan]) -> list[str]:
 @needs_protocol
 def test_spans_of_both_instances_lie_in_the_routers() -> None:
     with otlp_receiver() as receiver:
-        by_layer = ("--transfer-stream-layer-kib", "0")
+        by_layer = ("--set", "transfer.stream_layer_kib=0")
         engines = FLEET.get(traced(Role.BOTH, receiver, *by_layer), traced(Role.DECODE, receiver))
         try:
             with running_router(engines, "--otlp-traces-endpoint", receiver.url) as router:

@@ -40,7 +40,10 @@ def settings(tmp_path: Path) -> dict[str, Any]:
     costs.write_text(json.dumps(COSTS))
     return {
         "pools": {
-            "long": {"count": 2, "worker_args": ["--cdsp-min-tokens", str(MIN_TOKENS), "--cdsp-step-timeout-s", "10"]},
+            "long": {
+                "count": 2,
+                "worker_args": ["--cdsp-min-tokens", str(MIN_TOKENS), "--set", "cdsp.step_timeout_s=10"],
+            },
             "decode": {"count": 1},
         },
         "coordinator": {"enabled": True, "args": ["--profile", str(costs), "--min-chunk-tokens", "64"]},

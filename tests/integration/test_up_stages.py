@@ -41,7 +41,7 @@ SETTINGS: dict[str, Any] = {
             "pp": 2,
             # The stage that waits for a stopped one ends the instance.
             "args": ["--chunked-prefill-size", "32", "--watchdog-timeout", "20"],
-            "worker_args": ["--laps-min-chunk-tokens", "16"],
+            "worker_args": ["--set", "laps.min_chunk_tokens=16"],
         },
         "decode": {"count": 1},
     },

@@ -20,7 +20,6 @@ class Plan(NamedTuple):
     cached_tokens: int  # held by the first instance's prefix cache
     chunks: tuple[tuple[int, tuple[int, ...]], ...]  # tokens, group
     interleaving: Interleaving
-    is_overlapped: bool
     seed: int
     vocabulary: int = 2000
 
@@ -41,7 +40,7 @@ def random_plan(seed: int, instances: int) -> Plan:
     if cached + sum(lengths) < 2:
         lengths[0] = 2
     chunks = tuple((length, tuple(order[:size])) for length, size in zip(lengths, sizes, strict=True))
-    return Plan(cached, chunks, draw.choice(list(Interleaving)), draw.random() < 0.7, seed)
+    return Plan(cached, chunks, draw.choice(list(Interleaving)), seed)
 
 
 def steps_of(plan: Plan, request: int, first_tag: int, page_tokens: int) -> list[Step]:
@@ -52,7 +51,7 @@ def steps_of(plan: Plan, request: int, first_tag: int, page_tokens: int) -> list
     for tokens, group in plan.chunks:
         layout, held = lay_out(held, (range(start, start + tokens),), group, plan.interleaving, page_tokens)
         ids = tuple(tuple(plan.token_ids[p] for part in positions for p in part) for positions in layout.new)
-        steps.append(Step(request, layout, ids, tag, plan.is_overlapped))
+        steps.append(Step(request, layout, ids, tag))
         tag += LAYERS * (len(layout.group) + len(layout.moves))
         start += tokens
     return steps

@@ -21,14 +21,14 @@ STOCK_STAGES = EngineSpec(
 _LAPS = EngineSpec(
     Role.BOTH,
     shape=SHAPE,
-    worker_options=("--laps-boundary-tokens", "64", "--laps-min-chunk-tokens", "16"),
+    worker_options=("--laps-boundary-tokens", "64", "--set", "laps.min_chunk_tokens=16"),
 )
 STAGES = replace(_LAPS, arguments=("--pp-size", "2", "--chunked-prefill-size", "32"))
 TIMED_STAGES = replace(STAGES, environment=(("SGLANG_REQ_RUNNING_TIMEOUT", "15"),))
 _HANDSHAKE = ("--transfer-backend", "handshake")
 # Chunks of 32 tokens are small: every one of them leaves by layer.
 HANDSHAKE_STAGES = replace(
-    STAGES, worker_options=(*STAGES.worker_options, *_HANDSHAKE, "--transfer-stream-layer-kib", "1")
+    STAGES, worker_options=(*STAGES.worker_options, *_HANDSHAKE, "--set", "transfer.stream_layer_kib=1")
 )
 HANDSHAKE_STAGES_TP3 = replace(HANDSHAKE_STAGES, arguments=(*STAGES.arguments, "--tp", "3"))
 HANDSHAKE_DECODE = EngineSpec(Role.DECODE, shape=SHAPE, worker_options=_HANDSHAKE)

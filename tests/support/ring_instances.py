@@ -33,7 +33,6 @@ class Step(NamedTuple):
     layout: Any  # ChunkLayout
     token_ids: tuple[tuple[int, ...], ...]  # by place in the ring
     first_tag: int
-    is_overlapped: bool
 
 
 class RingInstances:
@@ -260,7 +259,6 @@ class _Instance:
                 mesh if self._breaks_after is None else _Breaking(mesh, self._breaks_after),
                 self._place.instance,
                 step.first_tag,
-                is_overlapped=step.is_overlapped,
                 ranks=self._ranks,
             )
         return None if logits is None else logits.clone()

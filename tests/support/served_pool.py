@@ -18,7 +18,7 @@ def long_member(
     options = (
         *worker_options,
         *("--cdsp-coordinator", coordinator.address, "--cdsp-min-tokens", str(MIN_TOKENS)),
-        *("--laps-boundary-tokens", "256", "--cdsp-step-timeout-s", "5"),
+        *("--laps-boundary-tokens", "256", "--set", "cdsp.step_timeout_s=5"),
     )
     return EngineSpec(Role.LONG, worker_options=options, arguments=arguments, name=name)
 

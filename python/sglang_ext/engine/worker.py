@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from sglang_ext import settings
 from sglang_ext.engine.device import Device, MachineFacts, inspect_machine
 from sglang_ext.engine.launch_plan import (
     PIPELINE_PARALLEL_FLAGS,
@@ -22,20 +23,17 @@ from sglang_ext.engine.launch_plan import (
 from sglang_ext.engine.model_facts import has_tied_embeddings, read_architecture, read_model_facts
 from sglang_ext.engine.process_lifetime import end_with_parent
 from sglang_ext.engine.versions import installed_sglang
-from sglang_ext.graphs.sglang.graph_options import add_graph_arguments, graph_options
-from sglang_ext.laps.sglang.laps_options import add_laps_arguments, laps_options
+from sglang_ext.graphs.sglang import graph_options
+from sglang_ext.laps.sglang import laps_options
 from sglang_ext.laps.sglang.pipeline_stages import tied_head_problem
-from sglang_ext.long_pool.sglang.cdsp_options import (
-    MeshKind,
-    add_cdsp_arguments,
-    architecture_conflict,
-    cdsp_options,
-)
+from sglang_ext.long_pool.sglang import cdsp_options
+from sglang_ext.long_pool.sglang.cdsp_options import MeshKind, architecture_conflict
+from sglang_ext.transfer.sglang import transfer_options
 from sglang_ext.transfer.sglang.transfer_backend import BACKENDS, default_backend, unavailability
-from sglang_ext.transfer.sglang.transfer_options import add_transfer_arguments, transfer_options
 from sglang_ext.types import Role
 
 USAGE_ERROR = 2
+SETTINGS = (*laps_options.SETTINGS, *graph_options.SETTINGS, *cdsp_options.SETTINGS, *transfer_options.SETTINGS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,10 +86,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how the processes of the engine start: forked from one that has imported SGLang, or spawned, each with "
         "imports of its own; auto: fork on a CPU",
     )
-    add_laps_arguments(parser)
-    add_graph_arguments(parser)
-    add_cdsp_arguments(parser)
-    add_transfer_arguments(parser)
+    laps_options.add_laps_arguments(parser)
+    graph_options.add_graph_arguments(parser)
+    cdsp_options.add_cdsp_arguments(parser)
+    transfer_options.add_transfer_arguments(parser)
+    settings.add_arguments(parser, SETTINGS, file=None)
     parser.add_argument("--dry-run", action="store_true", help="print the command instead of running it")
     parser.add_argument(
         "engine_arguments",
@@ -122,6 +121,7 @@ def run(
         end_with_parent(parent_pid or os.getppid(), signal.SIGTERM)
     machine = inspect_machine(None if arguments.device == "auto" else Device(arguments.device))
     try:
+        arguments = settings.with_settings(arguments, SETTINGS)
         options = _worker_options(arguments, machine.device)
         problem = None if arguments.dry_run else _problem(options, machine)
     except ValueError as error:
@@ -140,10 +140,10 @@ def run(
 
 def _worker_options(arguments: argparse.Namespace, device: Device) -> WorkerOptions:
     backend = arguments.transfer_backend
-    graphs, engine_arguments = graph_options(arguments.role, arguments, arguments.engine_arguments)
-    laps, engine_arguments = laps_options(arguments.role, arguments, engine_arguments)
+    graphs, engine_arguments = graph_options.graph_options(arguments.role, arguments, arguments.engine_arguments)
+    laps, engine_arguments = laps_options.laps_options(arguments.role, arguments, engine_arguments)
     name = f"{arguments.advertise_host or arguments.host}:{arguments.port}"
-    cdsp = cdsp_options(arguments, arguments.role, name, arguments.advertise_host)
+    cdsp = cdsp_options.cdsp_options(arguments, arguments.role, name, arguments.advertise_host)
     if cdsp is not None and laps is None:
         raise ValueError("--cdsp-coordinator: needs --laps-mode other than off")
     return WorkerOptions(
@@ -160,7 +160,7 @@ def _worker_options(arguments: argparse.Namespace, device: Device) -> WorkerOpti
         start_method=None if arguments.start_method == "auto" else StartMethod(arguments.start_method),
         laps=laps,
         cdsp=cdsp,
-        transfer=transfer_options(arguments, arguments.role, device),
+        transfer=transfer_options.transfer_options(arguments, arguments.role, device),
         graphs=graphs,
         revision=arguments.revision,
         engine_arguments=engine_arguments,
@@ -176,7 +176,7 @@ def _problem(options: WorkerOptions, machine: MachineFacts) -> str | None:
     if options.start_method is StartMethod.FORK and machine.device is not Device.CPU:
         return f"--start-method fork: not on {machine.device}, where importing SGLang initialises the device"
     if options.cdsp is not None and options.cdsp.mesh is MeshKind.NCCL and machine.device is Device.CPU:
-        return "--cdsp-mesh nccl: NCCL moves memory of GPUs, and this engine has none"
+        return "cdsp.mesh nccl: NCCL moves memory of GPUs, and this engine has none"
     if options.cdsp is not None and options.model_is_local:
         problem = architecture_conflict(read_architecture(options.model_path))
         if problem is not None:

@@ -4,7 +4,7 @@ A member sends a hello, reports, offers requests and answers orders. The coordin
 `long_pool.decide.orders`; what a member has to compute comes with its token ids.
 
     ["ReportMessage",[[0.0,4096,null],7]]⏎
-    ["ChunkOrder",[[…],null,[],true],2048]⏎ and 2048 bytes: 512 token ids
+    ["ChunkOrder",[[…],null,[],[]],2048]⏎ and 2048 bytes: 512 token ids
 
 A message is one line of JSON. Where it has token ids or logits they follow it as little-endian int32 or float32, and
 the line ends with the number of their bytes: as JSON a prompt of a million tokens would hold up an event loop for a
@@ -38,7 +38,7 @@ from sglang_ext.long_pool.link_frames import PeerAddress
 from sglang_ext.long_pool.step_clock import StepTimes
 from sglang_ext.transfer.decide.shards import HeadLayout
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 MAX_LINE_BYTES = 2**24
 FIRST_LINE_BYTES = 2**16  # of who has not proved yet that it knows the pool's key
 MAX_PAYLOAD_BYTES = 2**27  # token ids of a prompt of 32 million tokens
@@ -189,7 +189,6 @@ class ChunkOrder(NamedTuple):
     chunk: RunChunk
     token_ids: array[int]  # int32
     destinations: tuple[Destination, ...] = ()  # where their KV goes
-    is_overlapped: bool = True  # history travels behind the computation of earlier layers, not before it all
     peers: Peers = ()
 
 
@@ -509,9 +508,7 @@ _DECODERS: dict[str, Callable[[Sequence[Any], bytes], Message]] = {
     ),
     "StreamFailed": lambda v, _: StreamFailed(int(v[0])),
     "Transferred": lambda v, _: Transferred(int(v[0]), _number(v[1]), _number(v[2])),
-    "ChunkOrder": lambda v, payload: ChunkOrder(
-        _chunk(v[0]), _token_ids(payload), _destinations(v[2]), bool(v[3]), _peers(v[4])
-    ),
+    "ChunkOrder": lambda v, payload: ChunkOrder(_chunk(v[0]), _token_ids(payload), _destinations(v[2]), _peers(v[3])),
     "CollectOrder": lambda v, _: CollectOrder(_collect(v[0]), _peers(v[1])),
     "GiveUp": lambda v, _: GiveUp(int(v[0]), _ints(v[1])),
     "Streamed": lambda v, _: Streamed(int(v[0]), _count(v[1]), bool(v[2])),

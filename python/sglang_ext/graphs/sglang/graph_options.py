@@ -1,6 +1,6 @@
-"""The `--laps-graph…` options of `sglang-ext worker`, and which engines can capture their prefills.
+"""`--laps-graphs` and the `graphs.…` settings of `sglang-ext worker`, and which engines can capture their prefills.
 
-They may also stand among the engine's own arguments (after `--`), where a cluster file puts them.
+The option may also stand among the engine's own arguments (after `--`), where a cluster file puts it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import Any
 
 from sglang_ext.engine.engine_arguments import split_options
+from sglang_ext.settings import UNSET, Setting
 from sglang_ext.types import Role
 from sglang_ext_cuda_graphs.capture_plan import DEFAULT_BATCH_SIZES, DEFAULT_LENGTHS_TOKENS
 
@@ -34,6 +35,10 @@ class GraphOptions:
     memory_gb: float | None = None  # None: half of what is free
 
 
+def _text(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))
+
+
 def add_graph_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options; defaults are absent from the namespace, so that a later one wins."""
     group = parser.add_argument_group("LAPS: prefill graphs by length and batch size (CUDA)")
@@ -45,30 +50,36 @@ def add_graph_arguments(parser: argparse.ArgumentParser) -> None:
         help="capture short prefills as CUDA graphs: all at start, each when first wanted (lazy), or none "
         "(default: off)",
     )
-    group.add_argument(
-        "--laps-graph-lengths",
+
+
+SETTINGS = (
+    Setting(
+        "graphs",
+        "lengths_tokens",
+        int,
+        UNSET,
+        f"new tokens of a request (default: {_text(DEFAULT_LENGTHS_TOKENS)})",
+        is_list=True,
         dest="graphs_lengths_tokens",
-        type=_numbers,
-        metavar="TOKENS,...",
-        default=argparse.SUPPRESS,
-        help=f"new tokens of a request (default: {_text(DEFAULT_LENGTHS_TOKENS)})",
-    )
-    group.add_argument(
-        "--laps-graph-batches",
+    ),
+    Setting(
+        "graphs",
+        "batch_sizes",
+        int,
+        UNSET,
+        f"requests of a batch (default: {_text(DEFAULT_BATCH_SIZES)})",
+        is_list=True,
         dest="graphs_batch_sizes",
-        type=_numbers,
-        metavar="REQUESTS,...",
-        default=argparse.SUPPRESS,
-        help=f"requests of a batch (default: {_text(DEFAULT_BATCH_SIZES)})",
-    )
-    group.add_argument(
-        "--laps-graph-memory-gb",
+    ),
+    Setting(
+        "graphs",
+        "memory_gb",
+        float,
+        UNSET,
+        "device memory for all graphs (default: half of what is free when they are captured)",
         dest="graphs_memory_gb",
-        type=_positive,
-        metavar="GB",
-        default=argparse.SUPPRESS,
-        help="device memory for all graphs (default: half of what is free when they are captured)",
-    )
+    ),
+)
 
 
 def graph_options(
@@ -84,39 +95,23 @@ def graph_options(
     capture = Capture(values.pop("capture", Capture.OFF))
     if capture is Capture.OFF:
         if values:
-            raise ValueError(f"{_OPTIONS[next(iter(values))]} needs --laps-graphs start or lazy")
+            raise ValueError(f"graphs.{next(iter(values))} needs --laps-graphs start or lazy")
         return None, engine_arguments
     if not role.is_prefill:
         raise ValueError("--laps-graphs: these graphs are of prefills, not of decodes")
+    for name in ("lengths_tokens", "batch_sizes"):
+        if name in values:
+            values[name] = _sizes(values[name], f"graphs.{name}")
+    memory_gb = values.get("memory_gb")
+    if memory_gb is not None and not 0 < memory_gb < float("inf"):
+        raise ValueError(f"graphs.memory_gb must be above 0, got {memory_gb:g}")
     return GraphOptions(capture, **values), engine_arguments
 
 
-_OPTIONS = {
-    "lengths_tokens": "--laps-graph-lengths",
-    "batch_sizes": "--laps-graph-batches",
-    "memory_gb": "--laps-graph-memory-gb",
-}
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    parts = text.split(",")
-    if not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive numbers with commas between")
-    return tuple(sorted({int(part) for part in parts}))
-
-
-def _positive(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return number
-
-
-def _text(numbers: Sequence[int]) -> str:
-    return ",".join(map(str, numbers))
+def _sizes(numbers: Sequence[int], name: str) -> tuple[int, ...]:
+    if not numbers or min(numbers) < 1:
+        raise ValueError(f"{name} must be numbers of at least 1, got {_text(numbers) or 'none'}")
+    return tuple(sorted(set(numbers)))
 
 
 # A body that maps ids and positions to hidden states, with attention that is plainly causal in each layer.

@@ -1,5 +1,5 @@
-"""The options of the LAPS policy, resolved once. A field's metadata is its help text; its name gives its option:
-`w_min_ms` is `--laps-w-min-ms`.
+"""The options of the LAPS policy, resolved once. A field's metadata is its help text; its name gives its option or
+setting: `boundary_tokens` is `--laps-boundary-tokens`, `w_min_ms` is the setting `laps.w_min_ms`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,13 @@ class Batching(StrEnum):
     TOKEN_MAX = "token-max"
 
 
+FLAGS = frozenset({"mode", "boundary_tokens", "short_ttft_slo_ms", "long_slo_stretch"})
+"""Fields that are options of their own, as operators change them; the others are settings."""
+
+
 def option_name(field_name: str) -> str:
-    """The option as a user types it."""
-    return "--laps-" + field_name.replace("_", "-")
+    """Return the option, or the setting, as a user types it."""
+    return "--laps-" + field_name.replace("_", "-") if field_name in FLAGS else f"laps.{field_name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +55,7 @@ class LapsOptions:
         default=Batching.SLA,
         metadata={
             "help": "What a short batch waits for: the latest moment that keeps its deadlines and pays (sla), or "
-            "--laps-token-max tokens, for work without deadlines (token-max)."
+            "laps.token_max tokens, for work without deadlines (token-max)."
         },
     )
     w_min_ms: float = field(
@@ -70,7 +74,7 @@ class LapsOptions:
     )
     depth_max: int = field(default=64, metadata={"help": "Most requests in a short batch."})
     token_max: int = field(
-        default=8192, metadata={"help": "New tokens at which a batch leaves with --laps-batching token-max."}
+        default=8192, metadata={"help": "New tokens at which a batch leaves with laps.batching token-max."}
     )
     short_ttft_slo_ms: float = field(
         default=400.0, metadata={"help": "TTFT objective of a short prefill that brings none of its own."}

@@ -1,4 +1,4 @@
-"""LAPS's own composition, one class at a time, and Medha's: to compare with (`--laps-composition separate|medha`).
+"""LAPS's own composition, one class at a time, and Medha's: to compare with (`laps.composition separate|medha`).
 
 Both look at the whole queue in every decision. Short prefills and the chunks of long ones share the time by an account
 (`time_sharing`); the long prefill is the one with the least relative slack (`slack`, `long_prefill`).

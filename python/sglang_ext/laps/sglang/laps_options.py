@@ -1,19 +1,20 @@
-"""The `--laps-…` options of `sglang-ext worker`, and the arguments they exclude.
+"""The `--laps-…` options and `laps.…` settings of `sglang-ext worker`, and the arguments they exclude.
 
-They may also stand among the engine's own arguments (after `--`), where a cluster file puts them.
+The options may also stand among the engine's own arguments (after `--`), where a cluster file puts them.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import Field, fields
 from enum import StrEnum
 from typing import Any, get_args, get_type_hints
 
 from sglang_ext.engine.engine_arguments import split_options
-from sglang_ext.laps.decide.options import LapsOptions, option_name
-from sglang_ext.laps.decide.round_plan import LapsMode
+from sglang_ext.laps.decide.options import FLAGS, Batching, LapsOptions, option_name
+from sglang_ext.laps.decide.round_plan import Composition, LapsMode
+from sglang_ext.settings import UNSET, Setting
 from sglang_ext.types import Role
 
 AUTO, OFF = "auto", "off"
@@ -28,8 +29,32 @@ CONSTANTS = frozenset(
 )
 
 
+def _settings() -> tuple[Setting, ...]:
+    types = get_type_hints(LapsOptions)
+    found = []
+    for field in fields(LapsOptions):
+        if field.name in FLAGS or field.name in CONSTANTS:
+            continue
+        kind = _kind(types[field.name])
+        choices = tuple(kind) if issubclass(kind, StrEnum) else ()
+        default = "" if field.default is None else f" (default: {field.default})"
+        what = f"{field.metadata['help']}{default}"
+        found.append(
+            Setting("laps", field.name, str if choices else kind, UNSET, what, choices, dest=_PREFIX + field.name)
+        )
+    return tuple(found)
+
+
+def _kind(annotation: Any) -> type:
+    kind: type = next(option for option in (get_args(annotation) or (annotation,)) if option is not type(None))
+    return kind
+
+
+SETTINGS = _settings()
+
+
 def add_laps_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare `--laps-mode` and the rest; defaults are absent from the namespace, so that a later one wins."""
+    """Declare the options; defaults are absent from the namespace, so that a later one wins."""
     group = parser.add_argument_group("LAPS: short and long prefills on one instance")
     group.add_argument(
         "--laps-mode",
@@ -39,7 +64,7 @@ def add_laps_arguments(parser: argparse.ArgumentParser) -> None:
     )
     types = get_type_hints(LapsOptions)
     for field in fields(LapsOptions):
-        if field.name != "mode" and field.name not in CONSTANTS:
+        if field.name != "mode" and field.name in FLAGS:
             _add_argument(group, field, types[field.name])
 
 
@@ -59,21 +84,21 @@ def laps_options(
             names = ", ".join(map(option_name, values)) or "--laps-mode"
             raise ValueError(f"{names}: {'LAPS is off' if mode == OFF else 'LAPS schedules prefills, not decodes'}")
         return None, engine_arguments
+    for name, kind in (("composition", Composition), ("batching", Batching)):
+        if name in values:
+            values[name] = kind(values[name])
     return LapsOptions(mode=LapsMode(role.value if mode == AUTO else mode), **values), engine_arguments
 
 
 def _add_argument(group: Any, field: Field[Any], kind: Any) -> None:
-    kind = next(option for option in (get_args(kind) or (kind,)) if option is not type(None))
+    kind = _kind(kind)
     default = "" if field.default is None else f" (default: {field.default})"
     options: dict[str, Any] = {
         "type": kind,
         "default": argparse.SUPPRESS,
         "help": f"{field.metadata['help']}{default}".replace("%", "%%"),
     }
-    if issubclass(kind, StrEnum):
-        options |= {"type": _choice(kind), "metavar": f"{{{','.join(kind)}}}"}
-    else:
-        options["metavar"] = _unit(field.name).upper()
+    options["metavar"] = _unit(field.name).upper()
     group.add_argument(option_name(field.name), **options)
 
 
@@ -81,17 +106,6 @@ def _unit(name: str) -> str:
     """Return the unit that an option's name ends with, which may be a rate (`gb_per_s`)."""
     words = name.split("_")
     return "_".join(words[-3:] if words[-2:-1] == ["per"] else words[-1:])
-
-
-def _choice(kind: type[StrEnum]) -> Callable[[str], StrEnum]:
-    """A type for argparse whose error lists the choices."""
-
-    def convert(text: str) -> StrEnum:
-        if text not in list(kind):
-            raise argparse.ArgumentTypeError(f"must be one of {', '.join(kind)}, got {text!r}")
-        return kind(text)
-
-    return convert
 
 
 def conflict(server_args: Any) -> str | None:

@@ -8,11 +8,13 @@ import logging
 import math
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from aiohttp import web
 
+from sglang_ext import settings
 from sglang_ext.costs.engine_profile import ProfileError, load_profile
 from sglang_ext.long_pool.coordinator.coordinator_server import CoordinatorServer, ListenError, make_app
 from sglang_ext.long_pool.coordinator.pool_cost import (
@@ -23,15 +25,14 @@ from sglang_ext.long_pool.coordinator.pool_cost import (
 )
 from sglang_ext.long_pool.coordinator.pool_protocol import PoolProtocol
 from sglang_ext.long_pool.coordinator.pool_settings import PoolSettings
-from sglang_ext.long_pool.decide.pool_schedule import PrefillOrder
 from sglang_ext.long_pool.decide.price_planner import IS_NATIVE
 from sglang_ext.long_pool.decide.sharding import Interleaving
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate
+from sglang_ext.settings import Setting, SettingsError
 from sglang_ext.shared_key import KeyFileError, read_key_file
 
 logger = logging.getLogger(__name__)
 
-_OVERLAPPED, _FIRST = "overlapped", "first"
 _STREAMED, _COLLECTED = "streamed", "collected"
 _LEAST_TIMEOUT_MS = 100.0
 
@@ -51,9 +52,56 @@ class CoordinatorOptions(NamedTuple):
     settings: PoolSettings
 
 
+_DEFAULT = PoolSettings()
+_POOL = partial(Setting, "pool")
+SETTINGS = (
+    _POOL(
+        "interleaving",
+        str,
+        str(_DEFAULT.interleaving),
+        "how the tokens of a chunk are dealt out",
+        tuple(str(kind) for kind in Interleaving),
+    ),
+    _POOL(
+        "ending",
+        str,
+        _STREAMED,
+        "what follows the last chunk of a prompt whose KV members have sent straight to decode: its first token, "
+        "without its KV at its own instance; or that KV is collected there first, and kept in its prefix cache, which "
+        "takes the time and the memory for it",
+        (_STREAMED, _COLLECTED),
+    ),
+    _POOL(
+        "cross_node_factor",
+        float,
+        _DEFAULT.cross_node_factor,
+        "how many times as long a group takes over more nodes than it needs; inf: no such groups",
+    ),
+    _POOL(
+        "max_chunk_ms",
+        float,
+        None,
+        "longest time of a chunk, as predicted, for which other work of its instances waits (default: no bound); a "
+        "chunk takes at least ten times what every chunk costs again",
+    ),
+    _POOL(
+        "step_timeout_ms",
+        float,
+        1000 * _DEFAULT.step_timeout_s,
+        "the members' cdsp.step_timeout_s; a member that has not answered twice as long after a failure is lost",
+    ),
+    _POOL(
+        "member_timeout_ms",
+        float,
+        1000 * _DEFAULT.member_timeout_s,
+        "a member that sends nothing for this long is lost, as is one whose engine does nothing for this long and "
+        "twice the time of what others wait for there",
+    ),
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `sglang-ext coordinator`."""
-    default = PoolSettings()
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen on, for members and for HTTP")
     add("--port", type=int, default=8990, help="port for members; 0: any free one")
@@ -68,114 +116,60 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sp-sizes", default="1,2,4", metavar="N,N", help="how many instances may compute a chunk together")
     add("--profile", type=Path, metavar="FILE", help="costs, as `sglang-ext profile` writes them")
     add(
-        "--interleaving",
-        choices=[str(one) for one in Interleaving],
-        default=str(default.interleaving),
-        help="how the tokens of a chunk are dealt out",
-    )
-    add(
-        "--rebalance",
-        choices=[_OVERLAPPED, _FIRST],
-        default=_OVERLAPPED,
-        help="whether the KV of earlier chunks moves to new members layer by layer while earlier layers are computed, "
-        f"or all of it before the chunk, for comparison (default: {_OVERLAPPED})",
-    )
-    add(
-        "--ending",
-        choices=[_STREAMED, _COLLECTED],
-        default=_STREAMED,
-        help="what follows the last chunk of a prompt whose KV members have sent straight to decode: its first token, "
-        "without its KV at its own instance; or that KV is collected there first, and kept in its prefix cache, which "
-        f"takes the time and the memory for it (default: {_STREAMED})",
-    )
-    add(
         "--keep-prefix",
         action=argparse.BooleanOptionalAction,
-        default=default.keeps_prefixes,
+        default=_DEFAULT.keeps_prefixes,
         help="whether the KV of a prompt that has gone straight to decode comes to its own instance's prefix cache "
         "afterwards, in short steps while nothing else is done there, and where there is room (default: it does not)",
-    )
-    add(
-        "--order",
-        choices=[str(one) for one in PrefillOrder],
-        default=str(default.order),
-        help="whose turn it is: on-time goes by deadlines and puts the longest back where not everybody can be on "
-        "time; fcfs, lars (relative slack), edf and srpt for comparison",
     )
     add(
         "--ttft-slo-ms",
         type=float,
         metavar="MS",
-        default=1e3 * default.ttft_slo_s,
+        default=1e3 * _DEFAULT.ttft_slo_s,
         help="TTFT objective of a prompt that a router announces without one of its own (default: %(default)g), or",
     )
     add(
         "--slo-stretch",
         type=float,
         metavar="F",
-        default=default.slo_stretch,
+        default=_DEFAULT.slo_stretch,
         help="this many times its time on an idle pool if that is more (default: %(default)g)",
-    )
-    add(
-        "--cross-node-factor",
-        type=float,
-        metavar="F",
-        default=default.cross_node_factor,
-        help="how many times as long a group takes over more nodes than it needs; inf: no such groups",
     )
     add(
         "--min-chunk-tokens",
         type=int,
         metavar="N",
-        default=default.min_chunk_tokens,
+        default=_DEFAULT.min_chunk_tokens,
         help="shortest chunk of a plan with several",
     )
-    add(
-        "--max-chunk-ms",
-        type=float,
-        metavar="MS",
-        help="longest time of a chunk, as predicted, for which other work of its instances waits (default: no bound); "
-        "a chunk takes at least ten times what every chunk costs again",
-    )
-    add(
-        "--step-timeout-ms",
-        type=float,
-        metavar="MS",
-        default=1000 * default.step_timeout_s,
-        help="the members' --cdsp-step-timeout-s; a member that has not answered twice as long after a failure is lost",
-    )
-    add(
-        "--member-timeout-ms",
-        type=float,
-        metavar="MS",
-        default=1000 * default.member_timeout_s,
-        help="a member that sends nothing for so long is lost, as is one whose engine does nothing for so long and "
-        "twice the time of what others wait for there",
-    )
+    settings.add_arguments(parser, SETTINGS)
     add("--log-level", choices=["debug", "info", "warning", "error"], default="info", help="least severe message")
 
 
 def options_from(arguments: argparse.Namespace) -> CoordinatorOptions:
-    """Check the options. OptionError."""
+    """Check the options and settings. OptionError."""
+    try:
+        arguments = settings.with_settings(arguments, SETTINGS, arguments.config)
+    except SettingsError as error:
+        raise OptionError(str(error)) from None
     for name in ("port", "http_port"):
         if not 0 <= getattr(arguments, name) < 65536:
             raise OptionError(f"--{name.replace('_', '-')} must be a port, got {getattr(arguments, name)}")
     if not arguments.cross_node_factor >= 1:
-        raise OptionError(f"--cross-node-factor must be at least 1, got {arguments.cross_node_factor}")
+        raise OptionError(f"pool.cross_node_factor must be at least 1, got {arguments.cross_node_factor}")
     if arguments.min_chunk_tokens < 1:
         raise OptionError(f"--min-chunk-tokens must be at least 1, got {arguments.min_chunk_tokens}")
     if not 1 <= arguments.slo_stretch < math.inf:
         raise OptionError(f"--slo-stretch must be a number of at least 1, got {arguments.slo_stretch}")
-    settings = PoolSettings(
+    pool = PoolSettings(
         Interleaving(arguments.interleaving),
-        PrefillOrder(arguments.order),
         arguments.min_chunk_tokens,
         arguments.cross_node_factor,
-        _seconds("--step-timeout-ms", arguments.step_timeout_ms, _LEAST_TIMEOUT_MS),
-        _seconds("--member-timeout-ms", arguments.member_timeout_ms, _LEAST_TIMEOUT_MS),
-        arguments.rebalance == _OVERLAPPED,
+        _seconds("pool.step_timeout_ms", arguments.step_timeout_ms, _LEAST_TIMEOUT_MS),
+        _seconds("pool.member_timeout_ms", arguments.member_timeout_ms, _LEAST_TIMEOUT_MS),
         arguments.ending == _COLLECTED,
-        None if arguments.max_chunk_ms is None else _seconds("--max-chunk-ms", arguments.max_chunk_ms, 1.0),
+        None if arguments.max_chunk_ms is None else _seconds("pool.max_chunk_ms", arguments.max_chunk_ms, 1.0),
         arguments.keep_prefix,
         _seconds("--ttft-slo-ms", arguments.ttft_slo_ms, 1.0),
         arguments.slo_stretch,
@@ -186,7 +180,7 @@ def options_from(arguments: argparse.Namespace) -> CoordinatorOptions:
         arguments.http_port,
         _key(arguments.key_file),
         _candidates(_sizes(arguments.sp_sizes), arguments.profile),
-        settings,
+        pool,
     )
 
 

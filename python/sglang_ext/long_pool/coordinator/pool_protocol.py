@@ -381,11 +381,9 @@ class PoolProtocol:
 
     def _chunk_orders(self, order: RunChunk) -> list[AddressedMessage]:
         ids, destinations = self._token_ids[order.request], self._streams.ordered(order)
-        is_overlapped, peers = self._settings.overlaps_rebalancing, self._addresses(order.layout.group)
+        peers = self._addresses(order.layout.group)
         return [
-            AddressedMessage(
-                instance, ChunkOrder(order, _of_positions(ids, positions), destinations, is_overlapped, peers)
-            )
+            AddressedMessage(instance, ChunkOrder(order, _of_positions(ids, positions), destinations, peers))
             for instance, positions in zip(order.layout.group, order.layout.new, strict=True)
         ]
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from sglang_ext.long_pool.coordinator.pool_cost import PoolCosts
 from sglang_ext.long_pool.decide.coordination_settings import CoordinationSettings
 from sglang_ext.long_pool.decide.coordinator import Coordinator
-from sglang_ext.long_pool.decide.pool_schedule import PoolSchedule, PrefillOrder
+from sglang_ext.long_pool.decide.pool_schedule import PoolSchedule
 from sglang_ext.long_pool.decide.price_planner import PriceOptions, PricePlanner
 from sglang_ext.long_pool.decide.sharding import Interleaving
 
@@ -17,12 +17,10 @@ class PoolSettings(NamedTuple):
     """One pool's settings."""
 
     interleaving: Interleaving = Interleaving.ZIGZAG
-    order: PrefillOrder = PrefillOrder.ON_TIME
     min_chunk_tokens: int = 512
     cross_node_factor: float = 1.1
     step_timeout_s: float = 30.0
     member_timeout_s: float = 5.0
-    overlaps_rebalancing: bool = True
     collects: bool = False  # all KV, wherever it fits, also where members send it straight to decode
     max_chunk_s: float | None = None  # predicted; longer ones are cut
     keeps_prefixes: bool = False  # of streamed prompts
@@ -57,7 +55,7 @@ def new_coordinator(settings: PoolSettings, identity: Identity, planner: PricePl
         ttft_slo_s=settings.ttft_slo_s,
         slo_stretch=settings.slo_stretch,
     )
-    return Coordinator(PoolSchedule(planner, settings.order), fixed)
+    return Coordinator(PoolSchedule(planner), fixed)
 
 
 def planner_of(settings: PoolSettings, identity: Identity, costs: PoolCosts) -> PricePlanner:

@@ -1,7 +1,7 @@
 """Describes what a long pool computes next: an order, a price, and a group for each prompt whose turn has come.
 
     arrivals ──▶ PoolLoad ──price──▶ PricePlanner.place ──▶ what starts now, what is reserved
-    waiting  ──▶ on_time_order, or another order ──┘
+    waiting  ──▶ on_time_order ──┘
 
 Nothing is decided before it starts, and what runs is never touched.
 """
@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from sglang_ext.laps.decide.slack import relative_slack
 from sglang_ext.long_pool.decide.coordination_settings import CoordinationSettings
 from sglang_ext.long_pool.decide.on_time_order import OnTimeOptions, OnTimeOrder, OrderedPrefill, PendingPrefill
 from sglang_ext.long_pool.decide.price_planner import Placement, PrefillSnapshot, PricePlanner, WaitingPrompt
@@ -27,14 +25,17 @@ _DOUBTED_ARRIVALS = 8
 _HIGHEST_LOAD = 0.95  # beyond that the queue's end is no estimate
 
 
-class PrefillOrder(StrEnum):
+class PrefillOrder(Protocol):
     """Whose turn it is."""
 
-    ON_TIME = "on-time"  # by deadline, the longest put back where not everybody can be on time
-    FCFS = "fcfs"  # of arrival
-    LARS = "lars"  # lowest relative slack first (Medha)
-    EDF = "edf"  # earliest deadline first
-    SRPT = "srpt"  # shortest remaining time first
+    def record_arrival(self) -> None:
+        """A prefill has arrived."""
+
+    def order(
+        self, now_s: float, waiting: Sequence[PendingPrefill], instances: int, running_s: float
+    ) -> list[OrderedPrefill]:
+        """Return all of `waiting` in their order. `running_s`: instance-seconds until all that runs has ended."""
+        ...
 
 
 class PlacedPrefill(NamedTuple):
@@ -110,14 +111,13 @@ class PoolSchedule:
     """Decides what to compute next, from what is pending at each event."""
 
     planner: PricePlanner
-    prefill_order: PrefillOrder = PrefillOrder.ON_TIME
-    on_time: OnTimeOrder = field(default_factory=lambda: OnTimeOrder(OnTimeOptions()))
+    order: PrefillOrder = field(default_factory=lambda: OnTimeOrder(OnTimeOptions()))
     load: PoolLoad = field(default_factory=PoolLoad)
 
     def record_arrival(self, now_s: float, work_s: float) -> None:
         """A prefill of so many instance-seconds has arrived."""
         self.load.record_arrival(now_s, work_s)
-        self.on_time.record_arrival()
+        self.order.record_arrival()
 
     def cut(self, placement: Placement, cached_tokens: int, settings: CoordinationSettings) -> tuple[int, float]:
         """Return tokens and time of what is run of a chunk: all of it, or what fits the longest time of one."""
@@ -142,7 +142,7 @@ class PoolSchedule:
         `running_s`: instance-seconds until all that runs has ended. ValueError as `PricePlanner.place`.
         """
         instances = len(snapshot.node_ids)
-        ordered = self._ordered(now_s, pending, instances, running_s)
+        ordered = self.order.order(now_s, pending, instances, running_s)
         left_s = running_s + sum([one.work_s for one in pending])
         waiting = [
             WaitingPrompt(one.new_tokens, one.cached_tokens, due_s - now_s, one.owner, one.holders)
@@ -152,28 +152,3 @@ class PoolSchedule:
         others = behind + self.load.arrivals_until_empty(now_s, left_s, instances)
         placements = self.planner.place(snapshot, waiting, others)
         return [PlacedPrefill(ordered[placed.prompt].prefill.key, placed) for placed in placements]
-
-    def _ordered(
-        self, now_s: float, pending: Sequence[PendingPrefill], instances: int, running_s: float
-    ) -> list[OrderedPrefill]:
-        if self.prefill_order is PrefillOrder.ON_TIME:
-            return self.on_time.order(now_s, pending, instances, running_s)
-        urgency = _URGENCY[self.prefill_order]
-        in_order = sorted(pending, key=lambda one: (urgency(one, now_s), one.arrival_s, one.key))
-        # Where none is put back, all that are late would take ever larger groups, and throughput would collapse.
-        return [OrderedPrefill(one, math.inf) for one in in_order]
-
-
-def _slack(one: PendingPrefill, now_s: float) -> float:
-    """(deadline - now - remaining) / total: Medha, section 4.1."""
-    if not (one.deadline_s < math.inf and one.total_s < math.inf):
-        return math.inf
-    return relative_slack(one.deadline_s, now_s, one.fastest_s, one.total_s)
-
-
-_URGENCY: dict[PrefillOrder, Callable[[PendingPrefill, float], float]] = {
-    PrefillOrder.FCFS: lambda one, now_s: one.arrival_s,
-    PrefillOrder.LARS: _slack,
-    PrefillOrder.EDF: lambda one, now_s: one.deadline_s,
-    PrefillOrder.SRPT: lambda one, now_s: one.fastest_s,
-}

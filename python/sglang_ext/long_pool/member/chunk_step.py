@@ -69,7 +69,6 @@ def run_chunk(
     instance: int,
     first_tag: int,
     *,
-    is_overlapped: bool = True,
     clock: StepClock | None = None,
     sending: Sending | None = None,
     ranks: Ranks = SINGLE_RANK,
@@ -80,8 +79,8 @@ def run_chunk(
 
     Returns the logits of the chunk's last position on the member that computes it, else None. Raises KvPoolFullError,
     WorkspaceError and LayoutMismatchError before anything was sent, MeshError when a peer has gone; the shard is then
-    as before, and so it is after `Shard.roll_back` where another member failed. `is_overlapped`: history travels behind
-    the computation of earlier layers; otherwise all of it first. `clock` counts where the time goes. `sending` gets the
+    as before, and so it is after `Shard.roll_back` where another member failed. History travels
+    behind the computation of earlier layers. `clock` counts where the time goes. `sending` gets the
     slots of the new rows once every member of the step has its own, so that a step which fails before has sent nothing;
     what it returns is called with every layer whose K and V are there. `record_activity` is called with every layer.
     `streams` of the device that computes; None: a call that has returned is done. Of several `ranks` all raise where
@@ -101,9 +100,6 @@ def run_chunk(
             held = [(*history, *new) for history, new in zip(layout.history, layout.new, strict=True)]
             if shard.positions != held[place]:
                 raise LayoutMismatchError(f"instance {instance} holds {shard.positions}, the layout says {held[place]}")
-            if not is_overlapped:
-                for layer in range(pool.layers):
-                    moving.finish(layer)
         _check_workspace(engine, count_tokens(positions), count_tokens(shard.positions), ranks)
         layer_ready: LayerReady = _no_one
         if sending is not None:

@@ -352,7 +352,6 @@ class PoolMember:
         positions = layout.new[layout.group.index(instance)]
         logits = run_chunk(
             *(self._engine, shard, layout, step.token_ids, mesh, instance, chunk.first_tag),
-            is_overlapped=step.is_overlapped,
             clock=clock,
             sending=partial(self._streams.begin, reading, chunk.request, step.destinations, positions)
             if step.destinations

@@ -1,4 +1,4 @@
-"""The `--cdsp-…` options of `sglang-ext worker`, and the SGLang arguments and models that a long pool works with."""
+"""The `--cdsp-…` options and `cdsp.…` settings of `sglang-ext worker`, and what a long pool works with."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from sglang_ext.settings import Setting
 from sglang_ext.shared_key import KeyFileError, read_key_file
 from sglang_ext.types import Role
 
@@ -42,6 +43,45 @@ class CdspOptions:
     mesh: MeshKind = MeshKind.AUTO
 
 
+SETTINGS = (
+    Setting(
+        "cdsp",
+        "max_chunk_tokens",
+        int,
+        None,
+        "maximum tokens of a chunk that this instance computes, by the memory that they need besides KV; it gets half "
+        "as many where it has none for them (default: SGLang's --max-prefill-tokens)",
+        dest="cdsp_max_chunk_tokens",
+    ),
+    Setting(
+        "cdsp",
+        "node",
+        str,
+        None,
+        "machine or rack of this instance; groups keep within one as far as they can (default: the host's name)",
+        dest="cdsp_node",
+    ),
+    Setting(
+        "cdsp",
+        "step_timeout_s",
+        float,
+        _DEFAULT_STEP_TIMEOUT_S,
+        "longest time without data from another instance in a chunk; above the longest iteration",
+        dest="cdsp_step_timeout_s",
+    ),
+    Setting(
+        "cdsp",
+        "mesh",
+        str,
+        MeshKind.AUTO.value,
+        "what moves keys and values between members, the same in all of them: links (TCP) or, between GPUs, NCCL; "
+        "auto: links on a CPU, on GPUs NCCL where it connects the members of a group, else links",
+        tuple(MeshKind),
+        dest="cdsp_mesh",
+    ),
+)
+
+
 def add_cdsp_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     group = parser.add_argument_group("CDSP: one long prefill on several instances")
@@ -59,41 +99,11 @@ def add_cdsp_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"uncached tokens from which on a prefill may be shared (default: {_DEFAULT_MIN_TOKENS})",
     )
     group.add_argument(
-        "--cdsp-max-chunk-tokens",
-        metavar="TOKENS",
-        type=int,
-        default=None,
-        help="most tokens of a chunk that this instance computes, by the memory that they need besides KV; it gets "
-        "half as many where it has none for them (default: SGLang's --max-prefill-tokens)",
-    )
-    group.add_argument(
-        "--cdsp-node",
-        metavar="NAME",
-        default=None,
-        help="machine or rack of this instance; groups keep within one as far as they can (default: the host's name)",
-    )
-    group.add_argument(
-        "--cdsp-step-timeout-s",
-        metavar="S",
-        type=float,
-        default=_DEFAULT_STEP_TIMEOUT_S,
-        help="longest time without data from another instance in a chunk; above the longest iteration "
-        f"(default: {_DEFAULT_STEP_TIMEOUT_S:g})",
-    )
-    group.add_argument(
         "--cdsp-key-file",
         metavar="FILE",
         type=Path,
         default=None,
         help="the pool's key, at least 16 bytes: the coordinator's --key-file (default: none)",
-    )
-    group.add_argument(
-        "--cdsp-mesh",
-        type=MeshKind,
-        choices=list(MeshKind),
-        default=MeshKind.AUTO,
-        help="what moves keys and values between members, the same in all of them: links (TCP) or, between GPUs, NCCL; "
-        "auto: links on a CPU, on GPUs NCCL where it connects the members of a group, else links (default: auto)",
     )
 
 
@@ -110,9 +120,9 @@ def cdsp_options(arguments: argparse.Namespace, role: Role, name: str, host: str
     if arguments.cdsp_min_tokens < 1:
         raise ValueError(f"--cdsp-min-tokens must be at least 1, got {arguments.cdsp_min_tokens}")
     if arguments.cdsp_max_chunk_tokens is not None and arguments.cdsp_max_chunk_tokens < 1:
-        raise ValueError(f"--cdsp-max-chunk-tokens must be at least 1, got {arguments.cdsp_max_chunk_tokens}")
+        raise ValueError(f"cdsp.max_chunk_tokens must be at least 1, got {arguments.cdsp_max_chunk_tokens}")
     if not 0.1 <= arguments.cdsp_step_timeout_s < float("inf"):
-        raise ValueError(f"--cdsp-step-timeout-s must be at least 0.1, got {arguments.cdsp_step_timeout_s}")
+        raise ValueError(f"cdsp.step_timeout_s must be at least 0.1, got {arguments.cdsp_step_timeout_s}")
     key_file: Path | None = arguments.cdsp_key_file
     try:
         read_key_file(key_file)
@@ -128,7 +138,7 @@ def cdsp_options(arguments: argparse.Namespace, role: Role, name: str, host: str
         host,
         None if key_file is None else str(key_file.absolute()),
         arguments.cdsp_max_chunk_tokens,
-        arguments.cdsp_mesh,
+        MeshKind(arguments.cdsp_mesh),
     )
 
 

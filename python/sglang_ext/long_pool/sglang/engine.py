@@ -261,7 +261,7 @@ def _carrier(streams: DeviceStreams | None, mesh: MeshKind) -> tuple[MeshOver, s
             meshes = NcclMeshes(NcclLibrary(), streams, may_fall_back=mesh is MeshKind.AUTO)
         except NcclError as error:
             if mesh is MeshKind.NCCL:
-                raise UnsupportedModelError(f"--cdsp-mesh nccl: {error}") from None
+                raise UnsupportedModelError(f"cdsp.mesh nccl: {error}") from None
             logger.warning("cdsp: tensors go over links: %s", error)
         else:
             return meshes.over, "NCCL" if mesh is MeshKind.NCCL else "NCCL or links"

@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, fit, write. Progress goes to standard error; 2 for what cannot be done, 1 for a bad fit."""
     try:
-        return _run(argparse.Namespace(**vars(args), **settings.read(SETTINGS, args.config, args.set)))
+        return _run(settings.with_settings(args, SETTINGS, args.config))
     except (SettingsError, InstanceError, PointError, NotesError, FitError, ProfileError, ProfilePictureError) as error:
         _clear_bar()
         print(f"sglang-ext profile: error: {error}", file=sys.stderr)

@@ -16,6 +16,7 @@ from random import Random
 
 from sglang_ext.long_pool.decide.coordination_settings import CoordinationSettings
 from sglang_ext.long_pool.decide.coordinator import Coordinator
+from sglang_ext.long_pool.decide.on_time_order import OnTimeOptions, OnTimeOrder
 from sglang_ext.long_pool.decide.orders import (
     Bind,
     Collect,
@@ -45,11 +46,18 @@ from sglang_ext.planner.simulation.events import (
 )
 
 
+def new_on_time_order() -> PrefillOrder:
+    """Return the order that serves."""
+    return OnTimeOrder(OnTimeOptions())
+
+
+OrderFactory = Callable[[], PrefillOrder]
+
+
 @dataclass(frozen=True, slots=True)
 class LongPoolOptions:
     """ValueError for a time or factor that is not above 0."""
 
-    order: PrefillOrder = PrefillOrder.ON_TIME
     slo_s: float = 1.0  # TTFT objective of a prompt, or
     slo_stretch: float = 5.0  # this many times its time on an idle pool if that is more
     min_chunk_tokens: int = 512
@@ -58,6 +66,7 @@ class LongPoolOptions:
     noise: float = 0.0  # standard deviation of a chunk's time over the predicted one
     noise_seed: int = 0
     is_announced: bool = True  # a prompt gets its instance in its turn; False: on arrival, round robin, which offers it
+    order: OrderFactory = new_on_time_order  # whose turn it is
 
     def __post_init__(self) -> None:
         for name in ("slo_s", "slo_stretch", "chunk_s"):
@@ -115,7 +124,7 @@ class LongPool:
             ttft_slo_s=options.slo_s,
             slo_stretch=options.slo_stretch,
         )
-        self.coordinator = Coordinator(PoolSchedule(planner, options.order), settings)
+        self.coordinator = Coordinator(PoolSchedule(planner, options.order()), settings)
         self._held_tokens = [0] * spec.instances
         self._holds: dict[int, dict[int, int]] = {}  # by request: tokens by instance
         self._alone_s = [0.0] * spec.instances  # until an instance has computed what it computes alone

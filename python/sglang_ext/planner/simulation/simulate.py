@@ -196,8 +196,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Simulate, print the table on standard output; progress goes to standard error."""
     try:
-        values = settings.read(SETTINGS, args.scenario, args.set, option="the scenario")
-        return _run(argparse.Namespace(**vars(args), **values))
+        return _run(settings.with_settings(args, SETTINGS, args.scenario, "the scenario"))
     except (SettingsError, ScenarioError, WorkloadError, EngineError, PicturesError) as error:
         option = {WorkloadError: "workload.file: ", EngineError: "instances.engine: ", PicturesError: "--pictures: "}
         print(f"sglang-ext simulate: error: {option.get(type(error), '')}{error}", file=sys.stderr)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from sglang_ext.long_pool.decide.pool_schedule import PrefillOrder
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate
 from sglang_ext.planner.simulation.cluster import (
     CdspPolicy,
@@ -18,7 +17,7 @@ from sglang_ext.planner.simulation.cluster import (
     greedy_esp,
 )
 from sglang_ext.planner.simulation.events import EventLoop, PrefillListener
-from sglang_ext.planner.simulation.long_pool import LongPool, LongPoolOptions
+from sglang_ext.planner.simulation.long_pool import LongPool, LongPoolOptions, OrderFactory, new_on_time_order
 
 
 class ClusterSystem(StrEnum):
@@ -30,10 +29,6 @@ class ClusterSystem(StrEnum):
     TETRIS_SINGLE = "tetris-single"  # improvement rate, one chunk per prompt
     TETRIS = "tetris"  # CDSP
     POOL = "pool"  # the coordinator that serves
-    POOL_FCFS = "pool-fcfs"  # the same in another order: of arrival
-    POOL_LARS = "pool-lars"  # of relative slack
-    POOL_EDF = "pool-edf"  # of deadlines
-    POOL_SRPT = "pool-srpt"  # of remaining time
 
     @property
     def uses_improvement_rate(self) -> bool:
@@ -43,15 +38,6 @@ class ClusterSystem(StrEnum):
     def can_fail(self) -> bool:
         """Return whether failures of instances are simulated for it."""
         return self is not self.LOONGSERVE_IDLE
-
-
-_ORDERS = {
-    ClusterSystem.POOL: PrefillOrder.ON_TIME,
-    ClusterSystem.POOL_FCFS: PrefillOrder.FCFS,
-    ClusterSystem.POOL_LARS: PrefillOrder.LARS,
-    ClusterSystem.POOL_EDF: PrefillOrder.EDF,
-    ClusterSystem.POOL_SRPT: PrefillOrder.SRPT,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +53,7 @@ class SystemOptions:
     chunk_s: float | None = None  # of POOL: longest time of a chunk, after which all is decided again
     cross_node_factor: float = 1.1  # of POOL: what a group over more nodes than it needs takes; inf: there is none
     noise: float = 0.0  # of POOL: standard deviation of a chunk's time over the predicted one
+    order: OrderFactory = new_on_time_order  # of POOL: whose turn it is
     is_announced: bool = True  # of POOL; False: a prompt has an instance when it arrives, round robin, which offers it
 
 
@@ -86,11 +73,9 @@ def build_cluster(
         raise ValueError(f"the engine's smallest SP size is {smallest}, the cluster has {spec.instances} instances")
     if options.system is ClusterSystem.LOONGSERVE_IDLE:
         return IdleCluster(loop, spec, usable, listener, is_recorded)
-    order = _ORDERS.get(options.system)
-    if order is None:
+    if options.system is not ClusterSystem.POOL:
         return PlannedCluster(loop, spec, _policy(options, usable), listener, is_recorded)
     pool = LongPoolOptions(
-        order,
         options.slo_s,
         options.slo_stretch,
         options.min_chunk_tokens,
@@ -98,6 +83,7 @@ def build_cluster(
         options.cross_node_factor,
         options.noise,
         is_announced=options.is_announced,
+        order=options.order,
     )
     return LongPool(loop, spec, usable, pool, listener, is_recorded)
 

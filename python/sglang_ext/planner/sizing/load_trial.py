@@ -23,7 +23,6 @@ from sglang_ext.graphs.decide.graph_grid import GraphGrid
 from sglang_ext.laps.decide.options import LapsOptions
 from sglang_ext.laps.decide.policy import Laps
 from sglang_ext.laps.decide.round_plan import InstanceLimits, LapsMode
-from sglang_ext.long_pool.decide.pool_schedule import PrefillOrder
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate
 from sglang_ext.planner.simulation.cluster import ClusterSpec
 from sglang_ext.planner.simulation.decode import DecodePool, DecodeSpec, FinishedRequest
@@ -287,7 +286,7 @@ def _prefill_stage(
         loop,
         ClusterSpec(layout.long, kv_tokens=engine.kv_tokens),
         [one for one in engine.ring if one.size <= layout.long],
-        LongPoolOptions(PrefillOrder.ON_TIME, targets.short_ttft_s, targets.long_stretch),
+        LongPoolOptions(targets.short_ttft_s, targets.long_stretch),
         meter,
         False,
     )

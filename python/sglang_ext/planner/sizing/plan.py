@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     """Print a line for each prompt of each pool, and why."""
     prefix = "sglang-ext plan: error:"
     try:
-        args = argparse.Namespace(**vars(args), **settings.read(LINK_SETTINGS, args.config, args.set))
+        args = settings.with_settings(args, LINK_SETTINGS, args.config)
         pools = [read_pool(text) for text in args.pool]
         for name, value in (("--chunk-ms", args.chunk_ms), ("--chunk-tokens", args.chunk_tokens)):
             if value is not None and not (math.isfinite(value) and value > 0):

@@ -156,8 +156,7 @@ def run(args: argparse.Namespace) -> int:
 
 def with_settings(args: argparse.Namespace) -> argparse.Namespace:
     """Return the arguments and the settings of their scenario. SettingsError is one line that names the setting."""
-    values = settings.read(SETTINGS, args.scenario, args.set, option="the scenario")
-    return argparse.Namespace(**vars(args), **values)
+    return settings.with_settings(args, SETTINGS, args.scenario, "the scenario")
 
 
 class Sizing(NamedTuple):

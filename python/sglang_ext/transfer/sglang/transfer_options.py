@@ -1,4 +1,4 @@
-"""The `--transfer-…` options of `sglang-ext worker`, and what the handshake backend does not transfer."""
+"""The `--transfer-…` options and `transfer.…` settings of `sglang-ext worker`, and what the handshake does not move."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_ext.engine.device import Device
+from sglang_ext.settings import Setting
 from sglang_ext.transfer.sglang.transfer_backend import HANDSHAKE
 from sglang_ext.transfer.transports.registry import DEVICE_TRANSPORTS, TRANSPORTS, unavailable_reason
 from sglang_ext.types import Role
@@ -35,6 +36,38 @@ class TransferOptions:
     slots_lookahead_tokens: int = _LATE_SLOTS_TOKENS
 
 
+SETTINGS = (
+    Setting(
+        "transfer",
+        "receive_backends",
+        int,
+        None,
+        "transfers that a decode rank receives at a time; others wait in the order of their first handshake (default: "
+        "no limit)",
+        dest="transfer_receive_backends",
+    ),
+    Setting(
+        "transfer",
+        "stream_layer_kib",
+        str,
+        None,
+        "prefill: a chunk of a prompt with at least this many KiB of keys and values in a layer is sent layer by "
+        f"layer while it is computed, others once they are; {_NEVER}: none is (default: {_STREAM_LAYER_BYTES >> 10})",
+        dest="transfer_stream_layer_kib",
+    ),
+    Setting(
+        "transfer",
+        "late_slots_tokens",
+        str,
+        None,
+        "decode: a prompt of at least this many tokens takes slots when its turn in the prefill instance is near, "
+        f"instead of when it arrives; {_NEVER}: none does. Prefill: its turn is near when no more than so many tokens "
+        f"are to be computed before it (default: {_LATE_SLOTS_TOKENS})",
+        dest="transfer_late_slots_tokens",
+    ),
+)
+
+
 def add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     group = parser.add_argument_group(f"KV transfer with --transfer-backend {HANDSHAKE}")
@@ -46,30 +79,6 @@ def add_transfer_arguments(parser: argparse.ArgumentParser) -> None:
         "nixl, mooncake: NIXL and Mooncake, where they are installed "
         f"(default: {_DEFAULT_TRANSPORT}; on GPUs, whose memory only these two move, {_DEVICE_TRANSPORT})",
     )
-    group.add_argument(
-        "--transfer-receive-backends",
-        metavar="N",
-        type=int,
-        default=None,
-        help="transfers that a decode rank receives at a time; others wait in the order of their first handshake "
-        "(default: no limit)",
-    )
-    group.add_argument(
-        "--transfer-stream-layer-kib",
-        metavar="N",
-        default=None,
-        help="prefill: a chunk of a prompt with at least N KiB of keys and values in a layer is sent layer by "
-        f"layer while it is computed, others once they are; {_NEVER}: none is "
-        f"(default: {_STREAM_LAYER_BYTES >> 10})",
-    )
-    group.add_argument(
-        "--transfer-late-slots-tokens",
-        metavar="N",
-        default=None,
-        help="decode: a prompt of at least N tokens takes slots when its turn in the prefill instance is near, instead "
-        f"of when it arrives; {_NEVER}: none does. Prefill: its turn is near when no more than N tokens are to be "
-        f"computed before it (default: {_LATE_SLOTS_TOKENS})",
-    )
 
 
 def transfer_options(arguments: argparse.Namespace, role: Role, device: Device = Device.CPU) -> TransferOptions | None:
@@ -80,18 +89,18 @@ def transfer_options(arguments: argparse.Namespace, role: Role, device: Device =
     if arguments.transfer_backend != HANDSHAKE:
         for value, option in (
             (transport, "--transfer-transport"),
-            (receive_backends, "--transfer-receive-backends"),
-            (stream_kib, "--transfer-stream-layer-kib"),
-            (arguments.transfer_late_slots_tokens, "--transfer-late-slots-tokens"),
+            (receive_backends, "transfer.receive_backends"),
+            (stream_kib, "transfer.stream_layer_kib"),
+            (arguments.transfer_late_slots_tokens, "transfer.late_slots_tokens"),
         ):
             if value is not None:
                 raise ValueError(f"{option} needs --transfer-backend {HANDSHAKE}")
         return None
     if receive_backends is not None:
         if receive_backends < 1:
-            raise ValueError(f"--transfer-receive-backends must be at least 1, got {receive_backends}")
+            raise ValueError(f"transfer.receive_backends must be at least 1, got {receive_backends}")
         if role.is_prefill:
-            raise ValueError("--transfer-receive-backends: prefill instances receive no KV")
+            raise ValueError("transfer.receive_backends: prefill instances receive no KV")
     problem = unavailable_reason(transport or default)
     if problem is not None:
         raise ValueError(f"--transfer-transport: {problem}")
@@ -99,7 +108,7 @@ def transfer_options(arguments: argparse.Namespace, role: Role, device: Device =
         choice = " or ".join(DEVICE_TRANSPORTS)
         raise ValueError(f"--transfer-transport {transport} moves host memory only; on {device} choose {choice}")
     if stream_kib is not None and not role.is_prefill:
-        raise ValueError("--transfer-stream-layer-kib: decode instances send no KV")
+        raise ValueError("transfer.stream_layer_kib: decode instances send no KV")
     late_slots_tokens = _late_slots_tokens(arguments.transfer_late_slots_tokens, role)
     return TransferOptions(
         transport or default,
@@ -117,7 +126,7 @@ def _late_slots_tokens(tokens: str | None, role: Role) -> int | None:
         return None
     if not tokens.isdecimal() or int(tokens) < 1:
         choice = "a positive number of tokens" + ("" if role.is_prefill else f" or {_NEVER!r}")
-        raise ValueError(f"--transfer-late-slots-tokens must be {choice}, got {tokens!r}")
+        raise ValueError(f"transfer.late_slots_tokens must be {choice}, got {tokens!r}")
     return int(tokens)
 
 
@@ -127,7 +136,7 @@ def _stream_layer_bytes(kib: str | None) -> int | None:
     if kib == _NEVER:
         return None
     if not kib.isdecimal():
-        raise ValueError(f"--transfer-stream-layer-kib must be a number of KiB or {_NEVER!r}, got {kib!r}")
+        raise ValueError(f"transfer.stream_layer_kib must be a number of KiB or {_NEVER!r}, got {kib!r}")
     return int(kib) << 10
 
 

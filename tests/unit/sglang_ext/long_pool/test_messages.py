@@ -105,7 +105,7 @@ messages = st.one_of(
     st.builds(Transferred, counts, times, times),
     st.builds(Computed, counts, logits),
     st.builds(StepFailed, counts, reasons, st.none() | counts, st.booleans(), st.none() | counts),
-    st.builds(ChunkOrder, chunks, token_ids, destinations, st.booleans(), peers),
+    st.builds(ChunkOrder, chunks, token_ids, destinations, peers),
     st.builds(GiveUp, counts, several),
     st.builds(Streamed, counts, counts, st.booleans()),
     st.builds(CollectOrder, st.builds(Collect, counts, counts, counts, several, moves, counts, st.booleans()), peers),

@@ -13,21 +13,25 @@ from sglang_ext.engine.device import Device
 from sglang_ext.engine.hook_table import HOOK_TABLE
 from sglang_ext.engine.options import ExtensionOptions, options_from_environment
 from sglang_ext.graphs.sglang.graph_options import (
+    SETTINGS,
     Capture,
     GraphOptions,
     add_graph_arguments,
     conflict,
     graph_options,
 )
-from sglang_ext.laps.sglang.laps_options import add_laps_arguments, laps_options
+from sglang_ext.laps.sglang import laps_options
 from sglang_ext.types import Role
+from support.settings import parse_with_settings
 
 
 def options(*given: str, engine: Sequence[str] = (), role: Role = Role.SHORT) -> tuple[GraphOptions | None, object]:
-    parser = argparse.ArgumentParser()
-    add_laps_arguments(parser)
-    add_graph_arguments(parser)
-    return graph_options(role, parser.parse_args(list(given)), engine)
+    return graph_options(role, parse(*given), engine)
+
+
+def parse(*given: str) -> argparse.Namespace:
+    known = (*laps_options.SETTINGS, *SETTINGS)
+    return parse_with_settings([laps_options.add_laps_arguments, add_graph_arguments], known, given)
 
 
 def test_none_by_default() -> None:
@@ -36,9 +40,11 @@ def test_none_by_default() -> None:
 
 
 def test_the_grid() -> None:
-    found, _ = options("--laps-graphs", "start", "--laps-graph-lengths", "64,8,64", "--laps-graph-batches", "1,2")
+    found, _ = options(
+        "--laps-graphs", "start", "--set", "graphs.lengths_tokens=64,8,64", "--set", "graphs.batch_sizes=1,2"
+    )
     assert found == GraphOptions(Capture.START, (8, 64), (1, 2))
-    found, _ = options("--laps-graphs", "lazy", "--laps-graph-memory-gb", "1.5")
+    found, _ = options("--laps-graphs", "lazy", "--set", "graphs.memory_gb=1.5")
     assert found == GraphOptions(Capture.LAZY, memory_gb=1.5)
     assert found is not None
     assert len(found.lengths_tokens) * len(found.batch_sizes) == 42
@@ -52,21 +58,18 @@ def test_engine_arguments_win_and_are_taken_out() -> None:
 
 
 def test_they_do_not_disturb_the_options_of_laps() -> None:
-    parser = argparse.ArgumentParser()
-    add_laps_arguments(parser)
-    add_graph_arguments(parser)
-    given = parser.parse_args(["--laps-graphs", "start", "--laps-w-max-ms", "5"])
-    laps, rest = laps_options(Role.SHORT, given, ("--laps-graph-batches", "1"))
+    given = parse("--laps-graphs", "start", "--set", "laps.w_max_ms=5")
+    laps, rest = laps_options.laps_options(Role.SHORT, given, ("--laps-graphs", "lazy"))
     assert laps is not None
     assert laps.w_max_ms == 5
-    assert tuple(rest) == ("--laps-graph-batches", "1")
+    assert tuple(rest) == ("--laps-graphs", "lazy")
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (("--laps-graph-memory-gb", "1"), "--laps-graph-memory-gb needs --laps-graphs start or lazy"),
-        (("--laps-graph-lengths", "8"), "--laps-graph-lengths needs"),
+        (("--set", "graphs.memory_gb=1"), "graphs.memory_gb needs --laps-graphs start or lazy"),
+        (("--set", "graphs.lengths_tokens=8"), "graphs.lengths_tokens needs"),
     ],
 )
 def test_options_without_graphs_are_refused(given: tuple[str, ...], message: str) -> None:
@@ -81,14 +84,14 @@ def test_decode_instances_have_none() -> None:
 
 @pytest.mark.parametrize("text", ["", "8,", "0", "8;16", "-8"])
 def test_lists_that_are_none(text: str) -> None:
-    with pytest.raises(ValueError, match="--laps-graph-lengths"):
-        options(engine=(f"--laps-graph-lengths={text}", "--laps-graphs", "start"))
+    with pytest.raises(ValueError, match=r"graphs\.lengths_tokens must be"):
+        options("--laps-graphs", "start", "--set", f"graphs.lengths_tokens={text}")
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "much"])
 def test_budgets_that_are_none(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a positive number"):
-        options(engine=(f"--laps-graph-memory-gb={text}",))
+    with pytest.raises(ValueError, match=r"graphs\.memory_gb must be"):
+        options("--laps-graphs", "start", "--set", f"graphs.memory_gb={text}")
 
 
 def test_they_reach_every_process_and_bring_their_hook() -> None:

@@ -22,27 +22,28 @@ def test_every_option_has_help_in_a_sentence() -> None:
 
 
 def test_names() -> None:
-    assert option_name("w_min_ms") == "--laps-w-min-ms"
+    assert option_name("w_min_ms") == "laps.w_min_ms"
+    assert option_name("boundary_tokens") == "--laps-boundary-tokens"
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"w_min_ms": 30.0, "w_max_ms": 10.0}, "--laps-w-min-ms 30 is larger than --laps-w-max-ms 10"),
-        ({"w_max_ms": 200.0}, "--laps-w-max-ms 200 is larger than --laps-t-max-ms 100"),
-        ({"rho_min": 0.5, "rho_max": 0.4}, "--laps-rho-min 0.5 is larger than --laps-rho-max 0.4"),
-        ({"w_min_ms": -1.0}, "--laps-w-min-ms must be at least 0, got -1"),
-        ({"w_max_ms": 0.0}, "--laps-w-max-ms must be above 0, got 0"),
-        ({"round_ms": 0.0}, "--laps-round-ms must be above 0, got 0"),
-        ({"sigma_ms": float("nan")}, "--laps-sigma-ms must be at least 0, got nan"),
+        ({"w_min_ms": 30.0, "w_max_ms": 10.0}, "laps.w_min_ms 30 is larger than laps.w_max_ms 10"),
+        ({"w_max_ms": 200.0}, "laps.w_max_ms 200 is larger than laps.t_max_ms 100"),
+        ({"rho_min": 0.5, "rho_max": 0.4}, "laps.rho_min 0.5 is larger than laps.rho_max 0.4"),
+        ({"w_min_ms": -1.0}, "laps.w_min_ms must be at least 0, got -1"),
+        ({"w_max_ms": 0.0}, "laps.w_max_ms must be above 0, got 0"),
+        ({"round_ms": 0.0}, "laps.round_ms must be above 0, got 0"),
+        ({"sigma_ms": float("nan")}, "laps.sigma_ms must be at least 0, got nan"),
         ({"short_ttft_slo_ms": float("inf")}, "--laps-short-ttft-slo-ms must be above 0, got inf"),
-        ({"rho_max": 1.0}, "--laps-rho-max must be at least 0 and below 1, got 1"),
+        ({"rho_max": 1.0}, "laps.rho_max must be at least 0 and below 1, got 1"),
         ({"boundary_tokens": 0}, "--laps-boundary-tokens must be at least 1, got 0"),
-        ({"depth_max": 0}, "--laps-depth-max must be at least 1, got 0"),
-        ({"max_parked": -1}, "--laps-max-parked must be at least 0, got -1"),
+        ({"depth_max": 0}, "laps.depth_max must be at least 1, got 0"),
+        ({"max_parked": -1}, "laps.max_parked must be at least 0, got -1"),
         ({"long_slo_stretch": 0.5}, "--laps-long-slo-stretch must be at least 1, got 0.5"),
-        ({"kv_bytes_per_token": 1000}, "--laps-kv-bytes-per-token needs --laps-kv-bandwidth-gb-per-s too"),
-        ({"kv_bandwidth_gb_per_s": 10.0}, "--laps-kv-bandwidth-gb-per-s needs --laps-kv-bytes-per-token too"),
+        ({"kv_bytes_per_token": 1000}, "laps.kv_bytes_per_token needs laps.kv_bandwidth_gb_per_s too"),
+        ({"kv_bandwidth_gb_per_s": 10.0}, "laps.kv_bandwidth_gb_per_s needs laps.kv_bytes_per_token too"),
     ],
 )
 def test_refusals(given: dict[str, float], message: str) -> None:

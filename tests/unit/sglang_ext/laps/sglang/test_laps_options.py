@@ -10,15 +10,11 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_ext.engine import worker
-from sglang_ext.laps.decide.options import (
-    OPTION_FIELDS,
-    Batching,
-    LapsOptions,
-    option_name,
-)
+from sglang_ext.laps.decide.options import FLAGS, OPTION_FIELDS, Batching, LapsOptions, option_name
 from sglang_ext.laps.decide.round_plan import Composition, LapsMode
-from sglang_ext.laps.sglang.laps_options import CONSTANTS, add_laps_arguments, conflict, laps_options
+from sglang_ext.laps.sglang.laps_options import CONSTANTS, SETTINGS, add_laps_arguments, conflict, laps_options
 from sglang_ext.types import Role
+from support.settings import parse_with_settings, sets
 
 EXAMPLES = {
     "boundary_tokens": ("128", 128),
@@ -36,13 +32,12 @@ EXAMPLES = {
     "max_chunk_tokens": ("4096", 4096),
     "preempt_margin": ("0.5", 0.5),
 }
-ALL_EXAMPLES = [word for name, (text, _) in EXAMPLES.items() for word in (option_name(name), text)]
+FLAG_EXAMPLES = [word for name in EXAMPLES if name in FLAGS for word in (option_name(name), EXAMPLES[name][0])]
+SETTING_EXAMPLES = sets(*(f"{option_name(name)}={text}" for name, (text, _) in EXAMPLES.items() if name not in FLAGS))
 
 
 def parse(*argv: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_laps_arguments(parser)
-    return parser.parse_args(argv)
+    return parse_with_settings([add_laps_arguments], SETTINGS, argv)
 
 
 def options_of(role: Role, given: tuple[str, ...] = (), engine: tuple[str, ...] = ()) -> LapsOptions | None:
@@ -87,13 +82,13 @@ def test_a_decode_instance_has_none() -> None:
         assert options_of(Role.DECODE, mode) is None
 
 
-def test_every_option_can_be_given_on_either_side() -> None:
+def test_every_option_and_setting_can_be_given() -> None:
     assert set(EXAMPLES) == {field.name for field in fields(LapsOptions)} - {"mode"} - CONSTANTS
     expected = LapsOptions(mode=LapsMode.BOTH, **{name: value for name, (_, value) in EXAMPLES.items()})
-    assert options_of(Role.BOTH, tuple(ALL_EXAMPLES)) == expected
-    assert options_of(Role.BOTH, (), tuple(ALL_EXAMPLES)) == expected
-    joined = tuple(f"{name}={text}" for name, text in zip(ALL_EXAMPLES[::2], ALL_EXAMPLES[1::2], strict=True))
-    assert options_of(Role.BOTH, (), joined) == expected
+    assert options_of(Role.BOTH, (*FLAG_EXAMPLES, *SETTING_EXAMPLES)) == expected
+    assert options_of(Role.BOTH, tuple(SETTING_EXAMPLES), tuple(FLAG_EXAMPLES)) == expected
+    joined = tuple(f"{name}={text}" for name, text in zip(FLAG_EXAMPLES[::2], FLAG_EXAMPLES[1::2], strict=True))
+    assert options_of(Role.BOTH, tuple(SETTING_EXAMPLES), joined) == expected
 
 
 def test_help_shows_meaning_and_default_of_every_option(capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,22 +96,32 @@ def test_help_shows_meaning_and_default_of_every_option(capsys: pytest.CaptureFi
         parse("--help")
     text = without_spaces(capsys.readouterr().out)  # argparse breaks lines, also within an option's name
     for field in OPTION_FIELDS:
-        if field.name in CONSTANTS:
+        if field.name not in FLAGS:
             continue
         assert option_name(field.name) in text
         if field.name != "mode":
             default = "" if field.default is None else f" (default: {field.default})"
             assert without_spaces(f"{field.metadata['help']}{default}") in text
     assert "--laps-mode{auto,off,short,long,both}" in text
-    assert "--laps-batching{sla,token-max}" in text
+
+
+def test_every_setting_says_its_meaning_and_default() -> None:
+    by_name = {setting.name: setting for setting in SETTINGS}
+    for field in OPTION_FIELDS:
+        if field.name in FLAGS or field.name in CONSTANTS:
+            continue
+        default = "" if field.default is None else f" (default: {field.default})"
+        assert by_name[option_name(field.name)].help == f"{field.metadata['help']}{default}"
+    assert by_name["laps.batching"].choices == ("sla", "token-max")
 
 
 def test_what_stands_after_the_dashes_wins_and_does_not_reach_sglang() -> None:
-    given = parse("--laps-rho-max", "0.35", "--laps-mode", "short")
-    engine = ("--tp", "2", "--laps-rho-max", "0.5", "--random-seed", "-1", "--laps-mode=long", "--log-level", "debug")
+    given = parse("--laps-long-slo-stretch", "3", "--laps-mode", "short")
+    taken = ("--laps-long-slo-stretch", "4", "--laps-mode=long")
+    engine = ("--tp", "2", *taken, "--random-seed", "-1", "--watchdog", "9")
     options, rest = laps_options(Role.BOTH, given, engine)
-    assert options == LapsOptions(mode=LapsMode.LONG, rho_max=0.5)
-    assert rest == ("--tp", "2", "--random-seed", "-1", "--log-level", "debug")
+    assert options == LapsOptions(mode=LapsMode.LONG, long_slo_stretch=4.0)
+    assert rest == ("--tp", "2", "--random-seed", "-1", "--watchdog", "9")
 
 
 def test_engine_arguments_without_laps_are_left_alone() -> None:
@@ -128,21 +133,27 @@ def test_engine_arguments_without_laps_are_left_alone() -> None:
 @pytest.mark.parametrize(
     ("role", "arguments", "message"),
     [
-        ("both", ("--laps-w-min-ms", "30", "--laps-w-max-ms", "10"), "--laps-w-min-ms 30 is larger than"),
-        ("both", ("--laps-w-max-ms", "nan"), "--laps-w-max-ms must be above 0, got nan"),
-        ("short", ("--laps-mode", "off", "--laps-rho-max", "0.2"), "--laps-rho-max: LAPS is off"),
+        ("both", ("--set", "laps.w_min_ms=30", "--set", "laps.w_max_ms=10"), "laps.w_min_ms 30 is larger than"),
+        ("both", ("--set", "laps.w_max_ms=nan"), "laps.w_max_ms must be above 0, got nan"),
+        ("short", ("--laps-mode", "off", "--set", "laps.rho_max=0.2"), "laps.rho_max: LAPS is off"),
         (
             "long",
-            ("--laps-mode", "off", "--laps-rho-max", "0.2", "--laps-round-ms", "1"),
-            "--laps-rho-max, --laps-round-ms: LAPS is off",
+            ("--laps-mode", "off", "--set", "laps.rho_max=0.2", "--set", "laps.round_ms=1"),
+            "laps.round_ms, laps.rho_max: LAPS is off",
         ),
         ("decode", ("--laps-mode", "both"), "--laps-mode: LAPS schedules prefills, not decodes"),
-        ("decode", ("--laps-w-min-ms", "3"), "--laps-w-min-ms: LAPS schedules prefills, not decodes"),
+        ("decode", ("--set", "laps.w_min_ms=3"), "laps.w_min_ms: LAPS schedules prefills, not decodes"),
         ("both", ("--laps-mode", "fast"), "argument --laps-mode: invalid choice: 'fast'"),
-        ("both", ("--laps-batching", "all"), "argument --laps-batching: must be one of sla, token-max, got 'all'"),
-        ("both", ("--laps-w-min-ms", "soon"), "argument --laps-w-min-ms: invalid float value: 'soon'"),
-        ("both", ("--laps-min-chunk-tokens", "1.5"), "argument --laps-min-chunk-tokens: invalid int value: '1.5'"),
-        ("both", ("--laps-min-chunk-tokens",), "argument --laps-min-chunk-tokens: expected one argument"),
+        ("both", ("--set", "laps.batching=all"), "--set laps.batching must be one of sla, token-max, not 'all'"),
+        ("both", ("--set", "laps.w_min_ms=soon"), "--set laps.w_min_ms must be a number, not 'soon'"),
+        (
+            "both",
+            ("--set", "laps.min_chunk_tokens=1.5"),
+            "--set laps.min_chunk_tokens must be a whole number, not '1.5'",
+        ),
+        ("both", ("--set", "laps.min_chunk_tokens"), "--set: 'laps.min_chunk_tokens' is not of the form"),
+        ("both", ("--laps-boundary-tokens", "1.5"), "argument --laps-boundary-tokens: invalid int value: '1.5'"),
+        ("both", ("--laps-boundary-tokens",), "argument --laps-boundary-tokens: expected one argument"),
     ],
 )
 @pytest.mark.parametrize("side", ["before", "after"])
@@ -154,6 +165,8 @@ def test_nonsense_is_refused_in_one_line(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    if side == "after" and "--set" in arguments:
+        pytest.skip("settings stand before the dashes")
     given, engine = (arguments, ()) if side == "before" else ((), arguments)
     status, error = refusal_of(capsys, tmp_path, role, given, engine)
     assert status == worker.USAGE_ERROR
@@ -170,11 +183,12 @@ def test_options_travel_to_the_engine(tmp_path: Path, capsys: pytest.CaptureFixt
     worker.add_arguments(parser)
     common = ("--role", "both", "--model-path", str(tmp_path), "--device", "cpu", "--dry-run")
     assert (
-        worker.run(parser.parse_args([*common, "--laps-w-max-ms", "12.5", "--", "--laps-min-chunk-tokens", "7"])) == 0
+        worker.run(parser.parse_args([*common, "--set", "laps.w_max_ms=12.5", "--", "--laps-boundary-tokens", "7"]))
+        == 0
     )
     line = capsys.readouterr().out
     assert '"w_max_ms": 12.5' in line
-    assert '"min_chunk_tokens": 7' in line
+    assert '"boundary_tokens": 7' in line
     assert "--laps" not in line
 
 
@@ -182,7 +196,7 @@ def test_the_help_names_the_whole_unit() -> None:
     parser = argparse.ArgumentParser()
     add_laps_arguments(parser)
     text = parser.format_help()
-    assert "--laps-w-min-ms MS" in text
+    assert "--laps-short-ttft-slo-ms MS" in text
 
 
 FITTING = {

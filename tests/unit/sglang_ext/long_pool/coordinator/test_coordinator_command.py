@@ -17,8 +17,8 @@ from sglang_ext.long_pool.coordinator.pool_cost import PoolCosts, prior_candidat
 from sglang_ext.long_pool.coordinator.pool_protocol import PoolProtocol
 from sglang_ext.long_pool.coordinator.pool_settings import PoolSettings
 from sglang_ext.long_pool.coordinator.ticket_desk import TicketDesk
-from sglang_ext.long_pool.decide.pool_schedule import PrefillOrder
 from sglang_ext.long_pool.decide.sharding import Interleaving
+from support.settings import sets
 
 
 def parse(*arguments: str) -> argparse.Namespace:
@@ -39,16 +39,16 @@ def test_options_reach_the_settings(tmp_path: Path) -> None:
     path.write_text(json.dumps({"format": "sglang-ext engine profile", "version": 1, "model": "m", "sp": [cost]}))
     options = options_from(
         parse(
-            *("--sp-sizes", "3,1,3", "--profile", str(path), "--interleaving", "striped", "--order", "fcfs"),
-            *("--cross-node-factor", "inf", "--min-chunk-tokens", "7"),
-            *("--step-timeout-ms", "1500", "--member-timeout-ms", "250"),
-            *("--max-chunk-ms", "800", "--ttft-slo-ms", "500", "--slo-stretch", "3"),
+            *("--sp-sizes", "3,1,3", "--profile", str(path), "--min-chunk-tokens", "7"),
+            *("--ttft-slo-ms", "500", "--slo-stretch", "3"),
+            *sets("pool.interleaving=striped", "pool.cross_node_factor=inf", "pool.max_chunk_ms=800"),
+            *sets("pool.step_timeout_ms=1500", "pool.member_timeout_ms=250"),
         )
     )
     assert [candidate.size for candidate in options.candidates] == [1, 3]
     assert options.candidates[0].cost.predict_s(0, 0) == 0.5
     assert options.settings == PoolSettings(
-        *(Interleaving.STRIPED, PrefillOrder.FCFS, 7, math.inf, 1.5, 0.25),
+        *(Interleaving.STRIPED, 7, math.inf, 1.5, 0.25),
         max_chunk_s=0.8,
         ttft_slo_s=0.5,
         slo_stretch=3.0,
@@ -62,15 +62,15 @@ def test_options_reach_the_settings(tmp_path: Path) -> None:
         (("--http-port", "-1"), "--http-port must be a port"),
         (("--sp-sizes", "1,x"), "--sp-sizes must be numbers"),
         (("--sp-sizes", "0,1"), "--sp-sizes must be at least 1"),
-        (("--cross-node-factor", "0.9"), "--cross-node-factor must be at least 1"),
-        (("--cross-node-factor", "nan"), "--cross-node-factor must be"),
+        (sets("pool.cross_node_factor=0.9"), "pool.cross_node_factor must be at least 1"),
+        (sets("pool.cross_node_factor=nan"), "pool.cross_node_factor must be"),
         (("--slo-stretch", "0.5"), "--slo-stretch must be a number of at least 1, got 0.5"),
         (("--slo-stretch", "inf"), "--slo-stretch must be"),
         (("--ttft-slo-ms", "0"), "--ttft-slo-ms must be at least 1, got 0"),
         (("--min-chunk-tokens", "0"), "--min-chunk-tokens must be at least 1"),
-        (("--max-chunk-ms", "0"), "--max-chunk-ms must be at least 1, got 0"),
+        (sets("pool.max_chunk_ms=0"), "pool.max_chunk_ms must be at least 1, got 0"),
         (("--key-file", "/nowhere/key"), "--key-file /nowhere/key: No such file or directory"),
-        (("--member-timeout-ms", "inf"), "--member-timeout-ms must be at least 100"),
+        (sets("pool.member_timeout_ms=inf"), "pool.member_timeout_ms must be at least 100"),
         (("--profile", "/does/not/exist"), "--profile /does/not/exist cannot be read"),
     ],
 )

@@ -13,6 +13,7 @@ import pytest
 
 from support.long_pool import Coordinator
 from support.pool_member import MemberProcess, MemberProcesses, MemberSpec
+from support.settings import sets
 
 STEP_TIMEOUT_S = 2.0
 PROMPT = 400
@@ -35,7 +36,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def running(profile: Path) -> Iterator[Coordinator]:
     options = (
         *("--sp-sizes", "1,2,3", "--profile", str(profile), "--min-chunk-tokens", "16"),
-        *("--member-timeout-ms", "2000", "--step-timeout-ms", str(1000 * STEP_TIMEOUT_S)),
+        *sets("pool.member_timeout_ms=2000", f"pool.step_timeout_ms={1000 * STEP_TIMEOUT_S}"),
     )
     with Coordinator.running(*options) as one:
         yield one

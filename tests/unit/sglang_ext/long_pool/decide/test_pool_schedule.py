@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baselines.prefill_orders import Urgency, UrgencyOrder, arrival, deadline, remaining_time, slack
 from sglang_ext.long_pool.decide.on_time_order import PendingPrefill
 from sglang_ext.long_pool.decide.pool_schedule import (
     PoolLoad,
@@ -39,34 +40,36 @@ def starts(schedule: PoolSchedule, now_s: float, instances: int, *waiting: Pendi
     return [one.key for one in schedule.turns(now_s, snapshot, waiting, 0.0)]
 
 
-def schedule(order: PrefillOrder) -> PoolSchedule:
-    return PoolSchedule(PricePlanner(PriceOptions(COSTS)), order)
+def schedule(order: PrefillOrder | None = None) -> PoolSchedule:
+    planner = PricePlanner(PriceOptions(COSTS))
+    return PoolSchedule(planner) if order is None else PoolSchedule(planner, order)
 
 
 @pytest.mark.parametrize(
     ("order", "expected"),
     [
-        (PrefillOrder.FCFS, [0, 1, 2]),
-        (PrefillOrder.SRPT, [2, 1, 0]),
-        (PrefillOrder.EDF, [1, 2, 0]),
+        (UrgencyOrder(arrival), [0, 1, 2]),
+        (UrgencyOrder(remaining_time), [2, 1, 0]),
+        (UrgencyOrder(deadline), [1, 2, 0]),
         # (deadline - now - remaining) / total: (60 - 2 - 4.1) / 4.1, (5 - 2 - 2.1) / 2.1, (7.5 - 2 - 0.35) / 0.35
-        (PrefillOrder.LARS, [1, 0, 2]),
-        (PrefillOrder.ON_TIME, [1, 2, 0]),
+        (UrgencyOrder(slack), [1, 0, 2]),
+        (None, [1, 2, 0]),
     ],
 )
-def test_orders_by_hand(order: PrefillOrder, expected: list[int]) -> None:
+def test_orders_by_hand(order: PrefillOrder | None, expected: list[int]) -> None:
     waiting = (pending(0, 8000, 0.0, 60.0), pending(1, 4000, 1.0, 4.0), pending(2, 500, 1.5, 6.0))
     assert starts(schedule(order), 2.0, 8, *waiting) == expected
 
 
 def test_without_deadlines_all_orders_but_srpt_are_that_of_arrival() -> None:
     waiting = (pending(0, 8000, 0.0), pending(1, 500, 1.0))
-    for order in PrefillOrder:
-        assert starts(schedule(order), 2.0, 8, *waiting) == ([1, 0] if order is PrefillOrder.SRPT else [0, 1])
+    for urgency in (None, arrival, slack, deadline, remaining_time):
+        order = None if urgency is None else UrgencyOrder(urgency)
+        assert starts(schedule(order), 2.0, 8, *waiting) == ([1, 0] if urgency is remaining_time else [0, 1])
 
 
 def test_a_load_makes_sizes_smaller() -> None:
-    calm, busy = schedule(PrefillOrder.ON_TIME), schedule(PrefillOrder.ON_TIME)
+    calm, busy = schedule(), schedule()
     for number in range(600):
         busy.record_arrival(0.1 * number, 0.19)
     snapshot = PrefillSnapshot([0, 0], [0.0, 0.0], [10**6] * 2)
@@ -76,13 +79,13 @@ def test_a_load_makes_sizes_smaller() -> None:
 
 
 def test_more_wait_than_are_considered() -> None:
-    one = PoolSchedule(PricePlanner(PriceOptions(COSTS, max_considered=2)), PrefillOrder.FCFS)
+    one = PoolSchedule(PricePlanner(PriceOptions(COSTS, max_considered=2)), UrgencyOrder(arrival))
     waiting = [pending(key, 1000, 0.0) for key in range(5)]
     assert starts(one, 0.0, 8, *waiting) == [0, 1]
 
 
 def test_those_that_are_not_considered_count_as_waiting() -> None:
-    one = PoolSchedule(PricePlanner(PriceOptions(COSTS, max_considered=1)), PrefillOrder.FCFS)
+    one = PoolSchedule(PricePlanner(PriceOptions(COSTS, max_considered=1)), UrgencyOrder(arrival))
     snapshot = PrefillSnapshot([0, 0], [0.0, 0.0], [10**6] * 2)
     waiting = [pending(key, 1000, 0.0) for key in range(8)]
     assert len(one.turns(0.0, snapshot, waiting[:1], 0.0)[0].placement.group) == 2
@@ -120,9 +123,9 @@ def test_the_longest_chunk_that_fits(cached: int, new: int, budget_s: float) -> 
     assert tokens == new or cost.predict_s(cached, tokens + 1) > budget_s
 
 
-@pytest.mark.parametrize("order", [one for one in PrefillOrder if one is not PrefillOrder.ON_TIME])
-def test_in_orders_that_put_none_back_a_deadline_makes_no_group_larger(order: PrefillOrder) -> None:
+@pytest.mark.parametrize("urgency", [arrival, slack, deadline, remaining_time])
+def test_in_orders_that_put_none_back_a_deadline_makes_no_group_larger(urgency: Urgency) -> None:
     snapshot = PrefillSnapshot([0, 0], [0.0, 0.0], [10**6] * 2)
     waiting = [pending(key, 1000, 0.0, 1.01) for key in range(8)]
-    sizes = [len(one.placement.group) for one in schedule(order).turns(0.9, snapshot, waiting, 0.0)]
+    sizes = [len(one.placement.group) for one in schedule(UrgencyOrder(urgency)).turns(0.9, snapshot, waiting, 0.0)]
     assert sizes[0] == 1

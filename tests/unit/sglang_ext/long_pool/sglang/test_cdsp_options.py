@@ -15,6 +15,7 @@ from sglang_ext.engine.hook_table import HOOK_TABLE
 from sglang_ext.engine.options import ExtensionOptions, options_from_environment
 from sglang_ext.laps.decide.options import LapsOptions
 from sglang_ext.long_pool.sglang.cdsp_options import (
+    SETTINGS,
     CdspOptions,
     add_cdsp_arguments,
     cdsp_options,
@@ -22,14 +23,13 @@ from sglang_ext.long_pool.sglang.cdsp_options import (
     model_conflict,
 )
 from sglang_ext.types import Role
+from support.settings import parse_with_settings
 
 MEMBER = CdspOptions("coordinator", 8990, "here:30000", "node-1", 1024, 5.0)
 
 
 def parse(*argv: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    add_cdsp_arguments(parser)
-    return parser.parse_args(argv)
+    return parse_with_settings([add_cdsp_arguments], SETTINGS, argv)
 
 
 def test_without_a_coordinator_an_instance_computes_alone() -> None:
@@ -39,7 +39,7 @@ def test_without_a_coordinator_an_instance_computes_alone() -> None:
 def test_everything_given() -> None:
     given = parse(
         *("--cdsp-coordinator", "[::1]:8990", "--cdsp-min-tokens", "1024"),
-        *("--cdsp-node", "rack-7", "--cdsp-step-timeout-s", "2.5", "--cdsp-max-chunk-tokens", "4096"),
+        *("--set", "cdsp.node=rack-7", "--set", "cdsp.step_timeout_s=2.5", "--set", "cdsp.max_chunk_tokens=4096"),
     )
     assert cdsp_options(given, Role.BOTH, "here:1", "here") == CdspOptions(
         "::1", 8990, "here:1", "rack-7", 1024, 2.5, "here", max_chunk_tokens=4096
@@ -60,10 +60,10 @@ def test_the_node_is_the_host_unless_given() -> None:
         (("--cdsp-coordinator", "a:0"), "--cdsp-coordinator"),
         (("--cdsp-coordinator", "a:70000"), "--cdsp-coordinator"),
         (("--cdsp-coordinator", "a:1", "--cdsp-min-tokens", "0"), "--cdsp-min-tokens"),
-        (("--cdsp-coordinator", "a:1", "--cdsp-max-chunk-tokens", "0"), "--cdsp-max-chunk-tokens"),
-        (("--cdsp-coordinator", "a:1", "--cdsp-step-timeout-s", "0"), "--cdsp-step-timeout-s"),
-        (("--cdsp-coordinator", "a:1", "--cdsp-step-timeout-s", "nan"), "--cdsp-step-timeout-s"),
-        (("--cdsp-coordinator", "a:1", "--cdsp-step-timeout-s", "inf"), "--cdsp-step-timeout-s"),
+        (("--cdsp-coordinator", "a:1", "--set", "cdsp.max_chunk_tokens=0"), "cdsp.max_chunk_tokens"),
+        (("--cdsp-coordinator", "a:1", "--set", "cdsp.step_timeout_s=0"), "cdsp.step_timeout_s"),
+        (("--cdsp-coordinator", "a:1", "--set", "cdsp.step_timeout_s=nan"), "cdsp.step_timeout_s"),
+        (("--cdsp-coordinator", "a:1", "--set", "cdsp.step_timeout_s=inf"), "cdsp.step_timeout_s"),
     ],
 )
 def test_what_makes_no_sense_is_named(argv: tuple[str, ...], names: str) -> None:
@@ -93,10 +93,10 @@ def test_a_worker_that_cannot_be_a_member_is_refused(
 def test_nccl_is_refused_without_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     worker.add_arguments(parser)
-    options = ("--role", "long", "--cdsp-coordinator", "a:1", "--cdsp-mesh", "nccl", "--model-path", str(tmp_path))
+    options = ("--role", "long", "--cdsp-coordinator", "a:1", "--set", "cdsp.mesh=nccl", "--model-path", str(tmp_path))
     assert worker.run(parser.parse_args([*options, "--device", "cpu"])) == 2
     error = capsys.readouterr().err
-    assert error.startswith("sglang-ext worker: --cdsp-mesh nccl: ")
+    assert error.startswith("sglang-ext worker: cdsp.mesh nccl: ")
     assert error.count("\n") == 1
 
 

@@ -8,12 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baselines.prefill_orders import edf, fcfs, lars, srpt
 from sglang_ext.long_pool.decide.planner import CdspRequest, ChunkPlan, NoPlan
 from sglang_ext.long_pool.decide.price_planner import PrefillSnapshot
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
 from sglang_ext.long_pool.decide.table1 import fitted_candidates
 from sglang_ext.planner.simulation.cluster import CdspPolicy, ClusterSpec, Failure, FixedSp, greedy_esp
 from sglang_ext.planner.simulation.events import EventLoop, SimRequest
+from sglang_ext.planner.simulation.long_pool import OrderFactory
 from sglang_ext.planner.simulation.run import Outcome, RunOptions, simulate
 from sglang_ext.planner.simulation.systems import ClusterSystem, SystemOptions, build_cluster
 from support.cdsp_cases import tabulated_candidates
@@ -46,8 +48,11 @@ def ttfts_s(outcome: Outcome) -> list[float]:
     return [one.ttft_s for one in sorted(outcome.served, key=lambda one: one.request.key)]
 
 
-def system(name: ClusterSystem, **options: float) -> SystemOptions:
-    return SystemOptions(name, min_chunk_tokens=1, **options)  # type: ignore[arg-type]
+def system(name: ClusterSystem | OrderFactory, **options: float) -> SystemOptions:
+    """A system, or the pool in another order."""
+    if isinstance(name, ClusterSystem):
+        return SystemOptions(name, min_chunk_tokens=1, **options)  # type: ignore[arg-type]
+    return SystemOptions(ClusterSystem.POOL, min_chunk_tokens=1, order=name, **options)  # type: ignore[arg-type]
 
 
 # ---- section 2.4 of Tetris, with its own table ----
@@ -127,14 +132,14 @@ REPLANNED = [(0.0, 1000), (0.1, 4000), (0.2, 500), (0.9, 100)]
 
 
 def test_a_pool_in_order_of_arrival_by_hand() -> None:
-    options = system(ClusterSystem.POOL_FCFS)
+    options = system(fcfs)
     assert ttfts_s(serve(REPLANNED, options, 1, ALONE)) == pytest.approx([1.0, 4.9, 5.3, 4.7])
 
 
 def test_a_pool_in_order_of_slack_by_hand() -> None:
     # Twice the own time is allowed. At 1 s the slack of 4000 is (8.1 - 1 - 4) / 4 = 0.8, that of 500
     # (1.2 - 1 - 0.5) / 0.5 = -0.6, that of 100 is 0: 500 from 1 s on. At 1.5 s that of 100 is -5: it is next.
-    options = system(ClusterSystem.POOL_LARS, slo_s=1e-6, slo_stretch=2.0)
+    options = system(lars, slo_s=1e-6, slo_stretch=2.0)
     assert ttfts_s(serve(REPLANNED, options, 1, ALONE)) == pytest.approx([1.0, 5.5, 1.3, 0.7])
 
 
@@ -150,13 +155,13 @@ def test_behind_a_queue_as_the_paper_has_it() -> None:
 @pytest.mark.parametrize(
     ("name", "expected_s"),
     [
-        (ClusterSystem.POOL_FCFS, [4.0, 3.8]),
-        (ClusterSystem.POOL_EDF, [4.1, 0.8]),
-        (ClusterSystem.POOL_SRPT, [4.1, 0.8]),
-        (ClusterSystem.POOL_LARS, [4.1, 1.8]),  # slack at 1 s: 1 of the long one, 10 of the other; at 2 s: 1 and 0
+        (fcfs, [4.0, 3.8]),
+        (edf, [4.1, 0.8]),
+        (srpt, [4.1, 0.8]),
+        (lars, [4.1, 1.8]),  # slack at 1 s: 1 of the long one, 10 of the other; at 2 s: 1 and 0
     ],
 )
-def test_a_short_prompt_gets_in_between_the_chunks_of_a_long_one(name: ClusterSystem, expected_s: list[float]) -> None:
+def test_a_short_prompt_gets_in_between_the_chunks_of_a_long_one(name: OrderFactory, expected_s: list[float]) -> None:
     options = system(name, slo_s=1.8, slo_stretch=2.0, chunk_s=1.0)
     assert ttfts_s(serve([(0, 4000), (0.3, 100)], options, 1, ALONE)) == pytest.approx(expected_s)
 
@@ -164,14 +169,14 @@ def test_a_short_prompt_gets_in_between_the_chunks_of_a_long_one(name: ClusterSy
 def test_a_chunk_is_not_cut_below_ten_times_its_overhead() -> None:
     # 900 tokens in 1 s, the short prompt, then 900 and 200.
     costs = (SpCandidate(1, SpCost(0.1, 1e-3, 0.0, 0.0)),)
-    outcome = serve([(0, 2000), (0.3, 100)], system(ClusterSystem.POOL_SRPT, chunk_s=0.2), 1, costs)
+    outcome = serve([(0, 2000), (0.3, 100)], system(srpt, chunk_s=0.2), 1, costs)
     assert ttfts_s(outcome) == pytest.approx([2.5, 0.9])
     assert [busy.end_s for busy in outcome.timeline] == pytest.approx([1.0, 1.2, 2.2, 2.5])
 
 
 def test_chunks_shrink_as_the_prefix_grows() -> None:
     costs = (SpCandidate(1, SpCost(0.0, 1e-4, 1e-6, 0.5e-6)),)
-    outcome = serve([(0, 5000)], system(ClusterSystem.POOL_LARS, chunk_s=1.0), 1, costs)
+    outcome = serve([(0, 5000)], system(lars, chunk_s=1.0), 1, costs)
     ends_s = [busy.end_s for busy in outcome.timeline]
     # All chunks but the last take the second that they may, and nothing is lost by cutting: c = 2d.
     assert all(later - end == pytest.approx(1.0, abs=0.01) for end, later in pairwise([0.0, *ends_s[:-1]]))
@@ -190,22 +195,23 @@ def test_a_failed_instance_takes_its_plans_along() -> None:
     assert [(busy.start_s, busy.end_s) for busy in lost] == [(0.0, 0.5)]
 
 
-@pytest.mark.parametrize("name", [ClusterSystem.TETRIS, ClusterSystem.POOL_FCFS])
-def test_a_prompt_on_two_instances_goes_on_with_one(name: ClusterSystem) -> None:
+@pytest.mark.parametrize("name", [ClusterSystem.TETRIS, fcfs])
+def test_a_prompt_on_two_instances_goes_on_with_one(name: ClusterSystem | OrderFactory) -> None:
     # 1,000 tokens on both end at 0.6 s; at 0.5 s one is lost, and all is computed again on the other: 1.5 s.
     outcome = serve([(0, 1000)], system(name, improvement_rate=0.05), 2, failures=(Failure(1, 0.5, 10.0),))
     assert ttfts_s(outcome) == pytest.approx([1.5])
 
 
-@pytest.mark.parametrize("name", [ClusterSystem.TETRIS, ClusterSystem.POOL_LARS])
-def test_without_any_instance_requests_wait_for_the_recovery(name: ClusterSystem) -> None:
+@pytest.mark.parametrize("name", [ClusterSystem.TETRIS, lars])
+def test_without_any_instance_requests_wait_for_the_recovery(name: ClusterSystem | OrderFactory) -> None:
     outcome = serve([(0, 1000), (1.0, 1000)], system(name), 1, ALONE, failures=(Failure(0, 0.5, 2.0),))
     assert sorted(ttfts_s(outcome)) == pytest.approx([3.5, 3.5])
     assert not outcome.unfinished
 
 
 def test_a_failure_of_an_instance_that_does_not_exist_is_an_error() -> None:
-    for name in (ClusterSystem.TETRIS, ClusterSystem.POOL_FCFS):
+    systems: tuple[ClusterSystem | OrderFactory, ...] = (ClusterSystem.TETRIS, fcfs)
+    for name in systems:
         with pytest.raises(ValueError, match=r"^instance 2 does not exist, there are 2$"):
             serve([(0, 1)], system(name), 2, failures=(Failure(2, 0.0, 1.0),))
     with pytest.raises(ValueError, match="not simulated with this policy"):

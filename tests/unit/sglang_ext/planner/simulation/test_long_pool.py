@@ -8,8 +8,9 @@ from statistics import fmean, pstdev
 
 import pytest
 
+from baselines.prefill_orders import fcfs
 from sglang_ext.long_pool.coordinator.pool_settings import PoolSettings
-from sglang_ext.long_pool.decide.pool_schedule import PrefillOrder, fastest_s, min_work_s
+from sglang_ext.long_pool.decide.pool_schedule import fastest_s, min_work_s
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
 from sglang_ext.long_pool.decide.table1 import fitted_candidates
 from sglang_ext.planner.simulation.cluster import ClusterSpec, Failure
@@ -137,7 +138,7 @@ def pool_of(instances: int, options: LongPoolOptions, collector: Collector) -> t
 def durations(noise: float, seed: int = 0) -> list[float]:
     """Of prompts one after the other, over what is predicted."""
     collector = Collector()
-    loop, pool = pool_of(2, LongPoolOptions(PrefillOrder.FCFS, noise=noise, noise_seed=seed), collector)
+    loop, pool = pool_of(2, LongPoolOptions(order=fcfs, noise=noise, noise_seed=seed), collector)
     for key in range(400):
         pool.arrive(SimRequest(key, loop.now_s, 20_000, 1))
         loop.run()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from baselines.prefill_orders import fcfs
 from sglang_ext.cli import main
 from sglang_ext.laps.decide.cost_model import CostCoefficients
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
@@ -29,7 +30,7 @@ def split(loop: EventLoop, listener: PrefillListener) -> SplitStage:
     short = InstancePool(
         loop, spec, router_policy("least_loaded"), lambda _: ChunkedPrefill(QueueOrder.FCFS, 8192), listener, 0, True
     )
-    options = SystemOptions(ClusterSystem.POOL_FCFS)
+    options = SystemOptions(ClusterSystem.POOL, order=fcfs)
     return SplitStage(
         100, short, build_cluster(options, loop, ClusterSpec(2), CANDIDATES, listener, is_recorded=True), 1
     )
@@ -84,7 +85,7 @@ def test_the_option(policy: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
         (sets("instances.short=2", "instances.fail=0:1:1"), "instances.fail is not simulated with instances.short"),
         (sets("policy.move_pools=true"), "policy.move_pools needs policy.name laps"),
         (sets("policy.chunk_s=1"), "policy.chunk_s needs a policy that decides again (pool…), not tetris"),
-        (sets("policy.chunk_s=0", "policy.name=pool-lars"), "policy.chunk_s must be above 0, got 0"),
+        (sets("policy.chunk_s=0", "policy.name=pool"), "policy.chunk_s must be above 0, got 0"),
         (sets("workload.think_s=nan"), "workload.think_s must be above 0, got nan"),
     ],
 )

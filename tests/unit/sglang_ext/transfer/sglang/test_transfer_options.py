@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from sglang_ext import settings
 from sglang_ext.engine import worker
 from sglang_ext.engine.device import Device
 from sglang_ext.engine.options import ExtensionOptions, options_from_environment
@@ -27,7 +28,8 @@ RELEASE_LIMIT = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT"
 def parse(*argv: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="sglang-ext worker")
     worker.add_arguments(parser)
-    return parser.parse_args(["--role", "decode", "--model-path", "m", *argv])
+    arguments = parser.parse_args(["--role", "decode", "--model-path", "m", *argv])
+    return settings.with_settings(arguments, worker.SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +38,7 @@ def parse(*argv: str) -> argparse.Namespace:
         ((), None),
         (("--transfer-backend", "nixl"), None),
         (HANDSHAKE, TransferOptions("tcp", None, 1 << 20)),
-        ((*HANDSHAKE, "--transfer-receive-backends", "2"), TransferOptions("tcp", 2)),
+        ((*HANDSHAKE, "--set", "transfer.receive_backends=2"), TransferOptions("tcp", 2)),
         ((*HANDSHAKE, "--transfer-transport", "shared_memory"), TransferOptions("shared_memory", None)),
     ],
 )
@@ -46,7 +48,7 @@ def test_from_the_command_line(argv: tuple[str, ...], expected: TransferOptions 
 
 @pytest.mark.parametrize(("kib", "expected"), [("0", 0), ("256", 256 << 10), ("never", None)])
 def test_which_chunks_leave_by_layer(kib: str, expected: int | None) -> None:
-    options = transfer_options(parse(*HANDSHAKE, "--transfer-stream-layer-kib", kib), Role.SHORT)
+    options = transfer_options(parse(*HANDSHAKE, "--set", f"transfer.stream_layer_kib={kib}"), Role.SHORT)
     assert options is not None
     assert options.stream_layer_bytes == expected
     assert ExtensionOptions(Role.SHORT, Device.CPU, transfer=options).streams_layers is (expected is not None)
@@ -65,7 +67,7 @@ def test_which_chunks_leave_by_layer(kib: str, expected: int | None) -> None:
     ],
 )
 def test_which_prompts_take_slots_late(tokens: str | None, role: Role, expected: tuple[int | None, int]) -> None:
-    argv = HANDSHAKE if tokens is None else (*HANDSHAKE, "--transfer-late-slots-tokens", tokens)
+    argv = HANDSHAKE if tokens is None else (*HANDSHAKE, "--set", f"transfer.late_slots_tokens={tokens}")
     options = transfer_options(parse(*argv), role)
     assert options is not None
     assert (options.late_slots_tokens, options.slots_lookahead_tokens) == expected
@@ -74,16 +76,20 @@ def test_which_prompts_take_slots_late(tokens: str | None, role: Role, expected:
 @pytest.mark.parametrize(
     ("role", "argv", "message"),
     [
-        (Role.LONG, (*HANDSHAKE, "--transfer-late-slots-tokens", "never"), "a positive number of tokens, got 'never'"),
-        (Role.DECODE, (*HANDSHAKE, "--transfer-late-slots-tokens", "0"), "a positive number of tokens or 'never'"),
-        (Role.DECODE, ("--transfer-late-slots-tokens", "1"), "--transfer-late-slots-tokens needs --transfer-backend"),
-        (Role.DECODE, (*HANDSHAKE, "--transfer-stream-layer-kib", "1"), "decode instances send no KV"),
-        (Role.SHORT, (*HANDSHAKE, "--transfer-stream-layer-kib", "some"), "a number of KiB or 'never', got 'some'"),
-        (Role.SHORT, ("--transfer-stream-layer-kib", "1"), "--transfer-stream-layer-kib needs --transfer-backend"),
-        (Role.DECODE, ("--transfer-receive-backends", "2"), "--transfer-receive-backends needs --transfer-backend"),
+        (
+            Role.LONG,
+            (*HANDSHAKE, "--set", "transfer.late_slots_tokens=never"),
+            "a positive number of tokens, got 'never'",
+        ),
+        (Role.DECODE, (*HANDSHAKE, "--set", "transfer.late_slots_tokens=0"), "a positive number of tokens or 'never'"),
+        (Role.DECODE, ("--set", "transfer.late_slots_tokens=1"), "transfer.late_slots_tokens needs --transfer-backend"),
+        (Role.DECODE, (*HANDSHAKE, "--set", "transfer.stream_layer_kib=1"), "decode instances send no KV"),
+        (Role.SHORT, (*HANDSHAKE, "--set", "transfer.stream_layer_kib=some"), "a number of KiB or 'never', got 'some'"),
+        (Role.SHORT, ("--set", "transfer.stream_layer_kib=1"), "transfer.stream_layer_kib needs --transfer-backend"),
+        (Role.DECODE, ("--set", "transfer.receive_backends=2"), "transfer.receive_backends needs --transfer-backend"),
         (Role.SHORT, ("--transfer-transport", "tcp"), "--transfer-transport needs --transfer-backend handshake"),
-        (Role.DECODE, (*HANDSHAKE, "--transfer-receive-backends", "0"), "must be at least 1, got 0"),
-        (Role.LONG, (*HANDSHAKE, "--transfer-receive-backends", "1"), "prefill instances receive no KV"),
+        (Role.DECODE, (*HANDSHAKE, "--set", "transfer.receive_backends=0"), "must be at least 1, got 0"),
+        (Role.LONG, (*HANDSHAKE, "--set", "transfer.receive_backends=1"), "prefill instances receive no KV"),
     ],
 )
 def test_what_makes_no_sense_is_refused(role: Role, argv: tuple[str, ...], message: str) -> None:
