@@ -36,8 +36,8 @@ from random import Random
 from statistics import fmean, median
 from time import perf_counter_ns
 
+from baselines.tetris_planner import CdspPlanner, CdspRequest, ChunkPlan, PlannerConfig
 from sglang_ext.long_pool.decide.on_time_order import OnTimeOptions, OnTimeOrder, PendingPrefill
-from sglang_ext.long_pool.decide.planner import CdspPlanner, CdspRequest, ChunkPlan, PlannerConfig
 from sglang_ext.long_pool.decide.pool_schedule import PoolSchedule, fastest_s, min_work_s
 from sglang_ext.long_pool.decide.price_planner import PrefillSnapshot, PriceOptions, PricePlanner, WaitingPrompt
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost

@@ -27,13 +27,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
+from baselines.systems import ClusterSystem, SystemOptions, build_cluster
 from sglang_ext.long_pool.decide.pool_schedule import min_work_s
-from sglang_ext.planner.simulation.cluster import ClusterSpec
+from sglang_ext.planner.simulation.cluster_spec import ClusterSpec
 from sglang_ext.planner.simulation.decode import DecodeSpec
 from sglang_ext.planner.simulation.engines import load_engine
 from sglang_ext.planner.simulation.report import make_report
 from sglang_ext.planner.simulation.run import RunOptions, simulate
-from sglang_ext.planner.simulation.systems import ClusterSystem, SystemOptions, build_cluster
 from sglang_ext.planner.simulation.workload import WorkloadError, drawn_requests, load_workload
 from support.result import give_up, machine, print_result, progress, versions
 

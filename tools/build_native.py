@@ -38,11 +38,13 @@ class NativeModule:
     package: str  # below the root
     name: str
     sources: str  # folder below the package; every .cpp is compiled, every .hpp may be included
+    includes: str = ""  # another folder of headers, in the checkout
 
     def source_files(self) -> list[Path]:
         """All files that the module is made of."""
         folder = ROOT / self.root / self.package / self.sources
-        return sorted([*folder.glob("*.cpp"), *folder.glob("*.hpp")])
+        shared = (ROOT / self.includes).glob("*.hpp") if self.includes else ()
+        return sorted([*folder.glob("*.cpp"), *folder.glob("*.hpp"), *shared])
 
     def built(self) -> Path:
         """The extension module, relative to the path root."""
@@ -56,6 +58,7 @@ class NativeModule:
 NATIVE_MODULES = (
     NativeModule("python", "sglang_ext/long_pool/decide", "_core", "native"),
     NativeModule("python", "sglang_ext/transfer/transports", "_rows", "native"),
+    NativeModule("bench", "baselines", "_tetris", "native", "python/sglang_ext/long_pool/decide/native"),
 )
 
 
@@ -93,6 +96,7 @@ def build(module: NativeModule, command: list[str], destination: Path) -> None:
     nanobind_root = Path(nanobind.include_dir()).parent
     own = [file for file in module.source_files() if file.suffix == ".cpp"]
     includes = [sysconfig.get_path("include"), nanobind.include_dir(), str(nanobind_root / "ext/robin_map/include")]
+    includes += [str(ROOT / module.includes)] if module.includes else []
     flags = [*COMPILE_FLAGS, *SECTION_FLAGS, *(f"-I{folder}" for folder in includes)]
     flags.append(f'-DSOURCE_DIGEST="{source_digest(module)}"')
     destination.parent.mkdir(parents=True, exist_ok=True)

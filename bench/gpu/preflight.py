@@ -114,7 +114,7 @@ def optional_imports() -> str:
 
 def own_modules() -> str:
     """Decisions take several times as long uncompiled, and a planner of long prompts has no other way."""
-    from sglang_ext.long_pool.decide import native_core  # noqa: F401
+    from sglang_ext.long_pool.decide import _core  # noqa: F401
     from sglang_ext_router.compiled import describe_compiled
 
     is_wrong, state = describe_compiled()

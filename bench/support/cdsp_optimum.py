@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_ext.long_pool.decide.planner import CdspRequest, PlannerConfig
+from baselines.tetris_planner import CdspRequest, PlannerConfig
 from sglang_ext.long_pool.decide.price_planner import PrefillSnapshot
 from sglang_ext.long_pool.decide.sp_cost import SpCost
 

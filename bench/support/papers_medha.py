@@ -44,6 +44,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from baselines.prefill_orders import edf, fcfs, lars, srpt
+from baselines.systems import ClusterSystem, SystemOptions, build_cluster
 from sglang_ext.costs.flow_shop import Hop
 from sglang_ext.graphs.decide.graph_grid import GraphGrid
 from sglang_ext.laps.decide.cost_model import CostCoefficients
@@ -53,14 +54,13 @@ from sglang_ext.laps.decide.policy import Laps
 from sglang_ext.laps.decide.round_plan import Composition, InstanceLimits, LapsMode
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
 from sglang_ext.long_pool.decide.table1 import fitted_candidates, fitted_cost
-from sglang_ext.planner.simulation.cluster import ClusterSpec
+from sglang_ext.planner.simulation.cluster_spec import ClusterSpec
 from sglang_ext.planner.simulation.engines import TABLE1, load_engine
 from sglang_ext.planner.simulation.events import EventLoop, PrefillListener, SimRequest
 from sglang_ext.planner.simulation.instances import InstancePool, InstancesSpec, LeastLoaded
 from sglang_ext.planner.simulation.iteration_policies import IterationPolicy, LapsPolicy
 from sglang_ext.planner.simulation.run import RecordedStage, RunOptions, simulate
 from sglang_ext.planner.simulation.scenario import SplitStage
-from sglang_ext.planner.simulation.systems import ClusterSystem, SystemOptions, build_cluster
 from sglang_ext.planner.simulation.workload import WorkloadError, load_workload, poisson_s
 from sglang_ext.types import Role
 from sglang_ext_router.decide.instance_pressure import quantile

@@ -15,7 +15,8 @@ from statistics import fmean
 from typing import NamedTuple
 
 from baselines.prefill_orders import fcfs
-from sglang_ext.planner.simulation.cluster import ClusterSpec
+from baselines.systems import ClusterSystem, SystemOptions, build_cluster
+from sglang_ext.planner.simulation.cluster_spec import ClusterSpec
 from sglang_ext.planner.simulation.engines import SimEngine, load_engine
 from sglang_ext.planner.simulation.events import (
     EventLoop,
@@ -25,7 +26,6 @@ from sglang_ext.planner.simulation.events import (
     feed,
 )
 from sglang_ext.planner.simulation.run import Collector, CriticalLoad
-from sglang_ext.planner.simulation.systems import ClusterSystem, SystemOptions, build_cluster
 from sglang_ext.planner.simulation.workload import drawn_requests, load_workload
 from sglang_ext_router.decide.instance_pressure import quantile
 

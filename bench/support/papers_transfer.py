@@ -14,12 +14,12 @@ import argparse
 from multiprocessing import get_context
 from typing import NamedTuple
 
-from sglang_ext.planner.simulation.cluster import ClusterSpec
+from baselines.systems import build_cluster
+from sglang_ext.planner.simulation.cluster_spec import ClusterSpec
 from sglang_ext.planner.simulation.decode import DecodeSpec
 from sglang_ext.planner.simulation.engines import load_engine
 from sglang_ext.planner.simulation.events import EventLoop, PrefillListener
 from sglang_ext.planner.simulation.run import RecordedStage, RunOptions, simulate
-from sglang_ext.planner.simulation.systems import build_cluster
 from sglang_ext.planner.simulation.workload import WorkloadError
 from sglang_ext_router.decide.instance_pressure import quantile
 from support.papers_tetris import INSTANCES, Trace, arrivals, judged_by, load_trace, systems

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
-from sglang_ext.long_pool.decide.planner import CdspRequest, ChunkPlan, PlannerConfig
+from baselines.tetris_planner import CdspRequest, ChunkPlan, PlannerConfig
 from sglang_ext.long_pool.decide.price_planner import PrefillSnapshot
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost, TabulatedCost
 from sglang_ext.long_pool.decide.table1 import LATENCY_S, PROMPT_TOKENS

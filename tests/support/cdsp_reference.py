@@ -12,7 +12,7 @@ from itertools import combinations, pairwise
 from math import ceil
 from typing import NamedTuple
 
-from sglang_ext.long_pool.decide.planner import CdspRequest, PlannerConfig
+from baselines.tetris_planner import CdspRequest, PlannerConfig
 from sglang_ext.long_pool.decide.price_planner import PrefillSnapshot
 from sglang_ext.long_pool.decide.sp_cost import SpCost, TabulatedCost
 

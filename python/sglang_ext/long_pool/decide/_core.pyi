@@ -1,6 +1,5 @@
 from collections.abc import Sequence
 
-from sglang_ext.long_pool.decide.planner import ChunkPlan, PlannedChunk
 from sglang_ext.long_pool.decide.price_planner import Placement, WaitingPrompt
 
 SOURCE_DIGEST: str
@@ -28,28 +27,3 @@ class PricePlanner:
         others_price: float,
         /,
     ) -> list[Placement]: ...
-
-class Planner:
-    def __init__(
-        self,
-        sizes: list[int],
-        costs: list[tuple[float, float, float, float] | tuple[list[float], list[float]]],
-        min_chunk_tokens: int,
-        page_tokens: int,
-        is_chunking: bool,
-        chunk_record: type[PlannedChunk],
-        plan_record: type[ChunkPlan],
-        /,
-    ) -> None: ...
-    def plan(
-        self,
-        node_ids: Sequence[int],
-        queue_delays_s: Sequence[float],
-        free_kv_tokens: Sequence[int],
-        new_tokens: int,
-        cached_tokens: int,
-        group: Sequence[int],
-        waited_s: float,
-        improvement_rate: float,
-        /,
-    ) -> ChunkPlan | int: ...

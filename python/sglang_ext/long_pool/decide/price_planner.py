@@ -24,10 +24,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from sglang_ext.long_pool.decide.sp_cost import SpCandidate, check_candidates
+from sglang_ext.long_pool.decide.sp_cost import SpCandidate, check_candidates, core_candidates
 
 try:
-    from sglang_ext.long_pool.decide.native_core import NativePricePlanner, core_candidates
+    from sglang_ext.long_pool.decide._core import PricePlanner as NativePricePlanner
 
     IS_NATIVE = True
 except ImportError:  # without the C++ core the search in Python serves

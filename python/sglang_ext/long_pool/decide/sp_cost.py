@@ -142,3 +142,18 @@ def relative_error(cost: SpCost, sample: ChunkSample) -> float:
 def _features(sample: ChunkSample, has_cached: bool) -> list[float]:
     cached, new = float(sample.cached_tokens), float(sample.new_tokens)
     return [1.0, new, cached * new, new * new] if has_cached else [1.0, new, new * new]
+
+
+CoreCost = tuple[float, float, float, float] | tuple[list[float], list[float]]
+
+
+def core_candidates(candidates: Sequence[SpCandidate]) -> tuple[list[int], list[CoreCost]]:
+    """Return SP sizes, ascending, and their costs as C++ takes them: coefficients of Eq. 1, or tokens and seconds."""
+    ascending = sorted(candidates, key=lambda candidate: candidate.size)
+    return [candidate.size for candidate in ascending], [_core_cost(candidate.cost) for candidate in ascending]
+
+
+def _core_cost(cost: SpCost | TabulatedCost) -> CoreCost:
+    if isinstance(cost, SpCost):
+        return cost.a_s, cost.b_s_per_token, cost.c_s_per_token2, cost.d_s_per_token2
+    return [float(tokens) for tokens in cost.prompt_tokens], list(cost.duration_s)

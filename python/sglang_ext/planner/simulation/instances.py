@@ -19,7 +19,7 @@ from typing import NamedTuple
 from sglang_ext.costs.engine_profile import IterationCost, PipelineCosts
 from sglang_ext.costs.flow_shop import Stages
 from sglang_ext.laps.decide.cost_model import CostCoefficients, IterationSample
-from sglang_ext.planner.simulation.cluster import Failure
+from sglang_ext.planner.simulation.cluster_spec import Failure
 from sglang_ext.planner.simulation.events import (
     BusyInterval,
     EventLoop,

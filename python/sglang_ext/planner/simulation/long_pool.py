@@ -35,7 +35,7 @@ from sglang_ext.long_pool.decide.pool_schedule import PoolSchedule, PrefillOrder
 from sglang_ext.long_pool.decide.price_planner import PriceOptions, PricePlanner
 from sglang_ext.long_pool.decide.sharding import count_tokens
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate
-from sglang_ext.planner.simulation.cluster import ClusterSpec, Failure
+from sglang_ext.planner.simulation.cluster_spec import ClusterSpec, Failure
 from sglang_ext.planner.simulation.events import (
     BusyInterval,
     EventLoop,
@@ -75,6 +75,15 @@ class LongPoolOptions:
                 raise ValueError(f"{name}: {value} is not above 0")
         if not 0 <= self.noise < 1:
             raise ValueError(f"noise: {self.noise} is not at least 0 and below 1")
+
+
+def usable_candidates(candidates: Sequence[SpCandidate], instances: int) -> list[SpCandidate]:
+    """Return the SP sizes that a pool has instances for. ValueError where there is none."""
+    usable = [candidate for candidate in candidates if candidate.size <= instances]
+    if not usable:
+        smallest = min(candidate.size for candidate in candidates)
+        raise ValueError(f"the engine's smallest SP size is {smallest}, the cluster has {instances} instances")
+    return usable
 
 
 @dataclass(slots=True, eq=False)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 from sglang_ext.costs.engine_profile import FrontEnd
-from sglang_ext.planner.simulation.cluster import Failure
+from sglang_ext.planner.simulation.cluster_spec import Failure
 from sglang_ext.planner.simulation.decode import DecodePool, DecodeSpec, FinishedRequest
 from sglang_ext.planner.simulation.events import (
     BusyInterval,

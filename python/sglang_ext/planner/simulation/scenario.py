@@ -13,25 +13,24 @@ from sglang_ext.graphs.decide.graph_grid import GraphGrid
 from sglang_ext.laps.decide.options import LapsOptions
 from sglang_ext.laps.decide.policy import Laps
 from sglang_ext.laps.decide.round_plan import InstanceLimits, LapsMode
-from sglang_ext.planner.simulation.cluster import ClusterSpec, Failure
+from sglang_ext.planner.simulation.cluster_spec import ClusterSpec, Failure
 from sglang_ext.planner.simulation.decode import DecodeSpec
 from sglang_ext.planner.simulation.engines import SimEngine
 from sglang_ext.planner.simulation.events import BusyInterval, EventLoop, PlannedChunks, PrefillListener, SimRequest
 from sglang_ext.planner.simulation.instances import InstancePool, InstancesSpec, router_policy
 from sglang_ext.planner.simulation.iteration_policies import ChunkedPrefill, IterationPolicy, LapsPolicy, QueueOrder
+from sglang_ext.planner.simulation.long_pool import LongPool, LongPoolOptions, usable_candidates
 from sglang_ext.planner.simulation.run import KeepingStage, PlanningStage, RecordedStage, RunOptions, StageBuilder
 from sglang_ext.planner.simulation.scaler import ScalerSettings
-from sglang_ext.planner.simulation.systems import ClusterSystem, SystemOptions, build_cluster
 from sglang_ext.planner.simulation.workload import Workload, drawn_requests, scaled, session_requests
 from sglang_ext.types import Role
 from sglang_ext_router.decide.instance_pressure import PressureSettings
 
-LAPS = "laps"
-POLICIES = (*(system.value for system in ClusterSystem), *(order.value for order in QueueOrder), LAPS)
+LAPS, POOL = "laps", "pool"
+POLICIES = (POOL, *(order.value for order in QueueOrder), LAPS)
 DRAWN_REQUESTS = 2000
 ACTIVATION_BYTES_PER_TOKEN = 16_384  # hidden state and residual of 4,096 values in 16 bits
 HOP_MS, HOP_GB_PER_S = 2.0, 25.0  # where nothing was measured
-_CLUSTER_POLICIES = {system.value for system in ClusterSystem}
 
 
 class ScenarioError(ValueError):
@@ -71,15 +70,12 @@ def stage_builder(args: argparse.Namespace, engine: SimEngine, *, is_recorded: b
         ("instances.chunk_tokens", args.chunk_tokens),
         ("instances.short_pp", args.short_pp),
         ("instances.long_pp", args.long_pp),
-        ("policy.sp_size", args.sp_size),
         ("policy.boundary_tokens", args.boundary_tokens),
     ):
         _require_positive(name, value)
-    if not 0 <= args.improvement_rate < 1:
-        raise ScenarioError(f"policy.improvement_rate must be at least 0 and below 1, got {args.improvement_rate:g}")
     _require_positive("policy.chunk_s", args.chunk_s)
-    if args.chunk_s is not None and not args.policy.startswith(ClusterSystem.POOL):
-        raise ScenarioError(f"policy.chunk_s needs a policy that decides again (pool…), not {args.policy}")
+    if args.chunk_s is not None and args.policy != POOL:
+        raise ScenarioError(f"policy.chunk_s needs policy.name pool, not {args.policy}")
     if args.policy != LAPS and args.move_pools:
         raise ScenarioError("policy.move_pools needs policy.name laps")
     short = args.short_instances
@@ -89,11 +85,11 @@ def stage_builder(args: argparse.Namespace, engine: SimEngine, *, is_recorded: b
         raise ScenarioError(f"instances.short: policy.name {args.policy} keeps no classes apart")
     if short and not 0 < short < args.prefill:
         raise ScenarioError(f"instances.short must be at least 1 and leave one of {args.prefill}, got {short}")
-    if args.long_pp > 1 and args.policy in _CLUSTER_POLICIES:
+    if args.long_pp > 1 and args.policy == POOL:
         raise ScenarioError(
             f"instances.long_pp: instances that share prompts (policy.name {args.policy}) have one stage"
         )
-    if short and args.policy in _CLUSTER_POLICIES:
+    if short and args.policy == POOL:
         return _split_builder(args, engine, is_recorded)
     if args.short_pp > 1 and not short:
         raise ScenarioError("instances.short_pp needs instances.short")
@@ -101,14 +97,14 @@ def stage_builder(args: argparse.Namespace, engine: SimEngine, *, is_recorded: b
         raise ScenarioError(
             "policy.move_pools: instances of the pools must have as many stages (instances.short_pp, instances.long_pp)"
         )
-    if args.policy in _CLUSTER_POLICIES:
-        return _cluster_builder(args, engine, is_recorded)
+    if args.policy == POOL:
+        return _pool_builder(args, engine, is_recorded)
     return _instances_builder(args, engine, is_recorded)
 
 
 def engine_doubts(policy: str, engine: SimEngine) -> list[str]:
     """Return what to tell about a profile of which the costs that this policy is simulated with fit badly."""
-    used = "sp " if policy in _CLUSTER_POLICIES else "iteration"
+    used = "sp " if policy == POOL else "iteration"
     return [
         f"the profile's {bad.form} fits badly: relative error {bad.error_p90:.0%} at one point of ten"
         for bad in engine.bad_fits
@@ -123,9 +119,7 @@ def run_options(args: argparse.Namespace, requests: int) -> RunOptions:
     if args.decode < 0:
         raise ScenarioError(f"decode.instances must be at least 0, got {args.decode}")
     failures = tuple(_failure(text, args.prefill) for text in args.fail)
-    if failures and args.policy == ClusterSystem.LOONGSERVE_IDLE:
-        raise ScenarioError(f"instances.fail is not simulated with policy.name {args.policy}")
-    if failures and args.short_instances and args.policy in _CLUSTER_POLICIES:
+    if failures and args.short_instances and args.policy == POOL:
         raise ScenarioError(f"instances.fail is not simulated with instances.short and policy.name {args.policy}")
     decode = decode_spec(args, args.decode) if args.decode else None
     pressure = PressureSettings(short_slo_s=args.slo) if args.move_pools or args.scaler else None
@@ -210,21 +204,13 @@ class SplitStage:
             stage.transferred(request)
 
 
-def _cluster_builder(args: argparse.Namespace, engine: SimEngine, is_recorded: bool) -> StageBuilder:
-    options = SystemOptions(
-        ClusterSystem(args.policy),
-        improvement_rate=args.improvement_rate,
-        sp_size=args.sp_size,
-        slo_s=args.slo,
-        chunk_s=args.chunk_s,
-    )
-    instances = args.prefill - args.short_instances
-    spec = ClusterSpec(instances, args.instances_per_node, args.kv_tokens)
-    if options.system is ClusterSystem.FIXED_SP and args.sp_size > instances:
-        raise ScenarioError(f"policy.sp_size {args.sp_size} is more than the instances, {instances}")
+def _pool_builder(args: argparse.Namespace, engine: SimEngine, is_recorded: bool) -> StageBuilder:
+    options = LongPoolOptions(args.slo, chunk_s=args.chunk_s)
+    spec = ClusterSpec(args.prefill - args.short_instances, args.instances_per_node, args.kv_tokens)
 
     def build(loop: EventLoop, listener: PrefillListener) -> RecordedStage:
-        return build_cluster(options, loop, spec, engine.candidates, listener, is_recorded=is_recorded)
+        candidates = usable_candidates(engine.candidates, spec.instances)
+        return LongPool(loop, spec, candidates, options, listener, is_recorded)
 
     return build
 
@@ -246,7 +232,7 @@ def _instances_builder(args: argparse.Namespace, engine: SimEngine, is_recorded:
 
 def _split_builder(args: argparse.Namespace, engine: SimEngine, is_recorded: bool) -> StageBuilder:
     """LAPS on instances for short prompts alone, and the others as a cluster for long ones."""
-    build_long = _cluster_builder(args, engine, is_recorded)
+    build_long = _pool_builder(args, engine, is_recorded)
     short = args.short_instances
     policy = _iteration_policy(args, engine)
     # Whatever the router sends to an instance that serves both, it serves: only short prompts get here.

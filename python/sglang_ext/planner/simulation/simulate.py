@@ -34,6 +34,7 @@ from sglang_ext.planner.simulation.scenario import (
     HOP_GB_PER_S,
     HOP_MS,
     POLICIES,
+    POOL,
     ScenarioError,
     engine_doubts,
     make_requests,
@@ -116,15 +117,13 @@ SETTINGS = (
     _INSTANCES(
         "fail", str, (), "INSTANCE:AT:FOR: an instance is down from a second on for so many seconds", is_list=True
     ),
-    _POLICY("name", str, "tetris", "how prefills are scheduled", POLICIES, dest="policy"),
-    _POLICY("improvement_rate", float, 0.5, "tetris…: gain that a larger SP size must bring"),
+    _POLICY("name", str, POOL, "how prefills are scheduled", POLICIES, dest="policy"),
     _POLICY(
         "chunk_s",
         float,
         None,
-        "pool…: longest time of a chunk, or ten times its overhead if that is more; then all is decided again",
+        "pool: longest time of a chunk, or ten times its overhead if that is more; then all is decided again",
     ),
-    _POLICY("sp_size", int, 8, "fixed-sp: instances of a group"),
     _POLICY(
         "router",
         str,

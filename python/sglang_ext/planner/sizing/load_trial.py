@@ -24,7 +24,7 @@ from sglang_ext.laps.decide.options import LapsOptions
 from sglang_ext.laps.decide.policy import Laps
 from sglang_ext.laps.decide.round_plan import InstanceLimits, LapsMode
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate
-from sglang_ext.planner.simulation.cluster import ClusterSpec
+from sglang_ext.planner.simulation.cluster_spec import ClusterSpec
 from sglang_ext.planner.simulation.decode import DecodePool, DecodeSpec, FinishedRequest
 from sglang_ext.planner.simulation.engines import SimEngine
 from sglang_ext.planner.simulation.events import EventLoop, ServedPrefill, SimRequest, feed

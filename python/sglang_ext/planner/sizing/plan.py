@@ -15,9 +15,8 @@ from sglang_ext.costs.engine_profile import ProfileError
 from sglang_ext.long_pool.decide.sp_cost import ChunkSample, SpCandidate, SpCost, fit_sp_cost
 from sglang_ext.planner.simulation.engines import ENGINE_NAMES, EngineError, SimEngine, load_engine
 from sglang_ext.planner.simulation.operator_engine import FITTED_CACHED_TOKENS, FITTED_NEW_TOKENS
-from sglang_ext.planner.simulation.scenario import HOP_GB_PER_S, ScenarioError, engine_doubts, stage_hop
+from sglang_ext.planner.simulation.scenario import HOP_GB_PER_S, POOL, ScenarioError, engine_doubts, stage_hop
 from sglang_ext.planner.simulation.simulate import HOP_SETTINGS
-from sglang_ext.planner.simulation.systems import ClusterSystem
 from sglang_ext.planner.sizing.pool_shape import (
     PoolShape,
     RingLinks,
@@ -100,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
             if value is not None and not (math.isfinite(value) and value > 0):
                 raise PlanError(f"{name} must be above 0, got {value:g}")
         engine = load_engine(args.profile, _LARGEST_RING)
-        for doubt in engine_doubts(ClusterSystem.POOL.value, engine):
+        for doubt in engine_doubts(POOL, engine):
             print(f"sglang-ext plan: {doubt}", file=sys.stderr)
         choices = {
             pool.name: [

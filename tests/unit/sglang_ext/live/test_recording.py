@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import jsonschema
 import pytest
@@ -101,7 +100,7 @@ def test_a_run_of_a_cluster_that_shares_prompts_and_a_warm_up_are_recorded(tmp_p
     workload.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n" + "\n".join(rows))
     out = tmp_path / "r.jsonl"
     common = ["simulate", *sets(f"workload.file={workload}", "instances.prefill=4"), "--record", str(out)]
-    assert main([*common, *sets("policy.name=tetris", "workload.warm_up=0.5")]) == 0
+    assert main([*common, *sets("policy.name=pool", "workload.warm_up=0.5")]) == 0
     recorded = read_recording(out)
     assert len(recorded.requests) == 20
     assert len(recorded.instances) == 4
@@ -141,24 +140,6 @@ def test_prompts_that_instances_share_are_told_with_their_chunks(tmp_path: Path)
         for _, members, start_s, end_s in row.chunks:
             assert {(member, start_s, end_s) for member in members} <= worked
     assert {len(members) for row in ended for _, members, _, _ in row.chunks} >= {1, 2, 4}
-
-
-def test_a_planner_that_keeps_to_its_plans_computes_each_chunk_as_it_was_planned(tmp_path: Path) -> None:
-    workload = tmp_path / "w.csv"
-    rows = [f"{number * 0.2:.1f},{30_000 if number % 3 else 9_000},10" for number in range(30)]
-    workload.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n" + "\n".join(rows))
-    out = tmp_path / "r.jsonl"
-    common = ["simulate", *sets(f"workload.file={workload}", "instances.prefill=8"), "--record", str(out)]
-    assert main([*common, *sets("policy.name=tetris")]) == 0
-    plans: dict[int, list[list[Any]]] = {}
-    chunks: dict[int, list[list[Any]]] = {}
-    for line in out.read_bytes().splitlines()[1:]:
-        for row in map(PromptRow._make, json.loads(line).get("prompts", ())):
-            assert not (row.planned and row.ended_s is not None)
-            plans.setdefault(row.prompt, []).extend(row.planned)
-            chunks[row.prompt] = [chunk[:2] for chunk in row.chunks]
-    assert any(plans.values())
-    assert all(chunk in chunks[prompt] for prompt, planned in plans.items() for chunk in planned)
 
 
 def test_parked_prompts_and_transfers_of_a_simulated_run_are_lanes_as_those_of_a_served_one(recording: Path) -> None:

@@ -258,7 +258,7 @@ def test_a_bad_fit_is_not_written_unless_told_to(tmp_path: Path, capsys: pytest.
         *sets(f"workload.file={lengths}", "workload.rate=1", "workload.requests=2", f"instances.engine={out}"),
     ]
     capsys.readouterr()
-    for policy, is_told in (("tetris-single", True), ("fcfs", False)):
+    for policy, is_told in (("pool", True), ("fcfs", False)):
         assert main([*arguments, *sets(f"policy.name={policy}", "instances.prefill=1")]) == 0
         assert ("fits badly" in capsys.readouterr().err) is is_told
 

@@ -9,16 +9,16 @@ from statistics import fmean, pstdev
 import pytest
 
 from baselines.prefill_orders import fcfs
+from baselines.systems import ClusterSystem, SystemOptions, build_cluster
 from sglang_ext.long_pool.coordinator.pool_settings import PoolSettings
 from sglang_ext.long_pool.decide.pool_schedule import fastest_s, min_work_s
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
 from sglang_ext.long_pool.decide.table1 import fitted_candidates
-from sglang_ext.planner.simulation.cluster import ClusterSpec, Failure
+from sglang_ext.planner.simulation.cluster_spec import ClusterSpec, Failure
 from sglang_ext.planner.simulation.decode import DecodeSpec
 from sglang_ext.planner.simulation.events import EventLoop, ServedPrefill, SimRequest
 from sglang_ext.planner.simulation.long_pool import LongPool, LongPoolOptions
 from sglang_ext.planner.simulation.run import Collector, Outcome, RunOptions, simulate
-from sglang_ext.planner.simulation.systems import ClusterSystem, SystemOptions, build_cluster
 
 INSTANCES = 16
 CANDIDATES = fitted_candidates(INSTANCES)

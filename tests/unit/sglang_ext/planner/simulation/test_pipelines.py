@@ -18,7 +18,7 @@ from sglang_ext.laps.decide.options import LapsOptions
 from sglang_ext.laps.decide.packed_batch import stage_share
 from sglang_ext.laps.decide.policy import Laps
 from sglang_ext.laps.decide.round_plan import InstanceLimits, LapsMode
-from sglang_ext.planner.simulation.cluster import Failure
+from sglang_ext.planner.simulation.cluster_spec import Failure
 from sglang_ext.planner.simulation.events import SimRequest
 from sglang_ext.planner.simulation.instances import InstancePool, InstancesSpec, router_policy
 from sglang_ext.planner.simulation.iteration_policies import ChunkedPrefill, IterationPolicy, LapsPolicy, QueueOrder

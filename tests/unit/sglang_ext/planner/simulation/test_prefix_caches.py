@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sglang_ext.laps.decide.cost_model import CostCoefficients
-from sglang_ext.planner.simulation.cluster import Failure
+from sglang_ext.planner.simulation.cluster_spec import Failure
 from sglang_ext.planner.simulation.events import Prefix, ServedPrefill, SimRequest
 from sglang_ext.planner.simulation.instances import InstancePool, InstancesSpec, router_policy
 from sglang_ext.planner.simulation.iteration_policies import ChunkedPrefill, QueueOrder

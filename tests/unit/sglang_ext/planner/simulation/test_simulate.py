@@ -197,18 +197,6 @@ def test_instances_of_several_stages(lengths: str, tmp_path: Path, capsys: pytes
         (sets("workload.rate=1", "instances.prefill=0"), "instances.prefill must be above 0, got 0"),
         (sets("workload.rate=1", "workload.requests=-5"), "workload.requests must be above 0, got -5"),
         (
-            sets("workload.rate=1", "policy.improvement_rate=1"),
-            "policy.improvement_rate must be at least 0 and below 1, got 1",
-        ),
-        (
-            sets("workload.rate=1", "policy.name=fixed-sp", "instances.prefill=4"),
-            "policy.sp_size 8 is more than the instances, 4",
-        ),
-        (
-            sets("workload.rate=1", "policy.name=fixed-sp", "policy.sp_size=3"),
-            "policy.name fixed-sp: SP size 3 has no cost",
-        ),
-        (
             sets("workload.rate=1", "instances.fail=3:x:1"),
             "instances.fail '3:x:1' is not INSTANCE:AT:FOR, such as 3:60:120",
         ),
@@ -241,7 +229,7 @@ def test_instances_of_several_stages(lengths: str, tmp_path: Path, capsys: pytes
         ),
         (
             sets("workload.rate=1", "instances.long_pp=2"),
-            "instances.long_pp: instances that share prompts (policy.name tetris) have one stage",
+            "instances.long_pp: instances that share prompts (policy.name pool) have one stage",
         ),
         (sets("workload.rate=1", "workload.warm_up=1"), "workload.warm_up must be at least 0 and below 1, got 1"),
         (

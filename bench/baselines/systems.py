@@ -1,4 +1,4 @@
-"""The sequence-parallel systems by name: what is simulated when a user asks for `policy.name`."""
+"""The sequence-parallel systems by name: the pool that serves, and what it is compared with."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from baselines.clusters import CdspPolicy, ClusterPolicy, FixedSp, IdleCluster, PlannedCluster, greedy_esp
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate
-from sglang_ext.planner.simulation.cluster import (
-    CdspPolicy,
-    ClusterPolicy,
-    ClusterSpec,
-    FixedSp,
-    IdleCluster,
-    PlannedCluster,
-    greedy_esp,
-)
+from sglang_ext.planner.simulation.cluster_spec import ClusterSpec
 from sglang_ext.planner.simulation.events import EventLoop, PrefillListener
-from sglang_ext.planner.simulation.long_pool import LongPool, LongPoolOptions, OrderFactory, new_on_time_order
+from sglang_ext.planner.simulation.long_pool import (
+    LongPool,
+    LongPoolOptions,
+    OrderFactory,
+    new_on_time_order,
+    usable_candidates,
+)
 
 
 class ClusterSystem(StrEnum):
@@ -67,10 +66,7 @@ def build_cluster(
     is_recorded: bool = False,
 ) -> PlannedCluster | IdleCluster | LongPool:
     """Return the prefill stage of a system. SP sizes beyond the cluster are left out; ValueError if none is left."""
-    usable = [candidate for candidate in candidates if candidate.size <= spec.instances]
-    if not usable:
-        smallest = min(candidate.size for candidate in candidates)
-        raise ValueError(f"the engine's smallest SP size is {smallest}, the cluster has {spec.instances} instances")
+    usable = usable_candidates(candidates, spec.instances)
     if options.system is ClusterSystem.LOONGSERVE_IDLE:
         return IdleCluster(loop, spec, usable, listener, is_recorded)
     if options.system is not ClusterSystem.POOL:

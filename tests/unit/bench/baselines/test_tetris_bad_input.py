@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.long_pool.decide.planner import CdspPlanner, CdspRequest, PlannerConfig
+from baselines.tetris_planner import CdspPlanner, CdspRequest, PlannerConfig
 from sglang_ext.long_pool.decide.price_planner import PrefillSnapshot
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost, TabulatedCost
 from sglang_ext.long_pool.decide.table1 import fitted_candidates

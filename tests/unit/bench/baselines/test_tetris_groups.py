@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.long_pool.decide.planner import CdspPlanner, CdspRequest, ChunkPlan, NoPlan, NoPlanReason, PlannerConfig
+from baselines.tetris_planner import CdspPlanner, CdspRequest, ChunkPlan, NoPlan, NoPlanReason, PlannerConfig
 from sglang_ext.long_pool.decide.price_planner import PrefillSnapshot
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost, TabulatedCost
 

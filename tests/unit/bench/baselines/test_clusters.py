@@ -8,16 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baselines.clusters import CdspPolicy, FixedSp, greedy_esp
 from baselines.prefill_orders import edf, fcfs, lars, srpt
-from sglang_ext.long_pool.decide.planner import CdspRequest, ChunkPlan, NoPlan
+from baselines.systems import ClusterSystem, SystemOptions, build_cluster
+from baselines.tetris_planner import CdspRequest, ChunkPlan, NoPlan
 from sglang_ext.long_pool.decide.price_planner import PrefillSnapshot
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
 from sglang_ext.long_pool.decide.table1 import fitted_candidates
-from sglang_ext.planner.simulation.cluster import CdspPolicy, ClusterSpec, Failure, FixedSp, greedy_esp
+from sglang_ext.planner.simulation.cluster_spec import ClusterSpec, Failure
 from sglang_ext.planner.simulation.events import EventLoop, SimRequest
 from sglang_ext.planner.simulation.long_pool import OrderFactory
 from sglang_ext.planner.simulation.run import Outcome, RunOptions, simulate
-from sglang_ext.planner.simulation.systems import ClusterSystem, SystemOptions, build_cluster
 from support.cdsp_cases import tabulated_candidates
 
 # One instance computes 1,000 tokens in 1 s, two together in 0.6 s.

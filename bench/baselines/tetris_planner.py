@@ -1,6 +1,6 @@
 """The planner of the Tetris paper: its Algorithms 1-3, with the KV capacity of instances as a constraint.
 
-A baseline: what is served is decided by `price_planner.py`. An instance is named by its position in the snapshot.
+What is served is decided by `price_planner.py`. An instance is named by its position in the snapshot.
 Tokens are positions of the prompt: C cached or computed before, L to compute.
 """
 
@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from sglang_ext.long_pool.decide.price_planner import PrefillSnapshot
-from sglang_ext.long_pool.decide.sp_cost import SpCandidate, check_candidates
+from sglang_ext.long_pool.decide.sp_cost import SpCandidate, check_candidates, core_candidates
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +89,11 @@ class CdspPlanner:
     """
 
     def __init__(self, config: PlannerConfig) -> None:
-        """Raises ImportError where the C++ core is not built: this baseline has no other search."""
-        from sglang_ext.long_pool.decide.native_core import NativePlanner, core_candidates
+        """Raises ImportError where the C++ search is not built: there is no other one."""
+        from baselines._tetris import Planner
 
         self.config = config
-        self._core = NativePlanner(
+        self._core = Planner(
             *core_candidates(config.candidates),
             config.min_chunk_tokens,
             config.page_tokens,

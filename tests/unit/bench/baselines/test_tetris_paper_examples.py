@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang_ext.long_pool.decide.planner import CdspPlanner, CdspRequest, ChunkPlan, PlannerConfig
+from baselines.tetris_planner import CdspPlanner, CdspRequest, ChunkPlan, PlannerConfig
 from sglang_ext.long_pool.decide.price_planner import PrefillSnapshot
 from support.cdsp_cases import queue_delays_after, tabulated_candidates
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.long_pool.decide.planner import CdspPlanner, CdspRequest, ChunkPlan, NoPlan, PlannerConfig
+from baselines.tetris_planner import CdspPlanner, CdspRequest, ChunkPlan, NoPlan, PlannerConfig
 from sglang_ext.long_pool.decide.price_planner import PrefillSnapshot
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate
 from support.cdsp_cases import PLENTY, Case, cases, polynomial_costs, scaling_cases

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.long_pool.decide.planner import CdspPlanner, CdspRequest, ChunkPlan, NoPlan, PlannerConfig
+from baselines.tetris_planner import CdspPlanner, CdspRequest, ChunkPlan, NoPlan, PlannerConfig
 from sglang_ext.long_pool.decide.price_planner import PrefillSnapshot
 from sglang_ext.long_pool.decide.table1 import fitted_candidates
 from support.cdsp_cases import Case, cases, queue_delays_after, scaling_cases

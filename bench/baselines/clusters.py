@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from sglang_ext.long_pool.decide.planner import (
+from baselines.tetris_planner import (
     CdspPlanner,
     CdspRequest,
     ChunkPlan,
@@ -23,6 +23,7 @@ from sglang_ext.long_pool.decide.planner import (
 )
 from sglang_ext.long_pool.decide.price_planner import PrefillSnapshot
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate
+from sglang_ext.planner.simulation.cluster_spec import ClusterSpec, Failure
 from sglang_ext.planner.simulation.events import (
     BusyInterval,
     EventLoop,
@@ -120,31 +121,6 @@ class FixedSp:
 class _Group(NamedTuple):
     delay_s: float
     first: int
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterSpec:
-    """Equal prefill instances. ValueError for a number below 1."""
-
-    instances: int
-    instances_per_node: int = 8
-    kv_tokens: int = 1_000_000  # that one instance holds
-
-    def __post_init__(self) -> None:
-        for name in ("instances", "instances_per_node", "kv_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: {getattr(self, name)} is less than 1")
-
-
-class Failure:
-    """An instance is down for a while. Times are seconds of the simulation."""
-
-    __slots__ = ("at_s", "down_s", "instance")
-
-    def __init__(self, instance: int, at_s: float, down_s: float) -> None:
-        if not (at_s >= 0 and down_s > 0):
-            raise ValueError(f"a failure is at 0 s or later and lasts, got {at_s:g} s and {down_s:g} s")
-        self.instance, self.at_s, self.down_s = instance, at_s, down_s
 
 
 class _KeptKv:
