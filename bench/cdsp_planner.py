@@ -59,7 +59,7 @@ def candidates(largest_size: int, scaling: str) -> tuple[SpCandidate, ...]:
     if scaling == "ring":
         return found
     limit_s = fitted_candidates()[-1].cost.a_s  # type: ignore[union-attr]
-    return tuple(SpCandidate(one.size, _with_overhead(one, limit_s)) for one in found)
+    return tuple(SpCandidate(choice.size, _with_overhead(choice, limit_s)) for choice in found)
 
 
 def _with_overhead(candidate: SpCandidate, limit_s: float) -> SpCost:

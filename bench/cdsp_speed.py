@@ -262,11 +262,11 @@ def _summary(rounds: Sequence[Round], grown: dict[str, list[Grown]], sizes: tupl
 
 def _endings(endings: Sequence[Ended]) -> dict[str, object]:
     return {
-        "streamed_over_collected": round(median(one.streamed_s / one.collected_s for one in endings), 3),
+        "streamed_over_collected": round(median(ending.streamed_s / ending.collected_s for ending in endings), 3),
         "handshake_overhead": round(
-            median(one.collected_prefill_s / one.untransferred_prefill_s - 1 for one in endings), 4
+            median(ending.collected_prefill_s / ending.untransferred_prefill_s - 1 for ending in endings), 4
         ),
-        "endings": [[round(value, 3) for value in one] for one in endings],
+        "endings": [[round(value, 3) for value in ending] for ending in endings],
     }
 
 

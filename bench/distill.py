@@ -191,7 +191,7 @@ def _measure_online(sides: Sides, folder: Path, job: JobMaker, mix: TraceMix, ro
     """Send light traffic of short prompts through our router, first without a job, then during a longer one."""
     duration_s = max(40.0, rows / 25)
     replayer = Replayer(sides.our_url, MODEL.vocabulary, 8)
-    arrivals = [one for one in mix.arrivals(ONLINE_PER_S, duration_s, 0.01, 40) if not one.is_long]
+    arrivals = [arrival for arrival in mix.arrivals(ONLINE_PER_S, duration_s, 0.01, 40) if not arrival.is_long]
     idle = [reply.ttft_s for reply in replayer.run(arrivals, 41) if reply.ttft_s is not None]
     large = job("during", max(rows, 2000) * 2, 42)
     with BatchRun(sides.our_url, large, folder / "during-out.jsonl") as run:

@@ -162,7 +162,7 @@ async def measure_peers(routers: int, instances: int, seconds: float) -> dict[st
     """Run one router of a group while it sends and receives."""
     addresses = _addresses(instances)
     per_router = REQUESTS_PER_INSTANCE_S * instances / routers
-    load = PeerLoad([one.url for one in addresses], routers - 1, per_router, KEY)
+    load = PeerLoad([address.url for address in addresses], routers - 1, per_router, KEY)
     with _process(run_peers, load) as pipe, socket.create_server(("127.0.0.1", 0)) as sock:
         port = await asyncio.to_thread(pipe.recv)
         config = replace(

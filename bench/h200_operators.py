@@ -62,15 +62,15 @@ def between(measured: Sequence[int], wanted: int, time_ms: Callable[[int], float
     """The time at `wanted`, measured or on the line between its neighbours."""
     if wanted in measured:
         return time_ms(wanted)
-    low = max(one for one in measured if one < wanted)
-    high = min(one for one in measured if one > wanted)
+    low = max(measured_point for measured_point in measured if measured_point < wanted)
+    high = min(measured_point for measured_point in measured if measured_point > wanted)
     share = (wanted - low) / (high - low)
     return (1 - share) * time_ms(low) + share * time_ms(high)
 
 
 def print_tuple(indent: int, name: str, values: Sequence[float]) -> None:
     """Lines of at most 120 characters that end with a comma unless they are a statement."""
-    text = ", ".join(str(one) if isinstance(one, int) else f"{one:.4g}" for one in values)
+    text = ", ".join(str(value) if isinstance(value, int) else f"{value:.4g}" for value in values)
     lines = textwrap.wrap(text, 112 - indent)
     print(f"{' ' * indent}{name}(")
     for line in lines:

@@ -123,7 +123,7 @@ class Rank:
         return self.pools[heads][:, slots, first : first + case.heads * HEAD_BYTES]
 
     def _layout(self, heads: int) -> PoolLayout:
-        buffers = [ItemBuffer(one.ctypes.data, heads * HEAD_BYTES, SLOTS) for one in self.pools[heads]]
+        buffers = [ItemBuffer(pool.ctypes.data, heads * HEAD_BYTES, SLOTS) for pool in self.pools[heads]]
         layers = tuple(map(LayerBuffers, buffers[::2], buffers[1::2]))
         return PoolLayout("bfloat16", 0, layers, HEAD if heads == 1 else 0, heads)
 

@@ -313,7 +313,7 @@ def _result(measured: Measured) -> dict[str, Any]:
     by_tokens = {tokens: _figures(rounds) for tokens, rounds in measured.idle.items() if rounds}
     shorts = {
         "pipeline": [value for one in measured.pipeline for value in one.shorts_s],
-        "ring": [value for one in measured.ring for value in one.shorts_s],
+        "ring": [value for candidate in measured.ring for value in candidate.shorts_s],
     }
     p90_s = {way: percentile(values, 0.9) for way, values in shorts.items()}
     return {
@@ -323,14 +323,14 @@ def _result(measured: Measured) -> dict[str, Any]:
         "shorts": {way: len(values) for way, values in shorts.items()},
         "long_beside_shorts_s": {
             "pipeline": round(median(one.long_s for one in measured.pipeline), 3),
-            "ring": round(median(one.long_s for one in measured.ring), 3),
+            "ring": round(median(candidate.long_s for candidate in measured.ring), 3),
         },
         "rounds": len(measured.ring),
         "by_tokens": {str(tokens): figures for tokens, figures in by_tokens.items()},
         "raw": {
             "idle": {str(tokens): [prompt._asdict() for prompt in rounds] for tokens, rounds in measured.idle.items()},
             "pipeline": [one._asdict() for one in measured.pipeline],
-            "ring": [one._asdict() for one in measured.ring],
+            "ring": [candidate._asdict() for candidate in measured.ring],
         },
     }
 

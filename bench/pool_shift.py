@@ -313,14 +313,18 @@ def _get(url: str) -> Any:
 
 def _violations(run: Run, idle: IdleTtft) -> int:
     return sum(
-        one.ttft_s is None or one.ttft_s > idle.objective_s(one.arrival.prompt_tokens, run.slowdown)
-        for one in run.outcomes
+        outcome.ttft_s is None or outcome.ttft_s > idle.objective_s(outcome.arrival.prompt_tokens, run.slowdown)
+        for outcome in run.outcomes
     )
 
 
 def _print_run(name: str, run: Run, phases: Sequence[Phase]) -> None:
     for phase, turn_s in zip(phases, turns_s(phases), strict=True):
-        within = [one for one in run.outcomes if turn_s <= one.arrival.at_s / run.slowdown < turn_s + phase.duration_s]
+        within = [
+            outcome
+            for outcome in run.outcomes
+            if turn_s <= outcome.arrival.at_s / run.slowdown < turn_s + phase.duration_s
+        ]
         cells = []
         for is_long in (False, True):
             times = [one.ttft_s for one in within if one.arrival.is_long is is_long and one.ttft_s is not None]
@@ -342,9 +346,9 @@ def _draw(path: Path, runs: dict[str, Run], phases: Sequence[Phase]) -> None:
     for axis, (name, run) in zip(axes, runs.items(), strict=True):
         for is_long, colour in ((False, "tab:blue"), (True, "tab:orange")):
             points = [
-                (one.arrival.at_s / run.slowdown, one.ttft_s)
-                for one in run.outcomes
-                if one.arrival.is_long is is_long and one.ttft_s is not None
+                (outcome.arrival.at_s / run.slowdown, outcome.ttft_s)
+                for outcome in run.outcomes
+                if outcome.arrival.is_long is is_long and outcome.ttft_s is not None
             ]
             axis.scatter(*zip(*points, strict=True), s=6, color=colour, label="long" if is_long else "short")
         for turn_s in turns_s(phases)[1:]:

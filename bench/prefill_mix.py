@@ -378,12 +378,12 @@ def _rounded(row: Figures) -> dict[str, Any]:
 
 def _brief(run: Run) -> str:
     times: dict[bool, list[float]] = {False: [], True: []}
-    for one in run.outcomes:
-        if one.ttft_s is not None:
-            times[one.arrival.is_long].append(one.ttft_s / run.slowdown)
+    for outcome in run.outcomes:
+        if outcome.ttft_s is not None:
+            times[outcome.arrival.is_long].append(outcome.ttft_s / run.slowdown)
     return (
         f"{len(run.outcomes)} requests, short P90 {percentile(times[False], 0.9):.2f} s, long P90 "
-        f"{percentile(times[True], 0.9):.2f} s, {sum(one.ttft_s is None for one in run.outcomes)} failed; "
+        f"{percentile(times[True], 0.9):.2f} s, {sum(outcome.ttft_s is None for outcome in run.outcomes)} failed; "
         f"slowdown {run.slowdown:.2f}"
     )
 

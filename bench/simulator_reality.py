@@ -90,17 +90,17 @@ def main() -> None:
             comparisons = [Comparison.of_all(compared) for compared in rounds.values()]
     except EngineStartError as error:
         give_up(str(error))
-    for one in comparisons:
-        progress(f"all rounds: {one.describe()}")
+    for comparison in comparisons:
+        progress(f"all rounds: {comparison.describe()}")
     draw_comparisons(comparisons, arguments.out / "simulator-reality.png")
     result = {
         "requests": sum(len(one.real_s) + one.failed for one in rounds["fcfs"]),
         "rounds": {policy: [one.as_json() for one in compared] for policy, compared in rounds.items()},
         "offered_load": arguments.load,
-        "largest_deviation": max(one.largest_deviation for one in comparisons),
-        "largest_deviation_at_speed": max(one.largest_deviation_at_speed for one in comparisons),
-        "failed": sum(one.failed for one in comparisons),
-        "policies": {one.policy: one.as_json() for one in comparisons},
+        "largest_deviation": max(comparison.largest_deviation for comparison in comparisons),
+        "largest_deviation_at_speed": max(comparison.largest_deviation_at_speed for comparison in comparisons),
+        "failed": sum(comparison.failed for comparison in comparisons),
+        "policies": {comparison.policy: comparison.as_json() for comparison in comparisons},
         "fit": json.loads(profile_path.read_text(encoding="utf-8"))["fit"],
         "duration_s": round(time.monotonic() - began_s, 1),
         "other_load_cores": round(others.mean_cores(), 2),

@@ -98,7 +98,7 @@ def carry_out(run: Run) -> Figures:
 
 def main() -> int:
     try:
-        load = fmean(one.prompt_tokens for one in load_workload(TRACE).requests)
+        load = fmean(request.prompt_tokens for request in load_workload(TRACE).requests)
     except WorkloadError as error:
         give_up(f"the trace is needed: {error}")
     progress(f"{TRACE.name}: {load:.0f} prompt tokens on average")

@@ -76,7 +76,7 @@ class Measurement(NamedTuple):
     failed: int
 
     def holds(self, figures: dict[str, dict[str, float]]) -> bool:
-        return all(one["attainment"] >= ATTAINMENT for one in figures.values())
+        return all(figure["attainment"] >= ATTAINMENT for figure in figures.values())
 
     def as_json(self) -> dict[str, object]:
         """Plain JSON values."""
@@ -133,9 +133,15 @@ def main() -> None:
         "slo_long_stretch": LONG_STRETCH,
         "attainment": ATTAINMENT,
         "headroom": HEADROOM,
-        "verdicts_agree": all(one.holds(one.predicted) == one.holds(one.measured) for one in measurements),
-        "verdicts_agree_at_speed": all(one.holds(one.at_speed) == one.holds(one.measured) for one in measurements),
-        "failed": sum(one.failed for one in measurements),
+        "verdicts_agree": all(
+            measurement.holds(measurement.predicted) == measurement.holds(measurement.measured)
+            for measurement in measurements
+        ),
+        "verdicts_agree_at_speed": all(
+            measurement.holds(measurement.at_speed) == measurement.holds(measurement.measured)
+            for measurement in measurements
+        ),
+        "failed": sum(measurement.failed for measurement in measurements),
         "chosen": measurements[0].as_json(),
         "cheaper": measurements[1].as_json(),
         "duration_s": round(time.monotonic() - began_s, 1),
@@ -231,7 +237,7 @@ def _options(trace: Path, profile: Path) -> list[str]:
 def _work_s(mix: TraceMix, profile: Path) -> float:
     """Mean time of a prompt's own iterations on an idle instance."""
     engine = size.sized_engine(str(profile))
-    return mean(engine.compute_s(one.prompt_tokens) for one in mix.arrivals(100.0, 10.0, LONG_SHARE, seed=1))
+    return mean(engine.compute_s(arrival.prompt_tokens) for arrival in mix.arrivals(100.0, 10.0, LONG_SHARE, seed=1))
 
 
 def _parsed(options: Sequence[str]) -> argparse.Namespace:
@@ -350,7 +356,7 @@ def _served(config: ClusterConfig) -> Iterator[str]:
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while True:
             programs = json.loads(state.read_text(encoding="utf-8")) if state.exists() else {"programs": []}
-            if programs["programs"] and all(one["phase"] == "ready" for one in programs["programs"]):
+            if programs["programs"] and all(program["phase"] == "ready" for program in programs["programs"]):
                 break
             if process.poll() is not None or time.monotonic() > deadline_s:
                 raise EngineStartError(f"the cluster did not start: {output.read_text(encoding='utf-8')[-500:]}")

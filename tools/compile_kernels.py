@@ -222,12 +222,15 @@ def _measure(case: str, name: str, compiled: Any, ptxas: Path) -> Compiled:
 def problems(records: list[Compiled]) -> list[str]:
     """Kernels that would not start, or would be slow."""
     found = [
-        f"{one.case}: {one.kernel} takes {one.shared_bytes} bytes of shared memory, more than {SHARED_LIMIT_BYTES}"
-        for one in records
-        if one.shared_bytes > SHARED_LIMIT_BYTES
+        f"{record.case}: {record.kernel} takes {record.shared_bytes} bytes of shared memory, more than "
+        f"{SHARED_LIMIT_BYTES}"
+        for record in records
+        if record.shared_bytes > SHARED_LIMIT_BYTES
     ]
-    ours = [one for one in records if not one.is_for_tests() and not one.case.startswith(SGLANG)]
-    found += [f"{one.case}: {one.kernel} spills {one.spilled_bytes} bytes" for one in ours if one.spilled_bytes]
+    ours = [record for record in records if not record.is_for_tests() and not record.case.startswith(SGLANG)]
+    found += [
+        f"{record.case}: {record.kernel} spills {record.spilled_bytes} bytes" for record in ours if record.spilled_bytes
+    ]
     return found
 
 
@@ -240,7 +243,7 @@ def read_records() -> dict[str, list[Compiled]]:
     """Version of Triton to records, of all that are kept."""
     paths = sorted(RESULTS.glob("compiled-sm90a-triton-*.json"))
     return {
-        path.stem.rpartition("-")[2]: [Compiled(**one) for one in json.loads(path.read_text(encoding="utf-8"))]
+        path.stem.rpartition("-")[2]: [Compiled(**load) for load in json.loads(path.read_text(encoding="utf-8"))]
         for path in paths
     }
 
@@ -256,8 +259,8 @@ def table(records: dict[str, list[Compiled]]) -> str:
     ]
     rows: dict[tuple[str, str], dict[str, Compiled]] = {}
     for triton_version in versions:
-        for one in records[triton_version]:
-            rows.setdefault((one.case, one.kernel), {})[triton_version] = one
+        for record in records[triton_version]:
+            rows.setdefault((record.case, record.kernel), {})[triton_version] = record
     for (case, kernel), by_version in rows.items():
         columns: list[Callable[[Compiled], str]] = [
             lambda one: str(one.warps),
@@ -275,11 +278,11 @@ def table(records: dict[str, list[Compiled]]) -> str:
     return "\n".join(lines)
 
 
-def _blocks(one: Compiled) -> int:
+def _blocks(compiled: Compiled) -> int:
     """Programs that registers and shared memory of a multiprocessor hold; registers are given out by 8 a thread."""
-    of_registers = REGISTERS // (-(-one.registers // 8) * 8 * 32 * one.warps)
-    of_shared = 228 * 1024 // (one.shared_bytes + 1024)
-    return min(of_registers, of_shared, 64 // one.warps, 32)
+    of_registers = REGISTERS // (-(-compiled.registers // 8) * 8 * 32 * compiled.warps)
+    of_shared = 228 * 1024 // (compiled.shared_bytes + 1024)
+    return min(of_registers, of_shared, 64 // compiled.warps, 32)
 
 
 def with_table(document: str, made: str) -> str:
@@ -300,11 +303,13 @@ def main() -> int:
 
     records = compile_all()
     if arguments.write:
-        lines = ",\n ".join(json.dumps(one._asdict()) for one in records)
+        lines = ",\n ".join(json.dumps(record._asdict()) for record in records)
         path_of(triton.__version__).write_text(f"[{lines}]\n", encoding="utf-8")
         made = with_table(DOCUMENT.read_text(encoding="utf-8"), table(read_records()))
         DOCUMENT.write_text(made, encoding="utf-8")
-    print(json.dumps([one._asdict() for one in records]) if arguments.json else table({triton.__version__: records}))
+    print(
+        json.dumps([record._asdict() for record in records]) if arguments.json else table({triton.__version__: records})
+    )
     for problem in problems(records):
         print(problem, file=sys.stderr)
     return 1 if problems(records) else 0

@@ -131,9 +131,11 @@ BY_CLASS = Row(
             "s",
             "By how much prefills took longer, and less, than was predicted when they were sent (P90).",
             tuple(
-                one._replace(expression=sign + one.expression, legend=f"{one.legend} {which}")
+                quantile._replace(expression=sign + quantile.expression, legend=f"{quantile.legend} {which}")
                 for which, sign in (("longer", ""), ("shorter", "-"))
-                for one in quantiles(f"{ROUTER}prefill_{which}_than_predicted_seconds", "length_class", shares=(0.9,))
+                for quantile in quantiles(
+                    f"{ROUTER}prefill_{which}_than_predicted_seconds", "length_class", shares=(0.9,)
+                )
             ),
         ),
         Panel(
@@ -273,8 +275,8 @@ BY_PHASE = Row(
             (
                 *quantiles(TRANSFER + "seconds", "side", shares=(0.9,)),
                 *(
-                    one._replace(legend="exposed wait P90")
-                    for one in quantiles(TRANSFER + "exposed_wait_seconds", "side", shares=(0.9,))
+                    quantile._replace(legend="exposed wait P90")
+                    for quantile in quantiles(TRANSFER + "exposed_wait_seconds", "side", shares=(0.9,))
                 ),
             ),
         ),

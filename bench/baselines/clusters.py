@@ -292,7 +292,9 @@ class PlannedCluster:
         self._plan_waiting()
 
     def _plan_waiting(self) -> None:
-        waiting = sorted(self._waiting.values(), key=lambda one: (one.arrival_s, one.key))
+        waiting = sorted(
+            self._waiting.values(), key=lambda waiting_prompt: (waiting_prompt.arrival_s, waiting_prompt.key)
+        )
         self._waiting.clear()
         for request in waiting:
             self._plan(request)

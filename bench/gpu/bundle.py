@@ -148,7 +148,7 @@ def unpack_wheels(
     wheels: Iterable[Path], target: Path, packages: Sequence[str], wanted: Callable[[str], bool] = is_wanted
 ) -> None:
     """The wanted parts of the wanted wheels. Raises ValueError naming a package without a wheel."""
-    missing = {(normalised(name), version) for name, _, version in (one.partition("==") for one in packages)}
+    missing = {(normalised(name), version) for name, _, version in (package.partition("==") for package in packages)}
     for wheel in sorted(wheels):
         name, version = wheel.name.split("-")[:2]
         if (normalised(name), version) not in missing:

@@ -83,7 +83,9 @@ def kernels(data: bytes | mmap.mmap, image: Image) -> list[str]:
     if data[image.at : image.at + 4] != ELF_MAGIC:
         return []
     prefix = ".text."
-    return [one.name.removeprefix(prefix) for one in sections(data, image.at) if one.name.startswith(prefix)]
+    return [
+        section.name.removeprefix(prefix) for section in sections(data, image.at) if section.name.startswith(prefix)
+    ]
 
 
 def keep_gpu_code(library: Path, architecture: int, wanted: str | None = None) -> tuple[int, int]:

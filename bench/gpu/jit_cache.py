@@ -92,7 +92,10 @@ def _types(arguments: tuple[Any, ...]) -> list[Any]:
     """`torch.bfloat16` for "bfloat16", and so on; torch is not imported to list the modules."""
     import torch
 
-    return [getattr(torch, one) if isinstance(one, str) and hasattr(torch, one) else one for one in arguments]
+    return [
+        getattr(torch, argument) if isinstance(argument, str) and hasattr(torch, argument) else argument
+        for argument in arguments
+    ]
 
 
 _HEADS = ("bfloat16", "bfloat16", "bfloat16")

@@ -131,7 +131,7 @@ def sglang_modules() -> str:
 
     _jit_fused_rope_module(True, 128, torch.bfloat16, torch.bfloat16)
     rows_bytes = [heads * 128 * 2 for heads in (4, 8)]
-    failed = [one for one in rows_bytes if not can_use_store_cache(one, one)]
+    failed = [byte for byte in rows_bytes if not can_use_store_cache(byte, byte)]
     if failed:
         raise MissingError(f"KV stores of rows of {', '.join(map(str, failed))} bytes do not compile")
     return "rotary positions and KV stores are compiled"
@@ -341,7 +341,7 @@ def main() -> int:
         found["checks"][check.name] = result
         progress(f"{'yes' if result['ok'] else 'NO '} {check.name:<18} {result['seconds']:6.1f} s  {result['detail']}")
         write_json(arguments.out, found)
-    wrong = [one for one in found["checks"].values() if one["is_required"] and not one["ok"]]
+    wrong = [check for check in found["checks"].values() if check["is_required"] and not check["ok"]]
     return 1 if arguments.pretend and wrong else 0
 
 

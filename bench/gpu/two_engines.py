@@ -87,8 +87,8 @@ def deviation(prompt_tokens: int, expected: Answer, tokens: Sequence[int]) -> De
 
 def summary(found: Sequence[Deviation | None], control_equal: float) -> dict[str, Any]:
     """The comparison as plain JSON values."""
-    ties = [one for one in found if one is not None and one.gap < TIE]
-    different = [one for one in found if one is not None and one.gap >= TIE]
+    ties = [choice for choice in found if choice is not None and choice.gap < TIE]
+    different = [choice for choice in found if choice is not None and choice.gap >= TIE]
     return {
         "answers": len(found),
         "equal": len(found) - len(ties) - len(different),

@@ -137,12 +137,13 @@ def simulated(task: _Task) -> Figures:
         RunOptions(warm_up_requests=task.requests // 10),
     )
     is_late = [
-        (one.request.prompt_tokens, one.ttft_s > objective_s(one.request.prompt_tokens)) for one in outcome.served
+        (prefill.request.prompt_tokens, prefill.ttft_s > objective_s(prefill.request.prompt_tokens))
+        for prefill in outcome.served
     ]
     return Figures(
         fmean(late for _, late in is_late),
         fmean(late for tokens, late in is_late if tokens <= BOUNDARY_TOKENS),
-        max(one.ttft_s for one in outcome.served),
+        max(prefill.ttft_s for prefill in outcome.served),
     )
 
 

@@ -229,13 +229,13 @@ def measure(task: _Task) -> Ttfts:
     requests = arrivals(task.lengths, task.rate_per_s, task.seed)
     outcome = simulate(requests, build, RunOptions(until_s=DURATION_S))
     assert not outcome.refused
-    every = [(one.request, one.ttft_s) for one in outcome.served]
-    every += [(one, DURATION_S - one.arrival_s) for one in outcome.unfinished]
+    every = [(prefill.request, prefill.ttft_s) for prefill in outcome.served]
+    every += [(finished_request, DURATION_S - finished_request.arrival_s) for finished_request in outcome.unfinished]
     return Ttfts(
         sorted(time_s for request, time_s in every if not is_long(request)),
         sorted(time_s for request, time_s in every if is_long(request)),
         len(outcome.served),
-        sum(is_long(one.request) for one in outcome.served),
+        sum(is_long(prefill.request) for prefill in outcome.served),
     )
 
 
@@ -303,7 +303,7 @@ def run(args: argparse.Namespace) -> dict[str, object]:
                 )
             if rate_per_s in REPORTED_PER_S:
                 result |= {f"{key}_{rate_per_s:g}": value for key, value in gains(found).items()}
-            result[f"at_{rate_per_s:g}"] = {name: one._asdict() for name, one in found.items()}
+            result[f"at_{rate_per_s:g}"] = {name: choice._asdict() for name, choice in found.items()}
     return result
 
 
@@ -357,7 +357,7 @@ def carried_per_s(lengths: Lengths) -> float:
     longs = [math.exp(low + (high - low) * (step + 0.5) / steps) for step in range(steps)]
 
     def min_s(prompt_tokens: float) -> float:
-        return min(one.size * one.cost.predict_s(0, round(prompt_tokens)) for one in candidates)
+        return min(candidate.size * candidate.cost.predict_s(0, round(prompt_tokens)) for candidate in candidates)
 
     mean_s = (1 - LONG_SHARE) * fmean(map(min_s, lengths)) + LONG_SHARE * fmean(map(min_s, longs))
     return INSTANCES / mean_s

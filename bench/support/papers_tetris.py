@@ -84,13 +84,15 @@ def load_trace(folder: Path, name: str, engine: SimEngine) -> Trace:
     """Read `tetris_like_{name}.csv`. WorkloadError as `load_workload`."""
     lengths = load_workload(folder / f"tetris_like_{name}.csv").lengths
     cheapest_s = fmean(_cheapest_s(engine, prompt) for prompt, _ in lengths)
-    light_s = fmean(min(one.cost.predict_s(0, prompt) for one in engine.candidates) for prompt, _ in lengths)
+    light_s = fmean(
+        min(candidate.cost.predict_s(0, prompt) for candidate in engine.candidates) for prompt, _ in lengths
+    )
     return Trace(name, lengths, INSTANCES / cheapest_s, light_s, LIMIT_FACTOR * light_s)
 
 
 def _cheapest_s(engine: SimEngine, prompt_tokens: int) -> float:
     """min_s s T_s(0, L): the least time of instances that a prompt takes."""
-    return min(one.size * one.cost.predict_s(0, prompt_tokens) for one in engine.candidates)
+    return min(candidate.size * candidate.cost.predict_s(0, prompt_tokens) for candidate in engine.candidates)
 
 
 def arrivals(trace: Trace, rate_per_s: float, requests: int, seed: int) -> Iterable[SimRequest]:
@@ -210,7 +212,7 @@ def measure_ttft(options: SystemOptions, trace: Trace, rate_per_s: float, scale:
         for seed in seeds:
             listener = Collector(int(WARM_UP_SHARE * requests))
             run_system(chosen, engine, arrivals(trace, rate_per_s, requests, seed), EventLoop(), listener)
-            ttfts_s += [one.ttft_s for one in listener.served]
+            ttfts_s += [prefill.ttft_s for prefill in listener.served]
         ttfts_s.sort()
         return Ttft(fmean(ttfts_s), quantile(ttfts_s, 0.5), quantile(ttfts_s, 0.99))
 

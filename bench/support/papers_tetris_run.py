@@ -118,11 +118,11 @@ def _carry_out(task: _Task) -> Outcome:
     return Outcome(task, None, ttft, rate)
 
 
-def _tell_critical(trace: Trace, one: Measured) -> None:
-    rate = "" if one.improvement_rate is None else f", improvement rate {one.improvement_rate}"
+def _tell_critical(trace: Trace, measured: Measured) -> None:
+    rate = "" if measured.improvement_rate is None else f", improvement rate {measured.improvement_rate}"
     progress(
-        f"{trace.name:7} {one.name:16} critical rate {one.mean_critical_per_s:.3f}/s, "
-        f"{one.mean_critical_per_s / trace.bound_per_s:.3f} of the bound{rate}"
+        f"{trace.name:7} {measured.name:16} critical rate {measured.mean_critical_per_s:.3f}/s, "
+        f"{measured.mean_critical_per_s / trace.bound_per_s:.3f} of the bound{rate}"
     )
 
 
@@ -191,9 +191,9 @@ def _known(found: Mapping[str, object], names: Sequence[str]) -> list[str]:
     return [name for name in names if name in found]
 
 
-def _ratio(one: Measured, other: Measured) -> float:
-    return fmean(_ratios(one, other))
+def _ratio(measured: Measured, other: Measured) -> float:
+    return fmean(_ratios(measured, other))
 
 
-def _ratios(one: Measured, other: Measured) -> list[float]:
-    return [x / y for x, y in zip(one.critical_per_s, other.critical_per_s, strict=True)]
+def _ratios(measured: Measured, other: Measured) -> list[float]:
+    return [x / y for x, y in zip(measured.critical_per_s, other.critical_per_s, strict=True)]

@@ -77,8 +77,10 @@ def measure(task: _Task) -> Delivered:
         outcome = simulate(requests, build, around)
         assert not outcome.refused
         assert not outcome.decode_refused
-        ttfts_s += [one.ttft_s for one in outcome.served]
-        delivered_s += [one.transferred_s - one.request.arrival_s for one in outcome.finished]
+        ttfts_s += [prefill.ttft_s for prefill in outcome.served]
+        delivered_s += [
+            finished_request.transferred_s - finished_request.request.arrival_s for finished_request in outcome.finished
+        ]
         unfinished += len(outcome.served) - len(outcome.finished)
     ttfts_s.sort()
     delivered_s.sort()

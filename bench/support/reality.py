@@ -133,7 +133,7 @@ def compare(
     slowdown: float,
     waited_share: float,
 ) -> Comparison:
-    real_s = [one.ttft_s for one in outcomes if one.ttft_s is not None]
+    real_s = [outcome.ttft_s for outcome in outcomes if outcome.ttft_s is not None]
     return Comparison(policy, real_s, simulated_s, at_speed_s, slowdown, waited_share, len(outcomes) - len(real_s))
 
 
@@ -242,7 +242,7 @@ def simulated_ttfts_s(policy: str, measured: Measured, arrivals: Sequence[Arriva
         )
 
     outcome = simulate_for_clients(slow.front_end, requests, build, RunOptions())
-    return [one.ttft_s for one in outcome.served]
+    return [prefill.ttft_s for prefill in outcome.served]
 
 
 def _policy(name: str, engine: SimEngine, measured: Measured) -> IterationPolicy:
@@ -266,16 +266,16 @@ def draw_comparisons(comparisons: Sequence[Comparison], path: Path) -> None:
     figure = Figure(figsize=(6 * len(comparisons), 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     panels: Any = figure.subplots(1, len(comparisons), squeeze=False)
-    for axes, one in zip(panels[0], comparisons, strict=True):
+    for axes, comparison in zip(panels[0], comparisons, strict=True):
         for name, times_s in (
-            ("real", one.real_s),
-            ("simulated", one.simulated_s),
-            ("simulated at the replay's speed", one.at_speed_s),
+            ("real", comparison.real_s),
+            ("simulated", comparison.simulated_s),
+            ("simulated at the replay's speed", comparison.at_speed_s),
         ):
             ordered = sorted(times_s)
             shares = [(position + 1) / len(ordered) for position in range(len(ordered))]
             axes.step(ordered, shares, where="post", label=name)
-        axes.set(title=one.policy, xlabel="time to first token (s)", ylabel="share of requests", xscale="log")
+        axes.set(title=comparison.policy, xlabel="time to first token (s)", ylabel="share of requests", xscale="log")
         axes.legend(fontsize=8)
     figure.savefig(path)
 

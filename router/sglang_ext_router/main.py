@@ -90,9 +90,9 @@ class Listening(NamedTuple):
 
     def close(self) -> None:
         """Close them all."""
-        for one in self:
-            if one is not None:
-                one.close()
+        for opened in self:
+            if opened is not None:
+                opened.close()
 
 
 def listen(config: RouterConfig, reuse_port: bool = False) -> Listening:

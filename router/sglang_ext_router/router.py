@@ -362,7 +362,8 @@ class Router:
             "queued": self.requests_queued,
             "in_flight": self.requests_in_flight,
             "classes": {
-                one.value: describe_class(models, one, waits, under_way, siblings, now_s) for one in LengthClass
+                length_class.value: describe_class(models, length_class, waits, under_way, siblings, now_s)
+                for length_class in LengthClass
             },
         }
 
@@ -378,12 +379,12 @@ class Router:
         return summarise(self.services.online_waits, self._under_way(now_s), now_s)
 
     def _under_way(self, now_s: float) -> UnderWay:
-        waits = (one.online_wait(now_s) for one in self.running)
-        queued_s = (one.online_wait_s(now_s) for one in self.services.admission.queue)
+        waits = (flow.online_wait(now_s) for flow in self.running)
+        queued_s = (waiting.online_wait_s(now_s) for waiting in self.services.admission.queue)
         return UnderWay(
-            [one.online_class for one in self.running if one.online_class is not None],
-            [one for one in waits if one is not None],
-            [one for one in queued_s if one is not None],
+            [flow.online_class for flow in self.running if flow.online_class is not None],
+            [wait for wait in waits if wait is not None],
+            [known_s for known_s in queued_s if known_s is not None],
         )
 
     def metrics_snapshot(self) -> MetricsSnapshot:

@@ -288,15 +288,17 @@ def _pipelines(entries: object) -> tuple[PipelineCosts, ...]:
             relative = entry.get("relative", [])
             if not isinstance(relative, list):
                 raise ProfileError('"relative" is no list')
-            stages = Stages(int(count), hop, tuple(_number({"relative": one}, None, "relative") for one in relative))
+            stages = Stages(
+                int(count), hop, tuple(_number({"relative": share}, None, "relative") for share in relative)
+            )
             kv_tokens = int(_number(entry, None, "kv_tokens")) if "kv_tokens" in entry else None
         except ValueError as error:
             raise ProfileError(f"{where}{error}") from None
         found.append(PipelineCosts(stages, coefficients, iteration, kv_tokens))
-    counts = [one.stages.count for one in found]
+    counts = [choice.stages.count for choice in found]
     if len(set(counts)) < len(counts):
         raise ProfileError('"pipelines" has a number of stages twice')
-    return tuple(sorted(found, key=lambda one: one.stages.count))
+    return tuple(sorted(found, key=lambda pipeline: pipeline.stages.count))
 
 
 def _bad_fits(content: Mapping[str, object]) -> tuple[BadFit, ...]:

@@ -99,23 +99,34 @@ def timeline_of_recording(recorded: Recorded, max_requests: int = 20) -> Timelin
     counts as computing, KV transfer included.
     """
     names = {number: row.name for number, row in recorded.instances.items()}
-    shown = [one for one in recorded.requests.values() if one.prefill in names and one.sent_s is not None]
+    shown = [
+        request for request in recorded.requests.values() if request.prefill in names and request.sent_s is not None
+    ]
     shown = shown[-max_requests:]
-    began_s = min((one.received_s for one in shown), default=0.0)
+    began_s = min((request.received_s for request in shown), default=0.0)
     requests, bars = [], []
-    for position, one in enumerate(shown):
-        assert one.prefill is not None
-        assert one.sent_s is not None
-        instance = names[one.prefill]
-        end_s = one.prefilled_s if one.prefilled_s is not None else one.ended_s
-        if one.started_s is not None and one.first_token_s is not None:
-            end_s = one.first_token_s  # its KV leaves while the next one is computed
+    for position, request in enumerate(shown):
+        assert request.prefill is not None
+        assert request.sent_s is not None
+        instance = names[request.prefill]
+        end_s = request.prefilled_s if request.prefilled_s is not None else request.ended_s
+        if request.started_s is not None and request.first_token_s is not None:
+            end_s = request.first_token_s  # its KV leaves while the next one is computed
         until_s = (recorded.end_s if end_s is None else end_s) - began_s
-        start_s = (one.sent_s if one.started_s is None else one.started_s) - began_s
-        ended_s = None if one.ended_s is None else one.ended_s - began_s
-        plan = one.length_class or ""
-        requests.append(ShownRequest(instance, one.prompt_tokens, plan, one.received_s - began_s, ended_s, one.outcome))
-        waiting = Bar(instance, position, Activity.IDLE, one.sent_s - began_s, start_s)
+        start_s = (request.sent_s if request.started_s is None else request.started_s) - began_s
+        ended_s = None if request.ended_s is None else request.ended_s - began_s
+        plan = request.length_class or ""
+        requests.append(
+            ShownRequest(
+                instance,
+                request.prompt_tokens,
+                plan,
+                request.received_s - began_s,
+                ended_s,
+                request.outcome,
+            )
+        )
+        waiting = Bar(instance, position, Activity.IDLE, request.sent_s - began_s, start_s)
         bars += [
             bar
             for bar in (waiting, Bar(instance, position, Activity.COMPUTE, start_s, until_s))
@@ -138,18 +149,18 @@ def timeline_of_stages(statuses: Mapping[str, object], max_batches: int = 20) ->
             raise TimelineError(f"not the status of stages ({type(error).__name__}: {error})") from None
         batches[name] = found[-max_batches:]
         lanes += [_lane(name, stage) for stage in range(count)]
-    began_s = min((one.start_s for some in batches.values() for one in some), default=0.0)
+    began_s = min((batch.start_s for some in batches.values() for batch in some), default=0.0)
     requests: list[ShownRequest] = []
     bars: list[Bar] = []
     for name, some in batches.items():
         bars += _bubbles(some, len(requests), began_s)
-        for position, one in enumerate(some, len(requests)):
+        for position, batch in enumerate(some, len(requests)):
             bars += [
                 Bar(_lane(name, stage), position, Activity.COMPUTE, start_s - began_s, end_s - began_s)
-                for stage, (start_s, end_s) in one.stages.items()
+                for stage, (start_s, end_s) in batch.stages.items()
             ]
-            start_s, end_s = one.start_s - began_s, one.end_s - began_s
-            requests.append(ShownRequest(name, one.new_tokens, one.text, start_s, end_s, None))
+            start_s, end_s = batch.start_s - began_s, batch.end_s - began_s
+            requests.append(ShownRequest(name, batch.new_tokens, batch.text, start_s, end_s, None))
     return Timeline(tuple(lanes), tuple(requests), tuple(bars), (), began_s)
 
 
@@ -174,11 +185,13 @@ def _batches_of(name: str, status: Any) -> tuple[list[_StagedBatch], int]:
     """In their order, and how many stages there are."""
     batches: dict[int, _StagedBatch] = {}
     for stage in status["stages"]:
-        for one in stage["rounds"]:
-            requests = int(one["requests"])
-            text = f"{requests} prompts" if requests > 1 else f"behind {int(one['prefix_tokens']):,}"
-            batch = batches.setdefault(int(one["number"]), _StagedBatch(name, int(one["new_tokens"]), text, {}))
-            batch.stages[int(stage["pp_rank"])] = (float(one["start_s"]), float(one["end_s"]))
+        for timed_round in stage["rounds"]:
+            requests = int(timed_round["requests"])
+            text = f"{requests} prompts" if requests > 1 else f"behind {int(timed_round['prefix_tokens']):,}"
+            batch = batches.setdefault(
+                int(timed_round["number"]), _StagedBatch(name, int(timed_round["new_tokens"]), text, {})
+            )
+            batch.stages[int(stage["pp_rank"])] = (float(timed_round["start_s"]), float(timed_round["end_s"]))
     return [batches[number] for number in sorted(batches)], len(status["stages"])
 
 
@@ -189,11 +202,11 @@ def _bubbles(batches: Sequence[_StagedBatch], first: int, began_s: float) -> lis
     A bubble has the colour of the first batch that was on its way then.
     """
     bars = []
-    under_way = _union([(one.start_s, one.end_s) for one in batches])
-    for stage in sorted({stage for one in batches for stage in one.stages}):
-        busy = sorted(one.stages[stage] for one in batches if stage in one.stages)
+    under_way = _union([(batch.start_s, batch.end_s) for batch in batches])
+    for stage in sorted({stage for batch in batches for stage in batch.stages}):
+        busy = sorted(batch.stages[stage] for batch in batches if stage in batch.stages)
         for start_s, end_s in _without(under_way, busy):
-            position = next(number for number, one in enumerate(batches, first) if one.end_s > start_s)
+            position = next(number for number, batch in enumerate(batches, first) if batch.end_s > start_s)
             lane = _lane(batches[0].instance, stage)
             bars.append(Bar(lane, position, Activity.BUBBLE, start_s - began_s, end_s - began_s))
     return bars
@@ -245,11 +258,11 @@ def chunks_of(request: Mapping[str, Any]) -> list[tuple[int, int]]:
 
 
 def _timeline(status: Any, max_requests: int) -> Timeline:
-    present = {int(one["instance"]): str(one["name"]) for one in status["members"]}
-    former = {int(one["instance"]): str(one["name"]) for one in status["former_members"]}
+    present = {int(entry["instance"]): str(entry["name"]) for entry in status["members"]}
+    former = {int(entry["instance"]): str(entry["name"]) for entry in status["former_members"]}
     names = {**former, **present}
-    records = [one for one in (*status["recent"], *status["requests"]) if one["steps"]][-max_requests:]
-    began_s = min((float(one["offered_s"]) for one in records), default=0.0)
+    records = [entry for entry in (*status["recent"], *status["requests"]) if entry["steps"]][-max_requests:]
+    began_s = min((float(record["offered_s"]) for record in records), default=0.0)
     now_s = float(status["now_s"])
     requests, bars = [], []
     for position, record in enumerate(records):
@@ -268,9 +281,9 @@ def _timeline(status: Any, max_requests: int) -> Timeline:
             bars += _bars_of(step, position, names, began_s, now_s)
     shown = {*present.values(), *(bar.instance for bar in bars)}
     losses = tuple(
-        (str(one["name"]), float(one["lost_s"]) - began_s)
-        for one in status["former_members"]
-        if records and float(one["lost_s"]) >= began_s and one["name"] in shown
+        (str(entry["name"]), float(entry["lost_s"]) - began_s)
+        for entry in status["former_members"]
+        if records and float(entry["lost_s"]) >= began_s and entry["name"] in shown
     )
     return Timeline(tuple(sorted(shown)), tuple(requests), tuple(bars), losses, began_s)
 
@@ -280,7 +293,7 @@ def _bars_of(
 ) -> list[Bar]:
     start_s = float(step["ordered_s"]) - began_s
     end_s = (now_s if step["ended_s"] is None else float(step["ended_s"])) - began_s
-    times = {int(one["instance"]): one for one in step["member_times"]}
+    times = {int(part["instance"]): part for part in step["member_times"]}
     bars = []
     for member in step["members"]:
         instance = _name(names, member)
@@ -359,8 +372,11 @@ def draw_timeline(
     axes.spines[["top", "right", "left"]].set_visible(False)
     used = {bar.activity for bar in timeline.bars}
     handles: list[Any] = [
-        Patch(color=_colour(position), label=f"{one.tokens:,} tokens: {one.plan or one.outcome or 'under way'}")
-        for position, one in enumerate(timeline.requests[:_LEGEND_REQUESTS])
+        Patch(
+            color=_colour(position),
+            label=f"{request.tokens:,} tokens: {request.plan or request.outcome or 'under way'}",
+        )
+        for position, request in enumerate(timeline.requests[:_LEGEND_REQUESTS])
     ]
     handles += [
         Patch(alpha=_SHADES.get(activity, 1.0), label=_LABELS[activity], **_style(activity, "#6b6b6b"))

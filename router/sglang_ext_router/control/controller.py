@@ -195,7 +195,9 @@ class PoolController:
         proposal = decision.proposal
         worker = None
         if proposal is not None and self.current is None:  # one that is wanted now is wanted in the next round, too
-            worker = next((one for one in self._registry if one.id == proposal.worker_id), None)
+            worker = next(
+                (known_worker for known_worker in self._registry if known_worker.id == proposal.worker_id), None
+            )
         result = "hold" if proposal is None or worker is None else "move" if self.is_on else "advise"
         key = (result, decision.reason.value)
         self.decision_counts[key] = self.decision_counts.get(key, 0) + 1

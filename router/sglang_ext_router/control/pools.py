@@ -191,7 +191,7 @@ def _find(registry: WorkerRegistry, wanted: Move) -> Worker:
             raise HTTPException(400, str(error)) from None
         worker = registry.find(url)
     else:
-        worker = next((one for one in registry if worker_id(one) == wanted.worker_id), None)
+        worker = next((known_worker for known_worker in registry if worker_id(known_worker) == wanted.worker_id), None)
     if worker is None:
         raise HTTPException(404, f"no worker {wanted.url or wanted.worker_id}")
     return worker

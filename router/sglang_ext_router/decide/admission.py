@@ -208,8 +208,8 @@ def limit_of(number: int, limit: int, demands: Mapping[int, Demand], granted: Ma
     waited then, as many may run by now. Where there are more routers than places each may have one request.
     """
     left = limit
-    for other, one in demands.items():
+    for other, demand in demands.items():
         if other != number:
-            left -= max(one.running, min(one.total, granted.get(other, 0)))
+            left -= max(demand.running, min(demand.total, granted.get(other, 0)))
     least = 1 if limit < len(demands) else 0
     return max(least, min(fair_shares(limit, demands)[number], left))

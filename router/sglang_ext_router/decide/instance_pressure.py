@@ -202,8 +202,8 @@ def decide(
     A round with a missing or unusable report decides nothing. The caller carries the proposal out, or not, and
     tells the outcome with `ControllerState.after_move` or `after_failed_move` before it asks again.
     """
-    pools = {pool: [one for one in instances if one.pool is pool] for pool in POOLS}
-    if any(one.reports and not (one.signals and one.signals.is_usable) for one in instances):
+    pools = {pool: [instance for instance in instances if instance.pool is pool] for pool in POOLS}
+    if any(instance.reports and not (instance.signals and instance.signals.is_usable) for instance in instances):
         views = [PoolView(len(pools[pool]), None, None) for pool in POOLS]
         forgotten = state._replace(wanted=None, wanted_rounds=0)
         return Decision(None, DecisionReason.SIGNALS_MISSING, None, views[0], views[1], forgotten)
@@ -237,8 +237,10 @@ def choose_instance(giving: Sequence[PoolInstance]) -> PoolInstance:
 
     ValueError if none is movable.
     """
-    movable = [one for one in giving if one.is_movable and one.signals is not None]
-    return min(movable, key=lambda one: (_backlog_s(one), one.in_flight, one.joined_s, one.worker_id))
+    movable = [instance for instance in giving if instance.is_movable and instance.signals is not None]
+    return min(
+        movable, key=lambda instance: (_backlog_s(instance), instance.in_flight, instance.joined_s, instance.worker_id)
+    )
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -330,9 +332,9 @@ def _pressure_after(
     queue_growth = growth * (1.0 - before) / (1.0 - after)
     return quantile(
         [
-            _psi(_part(one.signals, source, is_stray=False), settings, queue_growth, growth)
-            for one in giving
-            if one.signals is not None
+            _psi(_part(instance.signals, source, is_stray=False), settings, queue_growth, growth)
+            for instance in giving
+            if instance.signals is not None
         ],
         QUANTILE,
     )
@@ -346,7 +348,7 @@ def _is_recovering(
 ) -> bool:
     """Return whether the pool's backlog is shrinking already: more instances would come too late."""
     serving = pools[target] or pools[_other(target)]
-    backlog_s = sum(one.signals.class_backlog_s(target) for one in serving if one.signals is not None)
+    backlog_s = sum(instance.signals.class_backlog_s(target) for instance in serving if instance.signals is not None)
     falling = -(estimate.trend or 0.0)
     if falling <= MIN_RECOVERY_RATE * len(serving):
         return False
@@ -354,7 +356,7 @@ def _is_recovering(
 
 
 def _has_movable(pool: Sequence[PoolInstance]) -> bool:
-    return any(one.is_movable and one.signals is not None for one in pool)
+    return any(instance.is_movable and instance.signals is not None for instance in pool)
 
 
 # ---- measuring ----
@@ -375,13 +377,13 @@ def _pool_pressure(
 ) -> float | None:
     other = _other(pool)
     if pools[pool] and pools[other]:
-        values = [pressure(one.signals, settings) for one in pools[pool] if one.signals is not None]
+        values = [pressure(instance.signals, settings) for instance in pools[pool] if instance.signals is not None]
     else:
         # One pool serves both classes: each is judged by its own part of the work there.
         values = [
-            pressure(_part(one.signals, pool, is_stray=not pools[pool]), settings)
-            for one in pools[pool] or pools[other]
-            if one.signals is not None
+            pressure(_part(instance.signals, pool, is_stray=not pools[pool]), settings)
+            for instance in pools[pool] or pools[other]
+            if instance.signals is not None
         ]
     return quantile(values, QUANTILE) if values else None
 
@@ -411,14 +413,14 @@ def _observe(
         if latest is not None:
             known = state.estimates.get(length_class) if elapsed_s is not None else None
             estimates[length_class] = _smooth(known, latest, elapsed_s or 0.0, settings)
-    members_now = frozenset(one.worker_id for one in instances)
+    members_now = frozenset(instance.worker_id for instance in instances)
     memory = state.memory
     return state._replace(
         observed_s=now_s,
         backlogs={
-            one.worker_id: (one.pool, one.signals.short_backlog_s, one.signals.long_backlog_s)
-            for one in instances
-            if one.signals is not None
+            instance.worker_id: (instance.pool, instance.signals.short_backlog_s, instance.signals.long_backlog_s)
+            for instance in instances
+            if instance.signals is not None
         },
         estimates=estimates,
         members=members_now,
@@ -430,22 +432,22 @@ def _look(
     state: ControllerState, instances: Sequence[PoolInstance], length_class: LengthClass, elapsed_s: float | None
 ) -> _Estimate | None:
     """The load of a class as this round's reports show it; None where no instance that could serve it reports."""
-    own = [one for one in instances if one.pool is length_class]
-    reporting = [one for one in instances if one.signals is not None]
-    own_reporting = sum(one.signals is not None for one in own)
+    own = [instance for instance in instances if instance.pool is length_class]
+    reporting = [instance for instance in instances if instance.signals is not None]
+    own_reporting = sum(worker.signals is not None for worker in own)
     if not reporting or (own and not own_reporting):
         return None
     # Those that cannot be asked are taken to be as busy as the others of their pool.
     scale = len(own) / own_reporting if own else 1.0
     busy = grown_s = 0.0
-    for one in reporting:
-        signals = one.signals
+    for worker in reporting:
+        signals = worker.signals
         assert signals is not None
         stray = min(signals.stray_utilisation, signals.utilisation)
-        busy += scale * (min(1.0, signals.utilisation) - stray) if one.pool is length_class else stray
-        known = state.backlogs.get(one.worker_id)
+        busy += scale * (min(1.0, signals.utilisation) - stray) if worker.pool is length_class else stray
+        known = state.backlogs.get(worker.worker_id)
         # What an instance brings along into another pool is not growth.
-        if known is not None and known[0] is one.pool:
+        if known is not None and known[0] is worker.pool:
             grown_s += signals.class_backlog_s(length_class) - (known[1] if length_class is _SHORT else known[2])
     if elapsed_s is None:
         return _Estimate(busy, busy, None)
@@ -465,8 +467,8 @@ def _smooth(known: _Estimate | None, latest: _Estimate, elapsed_s: float, settin
     )
 
 
-def _backlog_s(one: PoolInstance) -> float:
-    return 0.0 if one.signals is None else one.signals.backlog_s
+def _backlog_s(instance: PoolInstance) -> float:
+    return 0.0 if instance.signals is None else instance.signals.backlog_s
 
 
 def _other(pool: LengthClass) -> LengthClass:

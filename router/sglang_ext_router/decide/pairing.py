@@ -54,10 +54,10 @@ def choose_revision(
     return chosen
 
 
-def common_domains(one: str, other: str) -> int:
+def common_domains(topology: str, other: str) -> int:
     """Return how many domains two places share, from the widest on: 0 for places that share none."""
     common = 0
-    for own, others in zip(one.split(TOPOLOGY_SEPARATOR), other.split(TOPOLOGY_SEPARATOR), strict=False):
+    for own, others in zip(topology.split(TOPOLOGY_SEPARATOR), other.split(TOPOLOGY_SEPARATOR), strict=False):
         if not own or own != others:
             break
         common += 1

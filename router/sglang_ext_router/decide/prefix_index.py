@@ -123,7 +123,7 @@ class PrefixIndex:
         nodes = list(self._root.children.values())
         while nodes:
             node = nodes.pop()
-            count += max((one.count for one in node.holdings.values()), default=0)
+            count += max((holding.count for holding in node.holdings.values()), default=0)
             nodes += node.children.values()
         return count
 
@@ -320,7 +320,7 @@ class PrefixIndex:
             del node.holdings[worker_id]
         if node.children:
             return
-        most = max((one.count for one in node.holdings.values()), default=0)
+        most = max((holding.count for holding in node.holdings.values()), default=0)
         if not most:
             _prune(node)
         elif most < len(node.run):
@@ -361,7 +361,7 @@ def _blocks_to(holding: _Holding) -> list[int]:
     while node is not None:
         runs.append(node.run)
         node = node.parent
-    return [one for run in reversed(runs) for one in run]
+    return [block for run in reversed(runs) for block in run]
 
 
 def _common(run: Sequence[int], hashes: Sequence[int], start: int) -> int:

@@ -71,16 +71,16 @@ def pairing_refusal(candidate: PairingFacts, serving: Iterable[PairingFacts]) ->
     return None
 
 
-def _kv_cache_dtypes(one: PairingFacts, other: PairingFacts) -> tuple[str | None, str | None]:
+def _kv_cache_dtypes(facts: PairingFacts, other: PairingFacts) -> tuple[str | None, str | None]:
     """The two values to compare: what both were given, or what both came to where only that can tell.
 
     The same checkpoint makes the same of `auto`, so equal options agree. Different ones may still come to the same.
     """
-    if one.kv_cache_dtype == other.kv_cache_dtype:
+    if facts.kv_cache_dtype == other.kv_cache_dtype:
         return None, None
-    if one.resolved_kv_cache_dtype is not None and other.resolved_kv_cache_dtype is not None:
-        return one.resolved_kv_cache_dtype, other.resolved_kv_cache_dtype
-    return one.kv_cache_dtype, other.kv_cache_dtype
+    if facts.resolved_kv_cache_dtype is not None and other.resolved_kv_cache_dtype is not None:
+        return facts.resolved_kv_cache_dtype, other.resolved_kv_cache_dtype
+    return facts.kv_cache_dtype, other.kv_cache_dtype
 
 
 def parse_alias(text: str) -> tuple[str, str]:

@@ -226,7 +226,7 @@ class PeerRouters(SharedState):
                     return
                 complaint = ""
                 connected_s = self._router.loop.time()
-                if any(one.peer == session.peer for one in self._hearers):
+                if any(known_hearer.peer == session.peer for known_hearer in self._hearers):
                     backoff_s = MAX_BACKOFF_S  # another address of a peer that has a connection: in case it loses that
                 else:
                     watch_peer(writer.get_extra_info("socket"))
@@ -310,7 +310,7 @@ class PeerRouters(SharedState):
                 blocks += len(path)
             await asyncio.sleep(0)
         for number, frame in enumerate(frames):
-            hearer = next((one for one in self._hearers if one.peer == peer), None)
+            hearer = next((known_hearer for known_hearer in self._hearers if known_hearer.peer == peer), None)
             if hearer is None:
                 return  # it asks another one
             body = orjson.dumps({"index": self._origin, "snapshot": frame, "is_last": number == len(frames) - 1})

@@ -68,7 +68,7 @@ class MembershipTable:
         ValueError or TypeError, and nothing is taken over, where one cannot be read, as of another version.
         """
         changed: list[tuple[str, Entry]] = []
-        for url, entry in [_read_entry(*one) for one in wire]:
+        for url, entry in [_read_entry(*wire_entry) for wire_entry in wire]:
             known = self._entries.get(url)
             if known is not None and entry.version <= known.version:
                 continue
@@ -347,7 +347,7 @@ def _changed(loads: Loads, changes: Loads) -> Loads:
 
 def read_prefixes(wire: Iterable[tuple[str, Sequence[int]]]) -> list[tuple[str, list[int]]]:
     """Addresses, and hashes of what went there; TypeError or ValueError where they are something else."""
-    return [(_text(url), [_whole(one) for one in hashes]) for url, hashes in wire]
+    return [(_text(url), [_whole(block_hash) for block_hash in hashes]) for url, hashes in wire]
 
 
 def _text(value: object) -> str:

@@ -122,26 +122,26 @@ _NOTHING = ("model", "arrivals_per_s", "members", "requests", "recent")
 def read_status(answer: object) -> dict[str, Any]:
     """Return the part of a coordinator's /status that is shown. Raises StatusError, naming what is wrong in it."""
     status = _object(answer, "the answer")
-    members = [_object(one, "a member") for one in _list(status, "members")]
-    former = [_object(one, "a former member") for one in _list(status, "former_members")]
-    names = {str(one.get("instance")): str(one.get("name")) for one in (*former, *members)}
+    members = [_object(entry, "a member") for entry in _list(status, "members")]
+    former = [_object(entry, "a former member") for entry in _list(status, "former_members")]
+    names = {str(member.get("instance")): str(member.get("name")) for member in (*former, *members)}
     recent = _list(status, "recent")[-SHOWN_REQUESTS:]
     return {
         "model": status.get("model"),
         "arrivals_per_s": _rounded(status.get("arrivals_per_s")),
         "members": [
             {
-                "name": str(one.get("name")),
-                "node": one.get("node"),
-                "backlog_s": _rounded(one.get("backlog_s")),
-                "free_kv_tokens": one.get("free_kv_tokens"),
-                "held_tokens": one.get("held_tokens"),
-                "is_ready": one.get("is_ready"),
+                "name": str(member.get("name")),
+                "node": member.get("node"),
+                "backlog_s": _rounded(member.get("backlog_s")),
+                "free_kv_tokens": member.get("free_kv_tokens"),
+                "held_tokens": member.get("held_tokens"),
+                "is_ready": member.get("is_ready"),
             }
-            for one in members
+            for member in members
         ],
-        "requests": [_describe_request(one, names) for one in _list(status, "requests")],
-        "recent": [_describe_request(one, names) for one in reversed(recent)],
+        "requests": [_describe_request(entry, names) for entry in _list(status, "requests")],
+        "recent": [_describe_request(entry, names) for entry in reversed(recent)],
     }
 
 
@@ -151,8 +151,8 @@ def cached_rooms(answer: Mapping[str, Any]) -> Iterator[tuple[int, bool]]:
     A prompt that went straight to decode may be there later. Of one that could not be shared nothing is known but that
     its own instance computes it, as any other.
     """
-    for one in _list(answer, "ended_rooms" if "ended_rooms" in answer else "recent"):
-        prompt = _object(one, "a request")
+    for entry in _list(answer, "ended_rooms" if "ended_rooms" in answer else "recent"):
+        prompt = _object(entry, "a request")
         room, outcome = prompt.get("room"), prompt.get("outcome")
         if isinstance(room, int):
             yield room, prompt.get("kept_s") is not None or outcome not in _NOT_CACHED
@@ -166,15 +166,15 @@ def pool_prompts(answer: object, offset_s: float) -> list[PromptRow]:
     try:
         status = _object(answer, "the answer")
         members = (*_list(status, "former_members"), *_list(status, "members"))
-        names = {str(_object(one, "a member").get("instance")): str(one.get("name")) for one in members}
+        names = {str(_object(member, "a member").get("instance")): str(member.get("name")) for member in members}
         under_way = _list(status, "requests")
         recent = _list(status, "recent")[-SHOWN_REQUESTS:]
-        return [_prompt(_object(one, "a request"), names, offset_s) for one in (*recent, *under_way)]
+        return [_prompt(_object(entry, "a request"), names, offset_s) for entry in (*recent, *under_way)]
     except (StatusError, KeyError, AttributeError, TypeError, ValueError):
         return []
 
 
-def _prompt(one: Mapping[str, Any], names: Mapping[str, str], offset_s: float) -> PromptRow:
+def _prompt(entry: Mapping[str, Any], names: Mapping[str, str], offset_s: float) -> PromptRow:
     chunks = [
         (
             int(step["new_tokens"]),
@@ -182,22 +182,22 @@ def _prompt(one: Mapping[str, Any], names: Mapping[str, str], offset_s: float) -
             float(step["ordered_s"]) + offset_s,
             None if step["ended_s"] is None else float(step["ended_s"]) + offset_s,
         )
-        for step in _list(one, "steps")
+        for step in _list(entry, "steps")
         if step.get("kind") == "chunk" and not step.get("has_failed")
     ]
     planned = [
         (int(chunk["new_tokens"]), [names.get(str(member), str(member)) for member in chunk["members"]])
-        for chunk in one.get("planned", ())
+        for chunk in entry.get("planned", ())
     ]
-    ended_s = one.get("ended_s")
+    ended_s = entry.get("ended_s")
     return PromptRow(
-        int(one.get("request", 0)),
-        names.get(str(one.get("owner")), str(one.get("owner"))),
-        int(one.get("tokens", 0)),
-        int(one.get("cached_tokens", 0)),
-        float(one.get("offered_s", 0.0)) + offset_s,
+        int(entry.get("request", 0)),
+        names.get(str(entry.get("owner")), str(entry.get("owner"))),
+        int(entry.get("tokens", 0)),
+        int(entry.get("cached_tokens", 0)),
+        float(entry.get("offered_s", 0.0)) + offset_s,
         None if ended_s is None else float(ended_s) + offset_s,
-        one.get("outcome"),
+        entry.get("outcome"),
         chunks,
         planned,
     )
@@ -223,8 +223,8 @@ def pool_spans(answer: object, offset_s: float) -> list[SeenSpan]:
     ]
 
 
-def _describe_request(one: object, names: Mapping[str, str]) -> dict[str, Any]:
-    request = _object(one, "a request")
+def _describe_request(entry: object, names: Mapping[str, str]) -> dict[str, Any]:
+    request = _object(entry, "a request")
     times = _object(request.get("times"), "times of a request")
     offered_s, ended_s = request.get("offered_s"), request.get("ended_s")
     chunks = [

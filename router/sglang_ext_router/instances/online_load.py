@@ -74,9 +74,9 @@ def summarise(waits: OnlineWaits, under_way: UnderWay, now_s: float) -> SiblingL
     for url, wait_s in (*waits.recent(now_s), *under_way.unfinished):
         waits_s.setdefault(url, []).append(wait_s)
     in_flight: dict[str, dict[str, int]] = {}
-    for model, one in under_way.classes:
+    for model, known_s in under_way.classes:
         of_model = in_flight.setdefault(model, {})
-        of_model[one.value] = of_model.get(one.value, 0) + 1
+        of_model[known_s.value] = of_model.get(known_s.value, 0) + 1
     return SiblingLoad(in_flight, {url: quantile_s(several) or 0.0 for url, several in waits_s.items()})
 
 
@@ -95,7 +95,7 @@ def describe_class(
     queue. Of the router's processes it is the longest. `backlog_s` is the predicted wait at the instance of the class
     that has the least work, of the model where that is longest.
     """
-    by_model = [[worker for worker in one.ready_prefill if worker.role.serves(length_class)] for one in models]
+    by_model = [[worker for worker in model.ready_prefill if worker.role.serves(length_class)] for model in models]
     urls = {worker.url for workers in by_model for worker in workers}
     backlog_s = max(
         (min(predicted_wait_s(worker.prefill_load(0, now_s)) for worker in workers) for workers in by_model if workers),
@@ -103,12 +103,15 @@ def describe_class(
     )
     own_s = [wait_s for url, wait_s in (*waits.recent(now_s), *under_way.unfinished) if url in urls]
     waits_s = [quantile_s((*own_s, *under_way.queued_s))]
-    waits_s += [wait_s for one in siblings for url, wait_s in one.waits_s.items() if url in urls]
-    wait_s = max((one for one in waits_s if one is not None), default=None)
-    names = {one.name for one in models}
-    in_flight = sum(model in names and one is length_class for model, one in under_way.classes)
+    waits_s += [wait_s for sibling in siblings for url, wait_s in sibling.waits_s.items() if url in urls]
+    wait_s = max((known_s for known_s in waits_s if known_s is not None), default=None)
+    names = {model.name for model in models}
+    in_flight = sum(model in names and known_s is length_class for model, known_s in under_way.classes)
     elsewhere = [
-        count.get(length_class.value, 0) for one in siblings for model, count in one.in_flight.items() if model in names
+        count.get(length_class.value, 0)
+        for sibling in siblings
+        for model, count in sibling.in_flight.items()
+        if model in names
     ]
     return {
         "online_in_flight": in_flight + sum(elsewhere),

@@ -218,8 +218,12 @@ class Prober:
         if isinstance(mode, str) and mode in {"prefill", "decode", "null"} and mode != wanted:
             return f"it runs with --disaggregation-mode {mode}, but was given to the router as {wanted}"
         counted_s = asyncio.get_running_loop().time() - RETURN_S
-        serving = (one for one in self._registry if one.serves_facts and (one.has_info or one.out_since_s > counted_s))
-        return pairing_refusal(facts, (one.facts for one in serving if one.facts is not None))
+        serving = (
+            worker
+            for worker in self._registry
+            if worker.serves_facts and (worker.has_info or worker.out_since_s > counted_s)
+        )
+        return pairing_refusal(facts, (instance.facts for instance in serving if instance.facts is not None))
 
     def _failed(self, worker: Worker, reason: str, is_silent: bool) -> None:
         worker.failed_checks += 1

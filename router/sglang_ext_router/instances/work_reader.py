@@ -50,7 +50,7 @@ class WorkReader:
     @property
     def reporting(self) -> int:
         """Return how many instances report what they did."""
-        return sum(one.is_telling for one in self._asked.values())
+        return sum(asked_instance.is_telling for asked_instance in self._asked.values())
 
     @property
     def silent(self) -> int:
@@ -63,7 +63,7 @@ class WorkReader:
 
     def restart(self) -> None:
         """Another reader has come: all that the instances have kept is asked for once more."""
-        self._asked = {number: one._replace(cursor=0) for number, one in self._asked.items()}
+        self._asked = {number: asked_instance._replace(cursor=0) for number, asked_instance in self._asked.items()}
 
     def keep(self, known: Iterable[int]) -> None:
         """Forget the instances that are not `known` (ids) any more."""

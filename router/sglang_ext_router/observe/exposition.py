@@ -54,16 +54,16 @@ def request_families(metrics: RouterMetrics, siblings: Sequence[MetricsSnapshot]
     merged: dict[str, HistogramMetricFamily] = {}
     joint: dict[tuple[str, str], Histogram] = {}
     for name, text, cls, own in metrics.histograms():
-        one = joint[name, cls] = Histogram(own.bounds)
-        one.add(own.counts, own.total)
+        instance = joint[name, cls] = Histogram(own.bounds)
+        instance.add(own.counts, own.total)
         label_names = ("length_class",) if cls else ()
         merged.setdefault(name, HistogramMetricFamily(PREFIX + name, text, labels=label_names))
     for other in siblings:
         for name, cls, counts, total in other.histograms:
             joint[name, cls].add(counts, total)
-    for (name, cls), one in joint.items():
-        buckets = [(_le(bound), count) for bound, count in one.cumulative()]
-        merged[name].add_metric((cls,) if cls else (), buckets, one.total)
+    for (name, cls), instance in joint.items():
+        buckets = [(_le(bound), count) for bound, count in instance.cumulative()]
+        merged[name].add_metric((cls,) if cls else (), buckets, instance.total)
     yield from merged.values()
 
 
@@ -93,8 +93,8 @@ def worker_families(registry: WorkerRegistry, now_s: float, siblings: Sequence[M
             tokens.add_metric(key, worker.pending_tokens + worker.sibling_tokens)
             rate.add_metric(key, worker.rate.tokens_per_s)
         legs = [other.worker_legs.get(worker.url, (0, 0)) for other in siblings]
-        sent.add_metric((worker.url,), worker.sent_legs + sum(one[0] for one in legs))
-        failed.add_metric((worker.url,), worker.failed_legs + sum(one[1] for one in legs))
+        sent.add_metric((worker.url,), worker.sent_legs + sum(leg[0] for leg in legs))
+        failed.add_metric((worker.url,), worker.failed_legs + sum(leg[1] for leg in legs))
     yield from (up, load, tokens, rate, circuit, sent, failed)
 
 

@@ -263,8 +263,8 @@ class LivePage:
         running = tuple(self._router.running)
         step = -(-len(running) // MAX_SCANNED) or 1
         if step > 1:  # the followed requests that the part below leaves out
-            view.follow((one, one.seen()) for one in view.followed if isinstance(one, RequestFlow))
-        view.take_in_flight(((one, one.seen()) for one in running[::step]), counts, now_s)
+            view.follow((flow, flow.seen()) for flow in view.followed if isinstance(flow, RequestFlow))
+        view.take_in_flight(((flow, flow.seen()) for flow in running[::step]), counts, now_s)
         frame = view.frame(now_s)
         if frame is not None:
             for viewer in tuple(self._viewers):

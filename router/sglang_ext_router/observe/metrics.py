@@ -181,7 +181,7 @@ class RouterMetrics:
         """Return everything that adds up over processes; the arguments are what this object does not count itself."""
         return MetricsSnapshot(
             {name: samples for name, _, _, samples in self.counters()},
-            [(name, cls, one.counts, one.total) for name, _, cls, one in self.histograms()],
+            [(name, cls, histogram.counts, histogram.total) for name, _, cls, histogram in self.histograms()],
             worker_legs,
             gauges,
             process,
@@ -219,8 +219,8 @@ class RouterMetrics:
         )
         yield "traces", "Traces of requests, by what came of them", ("result",), _flat(self.traces)
         slo: list[tuple[Labels, float]] = [(("none", "false"), self.unclassified_slo_missed)]
-        for cls, one in self.classes():
-            slo += [((cls.value, "true"), one.slo_met), ((cls.value, "false"), one.slo_missed)]
+        for cls, figures in self.classes():
+            slo += [((cls.value, "true"), figures.slo_met), ((cls.value, "false"), figures.slo_missed)]
         yield "ttft_slo", "Requests with a TTFT deadline, by whether it was met", ("length_class", "met"), slo
         yield (
             "events",
@@ -240,33 +240,43 @@ class RouterMetrics:
 
     def histograms(self) -> Iterator[tuple[str, str, str, Histogram]]:
         """Yield name, help, length class (or another label's value, or nothing) and counts of each histogram."""
-        for length_class, one in self.classes():
+        for length_class, figures in self.classes():
             cls = length_class.value
-            yield "ttft_seconds", "Time from a stream's arrival to the first byte of its reply's body", cls, one.ttft_s
-            yield "tpot_seconds", "Time per output token after the first, of streams of one sequence", cls, one.tpot_s
-            yield "stream_stall_seconds", "The longest time between two pieces of a stream", cls, one.stall_s
-            yield "request_duration_seconds", "Time from arrival to the end of the reply", cls, one.duration_s
-            yield "queue_wait_seconds", "Time in the router's own queue", cls, one.queue_s
+            yield (
+                "ttft_seconds",
+                "Time from a stream's arrival to the first byte of its reply's body",
+                cls,
+                figures.ttft_s,
+            )
+            yield (
+                "tpot_seconds",
+                "Time per output token after the first, of streams of one sequence",
+                cls,
+                figures.tpot_s,
+            )
+            yield "stream_stall_seconds", "The longest time between two pieces of a stream", cls, figures.stall_s
+            yield "request_duration_seconds", "Time from arrival to the end of the reply", cls, figures.duration_s
+            yield "queue_wait_seconds", "Time in the router's own queue", cls, figures.queue_s
             yield (
                 "prefill_longer_than_predicted_seconds",
                 "By how much prefills (wait and computation) took longer than predicted when they were sent",
                 cls,
-                one.predicted_late_s,
+                figures.predicted_late_s,
             )
             yield (
                 "prefill_shorter_than_predicted_seconds",
                 "By how much prefills took less than predicted",
                 cls,
-                one.predicted_early_s,
+                figures.predicted_early_s,
             )
             yield (
                 "request_prompt_tokens",
                 "Tokens of the longest prompt of a request (estimated)",
                 cls,
-                one.prompt_tokens,
+                figures.prompt_tokens,
             )
-            yield "new_tokens", "Prompt tokens that were not cached (estimated)", cls, one.new_tokens
-            yield "request_output_tokens", "Tokens that the instances made for a request", cls, one.output_tokens
+            yield "new_tokens", "Prompt tokens that were not cached (estimated)", cls, figures.new_tokens
+            yield "request_output_tokens", "Tokens that the instances made for a request", cls, figures.output_tokens
         yield "event_loop_lag_seconds", "How late a timer of the event loop was served", "", self.loop_lag_s
 
 

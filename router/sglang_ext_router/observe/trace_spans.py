@@ -141,7 +141,7 @@ def add_pool(
             {
                 Key.STEP_TOKENS: int(step["new_tokens"]) if is_chunk else None,
                 Key.STEP_MOVED_TOKENS: int(step["moved_tokens"]),
-                Key.STEP_MEMBERS: [names.get(str(one), str(one)) for one in step["members"]],
+                Key.STEP_MEMBERS: [names.get(str(member), str(member)) for member in step["members"]],
                 Key.STEP_FAILED: has_failed,
             },
             is_error=has_failed,
@@ -163,4 +163,4 @@ def _any_value(value: Value) -> dict[str, Any]:
         return {"intValue": str(value)}
     if isinstance(value, float):
         return {"doubleValue": value}
-    return {"arrayValue": {"values": [{"stringValue": one} for one in value or ()]}}
+    return {"arrayValue": {"values": [{"stringValue": member} for member in value or ()]}}

@@ -192,9 +192,9 @@ class Tracer:
         answer: Any = None if pool is None else pool.answer
         try:
             members = (*answer.get("former_members", ()), *answer.get("members", ()))
-            names = {str(one.get("instance")): str(one.get("name")) for one in members}
+            names = {str(member.get("instance")): str(member.get("name")) for member in members}
             requests = (*answer.get("recent", ()), *answer.get("requests", ()))
-            return {one["room"]: one for one in requests if one.get("room") is not None}, names
+            return {request["room"]: request for request in requests if request.get("room") is not None}, names
         except (AttributeError, TypeError) as error:
             if answer is not None:
                 logger.debug("a coordinator's status makes no spans: %r", error)

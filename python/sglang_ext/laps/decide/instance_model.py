@@ -159,9 +159,9 @@ class InstanceModel:
 
     def learn_depth(self, now_s: float, reason: DispatchReason, members: Sequence[QueuedPrefill]) -> None:
         """A short batch has left with these members."""
-        if self.options.batching is not Batching.SLA or not any(isfinite(one.deadline_s) for one in members):
+        if self.options.batching is not Batching.SLA or not any(isfinite(member.deadline_s) for member in members):
             return
-        arrivals_s = [one.arrival_s for one in members]
+        arrivals_s = [member.arrival_s for member in members]
         depth = len(members)
         evidence = self.awd.evidence(reason, depth, self.rate.per_s(now_s))
         self.awd.learn(evidence, depth, max(arrivals_s) - min(arrivals_s))
@@ -181,8 +181,8 @@ def batch_of_shorts(batch: FormedBatch, reason: DispatchReason) -> PrefillBatch:
 def nearest_deadline_s(shorts: Sequence[RankedPrefill]) -> float:
     """Return the nearest deadline of these requests, infinity without any."""
     nearest_s = inf
-    for one in shorts:
-        deadline_s = one.request.deadline_s
+    for short in shorts:
+        deadline_s = short.request.deadline_s
         if deadline_s < nearest_s:
             nearest_s = deadline_s
     return nearest_s

@@ -119,7 +119,7 @@ def fill_with_longs(
     that hold KV. Where none does, even a prompt larger than the memory is begun.
     """
     left_s, tokens = room.left_s, min(room.tokens, room.free_kv_tokens)
-    promised_tokens = sum([one.request.new_tokens for one in started])
+    promised_tokens = sum([prefill.request.new_tokens for prefill in started])
     parked = len(started)  # after this batch, without the one that it cuts
     has_started = False
     whole: list[RankedPrefill] = []

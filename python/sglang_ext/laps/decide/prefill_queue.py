@@ -186,7 +186,11 @@ class PrefillQueue:
         chosen = [waiting[-turn[3]].ranked for turn in reversed(turns)]
         if self.started:
             keys = {ranked.request.key for ranked in chosen}
-            extra = [one for key, one in self.started.items() if waiting[key].group is group and key not in keys]
+            extra = [
+                started_prefill
+                for key, started_prefill in self.started.items()
+                if waiting[key].group is group and key not in keys
+            ]
             if extra:
                 return sorted([*chosen, *extra])
         return chosen

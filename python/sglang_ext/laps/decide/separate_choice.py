@@ -218,7 +218,10 @@ def _can_wait(model: InstanceModel, state: Survey, batch: FormedBatch, chunk: Pr
         return False
     end_s = state.now_s + chunk.predicted_s + batch.predicted_s
     waiting = [member.request for member in batch.members]
-    return all(end_s <= one.arrival_s + _SPENT_SLACK * (one.deadline_s - one.arrival_s) for one in waiting)
+    return all(
+        end_s <= waiting_prompt.arrival_s + _SPENT_SLACK * (waiting_prompt.deadline_s - waiting_prompt.arrival_s)
+        for waiting_prompt in waiting
+    )
 
 
 def _last_resorts(model: InstanceModel, state: Survey) -> tuple[PrefillBatch, ...]:

@@ -101,9 +101,9 @@ def generate_contract_error(stock: Callable[[Any], Any], body: Any) -> Any:
 def check_body(body: object) -> None:
     """Raise InvalidHintError for the parsed body of `/generate`: one set of parameters, or one per prompt."""
     parameters = body.get("sampling_params") if isinstance(body, Mapping) else None
-    for one in parameters if isinstance(parameters, list) else [parameters]:
-        if isinstance(one, Mapping):
-            check_hints(one.get("custom_params"))
+    for parameter in parameters if isinstance(parameters, list) else [parameters]:
+        if isinstance(parameter, Mapping):
+            check_hints(parameter.get("custom_params"))
 
 
 def _error(error: InvalidHintError) -> dict[str, object]:

@@ -61,11 +61,11 @@ class StageTimes:
             self._work_began_s = now_s
         self.under_way += 1
 
-    def record_computed(self, one: StageRound) -> None:
+    def record_computed(self, computed: StageRound) -> None:
         """This stage has computed a batch."""
-        self.busy_s += one.end_s - one.start_s
+        self.busy_s += computed.end_s - computed.start_s
         self.computed += 1
-        self.rounds.append(one)
+        self.rounds.append(computed)
 
     def record_result(self, now_s: float) -> None:
         """The oldest batch under way has passed all stages."""
@@ -179,8 +179,8 @@ class StageMonitor:
     def begin_round(self) -> None:
         """Once in each round of every stage, before anything else is agreed on in it."""
         now_s, times = self._now_s(), self.times
-        for one in self._timer.ended():
-            times.record_computed(one)
+        for computed in self._timer.ended():
+            times.record_computed(computed)
         if self._has_news:
             work_us = self._agreement.agree_number(round(times.work_s(now_s) * _MICROSECONDS))
             times.record_work(work_us / _MICROSECONDS)
@@ -257,11 +257,11 @@ def stage_status(stage: int, times: StageTimes, to_unix_s: float) -> dict[str, A
         "rounds": [
             {
                 "number": number,
-                "start_s": round(one.start_s + to_unix_s, 6),
-                "end_s": round(one.end_s + to_unix_s, 6),
-                **one.size._asdict(),
+                "start_s": round(computed.start_s + to_unix_s, 6),
+                "end_s": round(computed.end_s + to_unix_s, 6),
+                **computed.size._asdict(),
             }
-            for number, one in enumerate(times.rounds, times.computed - len(times.rounds))
+            for number, computed in enumerate(times.rounds, times.computed - len(times.rounds))
         ],
     }
 
@@ -272,7 +272,7 @@ def read_stages(folder: str | None) -> list[dict[str, Any]]:
     if folder is None:
         return []
     found = [json.loads(path.read_text(encoding="ascii")) for path in Path(folder).glob(_FILE_NAME.format("*"))]
-    return sorted(found, key=lambda one: int(one["pp_rank"]))
+    return sorted(found, key=lambda computed: int(computed["pp_rank"]))
 
 
 def build_monitor(scheduler: Any, agreement: RankAgreement, now_s: Callable[[], float]) -> StageMonitor | None:

@@ -265,9 +265,9 @@ class StatusEncoder:
         """`recent`: so many requests that have ended, the latest, as far as `RECENT_BYTES` hold them; None: all that
         are remembered."""
         parts = {
-            one.name: orjson.dumps(getattr(status, one.name))
-            for one in fields(status)
-            if one.name not in ("requests", "recent")
+            field.name: orjson.dumps(getattr(status, field.name))
+            for field in fields(status)
+            if field.name not in ("requests", "recent")
         }
         parts["requests"] = _array([_encode(record) for record in status.requests])
         parts["recent"] = _array(self._latest(status.recent, recent))

@@ -82,11 +82,13 @@ class PoolCosts:
     @property
     def candidates(self) -> tuple[SpCandidate, ...]:
         """The costs to plan with."""
-        return tuple(SpCandidate(one.size, _scaled(one.cost, self._scale)) for one in self._candidates)
+        return tuple(
+            SpCandidate(candidate.size, _scaled(candidate.cost, self._scale)) for candidate in self._candidates
+        )
 
     def observe(self, size: int, cached_tokens: int, new_tokens: int, duration_s: float) -> bool:
         """A chunk has taken so long; whether the costs to plan with have changed by a tenth or more."""
-        cost = next((one.cost for one in self._candidates if one.size == size), None)
+        cost = next((candidate.cost for candidate in self._candidates if candidate.size == size), None)
         predicted_s = 0.0 if cost is None else cost.predict_s(cached_tokens, new_tokens)
         if not 0 < predicted_s < float("inf") or duration_s <= 0:
             return False

@@ -88,9 +88,9 @@ class StepRecord:
         self.members = tuple(dict.fromkeys((*self.members, *later.members)))
         self.moved_tokens += later.moved_tokens
         self.ended_s, self.has_failed = later.ended_s, self.has_failed or later.has_failed
-        times = {one.instance: one for one in self.member_times}
-        for one in later.member_times:
-            times[one.instance] = times[one.instance].and_later(one) if one.instance in times else one
+        times = {part.instance: part for part in self.member_times}
+        for part in later.member_times:
+            times[part.instance] = times[part.instance].and_later(part) if part.instance in times else part
         self.member_times = list(times.values())
 
     @property
@@ -152,9 +152,9 @@ class PrefillRecord:
         chunks = [step for step in done if step.kind is StepKind.CHUNK]
         return PrefillTimes(
             self.steps[0].ordered_s - self.offered_s if self.steps else None,
-            sum(_mean([one.compute_s for one in step.member_times]) for step in chunks),
-            sum(_mean([one.ring_s for one in step.member_times]) for step in chunks),
-            sum(_mean([one.rebalance_s for one in step.member_times]) for step in chunks),
+            sum(_mean([part.compute_s for part in step.member_times]) for step in chunks),
+            sum(_mean([part.ring_s for part in step.member_times]) for step in chunks),
+            sum(_mean([part.rebalance_s for part in step.member_times]) for step in chunks),
             sum(step.took_s for step in done if step.kind is StepKind.COLLECT),
             sum(step.took_s for step in self.steps if step.has_failed and step.kind is not StepKind.KEEP),
             self.transfer_s,
@@ -264,10 +264,10 @@ class PoolHistory:
         elif step.kind is StepKind.CHUNK:
             self.chunks[len(step.members)] += 1
             self.tokens_computed += step.new_tokens
-            for one in step.member_times:
-                self.member_s["compute"] += one.compute_s
-                self.member_s["ring"] += one.ring_s
-                self.member_s["rebalance"] += one.rebalance_s
+            for part in step.member_times:
+                self.member_s["compute"] += part.compute_s
+                self.member_s["ring"] += part.ring_s
+                self.member_s["rebalance"] += part.rebalance_s
         elif step.kind is StepKind.COLLECT:
             self.collect_s += step.took_s
 

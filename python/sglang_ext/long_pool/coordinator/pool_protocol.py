@@ -278,23 +278,32 @@ class PoolProtocol:
 
     # -- prompts that no member has yet ------------------------------------------------------------------------------
 
-    def announce(self, one: Announcement, now_s: float) -> list[AddressedMessage]:
+    def announce(self, announcement: Announcement, now_s: float) -> list[AddressedMessage]:
         """A router has a long prompt; which member shall get it becomes known by `Events.bound`. TicketError."""
         pool = self._pool
         if pool is None:
             raise TicketError(TicketProblem.NO_POOL, "the pool has no members")
-        new_tokens, least = one.tokens - one.cached_tokens, max(peer.hello.min_tokens for peer in self._peers.values())
+        new_tokens, least = (
+            announcement.tokens - announcement.cached_tokens,
+            max(peer.hello.min_tokens for peer in self._peers.values()),
+        )
         if new_tokens < least:
             raise TicketError(TicketProblem.TOO_SHORT, f"{new_tokens} new tokens: members share {least} or more")
-        self.tickets.open(one.room, now_s)
-        deadline_s = None if one.is_online else math.inf
-        if one.slack_s is not None:
-            deadline_s = now_s + one.slack_s
-        ticket = PromptTicket(pool_ticket(one.room), one.tokens, one.cached_tokens, now_s - one.waited_s, deadline_s)
+        self.tickets.open(announcement.room, now_s)
+        deadline_s = None if announcement.is_online else math.inf
+        if announcement.slack_s is not None:
+            deadline_s = now_s + announcement.slack_s
+        ticket = PromptTicket(
+            pool_ticket(announcement.room),
+            announcement.tokens,
+            announcement.cached_tokens,
+            now_s - announcement.waited_s,
+            deadline_s,
+        )
         try:
             orders = pool.coordinator.announce(ticket, now_s)
         except ValueError as error:
-            self.tickets.withdraw(one.room)
+            self.tickets.withdraw(announcement.room)
             raise TicketError(TicketProblem.BAD, str(error)) from None
         return self._carry_out(orders, now_s)
 
@@ -377,7 +386,7 @@ class PoolProtocol:
             else:
                 out += [AddressedMessage(instance, order) for instance in order.members]
         self._record_ends(declined, now_s)
-        return [one for one in (*self._streams.take_messages(), *out) if one.instance in self._peers]
+        return [message for message in (*self._streams.take_messages(), *out) if message.instance in self._peers]
 
     def _chunk_orders(self, order: RunChunk) -> list[AddressedMessage]:
         ids, destinations = self._token_ids[order.request], self._streams.ordered(order)

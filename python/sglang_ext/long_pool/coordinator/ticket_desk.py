@@ -44,22 +44,22 @@ class TicketDesk:
     async def post(self, request: web.Request) -> web.Response:
         """The handler of `POST /tickets`; it is to be cancelled when the connection ends."""
         try:
-            one = read_announcement(await request.read())
-            messages = self._protocol.announce(one, time.monotonic())
+            ticket = read_announcement(await request.read())
+            messages = self._protocol.announce(ticket, time.monotonic())
         except TicketError as error:
             return _error(error)
-        named = self._waiting[one.room] = asyncio.get_running_loop().create_future()
+        named = self._waiting[ticket.room] = asyncio.get_running_loop().create_future()
         try:
             self._deliver(messages)
             name = await named
         except asyncio.CancelledError:
-            self._deliver(self._protocol.withdraw(one.room, time.monotonic()))
+            self._deliver(self._protocol.withdraw(ticket.room, time.monotonic()))
             raise
         finally:
-            del self._waiting[one.room]
+            del self._waiting[ticket.room]
         if name is None:
             return _error(TicketError(TicketProblem.NO_POOL, "the pool has lost its members"))
-        return web.json_response({"ticket": one.room, "instance": name})
+        return web.json_response({"ticket": ticket.room, "instance": name})
 
     def settle(self, bound: Iterable[BoundPrompt], unserved: Iterable[BootstrapRoom]) -> None:
         """Answer those whose turn has come, and those whose turn will not come."""

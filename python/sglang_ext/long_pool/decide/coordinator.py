@@ -100,26 +100,26 @@ class Coordinator:
     @property
     def waits_for_room(self) -> bool:
         """Return whether a request is left that no group could hold."""
-        return any(one.no_room_s is not None and one.running is None for one in self._requests.values()) or any(
-            one.no_room_s is not None for one in self._announced.values()
-        )
+        return any(
+            request.no_room_s is not None and request.running is None for request in self._requests.values()
+        ) or any(prompt.no_room_s is not None for prompt in self._announced.values())
 
     def use_planner(self, planner: PricePlanner) -> None:
         """Decide with other costs from now on."""
         self._schedule.planner = planner
-        for one in self._requests.values():
-            one.estimate(self._candidates)
+        for request in self._requests.values():
+            request.estimate(self._candidates)
         for announced in self._announced.values():
             announced.estimate(self._candidates, self._settings)
 
     def held_by(self, instance: int) -> int:
         """Tokens that requests hold there, as far as is known."""
-        return sum(count_tokens(positions_of(one.held.get(instance, ()))) for one in self._requests.values())
+        return sum(count_tokens(positions_of(request.held.get(instance, ()))) for request in self._requests.values())
 
     def planned(self, request: int) -> tuple[NextChunk, ...]:
         """Chunks of a request that are planned and not begun."""
-        one = self._requests.get(request)
-        return () if one is None or one.planned is None else (one.planned,)
+        prefill = self._requests.get(request)
+        return () if prefill is None or prefill.planned is None else (prefill.planned,)
 
     # -- membership --------------------------------------------------------------------------------------------------
 
@@ -136,23 +136,23 @@ class Coordinator:
         orders: list[Order] = []
         for ticket in [ticket for ticket, announced in self._announced.items() if announced.owner == instance]:
             del self._announced[ticket]
-        for one in list(self._requests.values()):
-            running = one.running
-            if instance in one.involved:
-                one.stop_streaming()
-                one.is_cancelled |= one.kept_s is not None
-            one.involved.discard(instance)
+        for request in list(self._requests.values()):
+            running = request.running
+            if instance in request.involved:
+                request.stop_streaming()
+                request.is_cancelled |= request.kept_s is not None
+            request.involved.discard(instance)
             if running is not None:
                 running.lose(instance)
-            if one.offer.owner == instance:
-                one.is_cancelled = True
+            if request.offer.owner == instance:
+                request.is_cancelled = True
             else:
-                one.held.pop(instance, None)
-                one.group = tuple(member for member in one.group if member != instance)
+                request.held.pop(instance, None)
+                request.group = tuple(member for member in request.group if member != instance)
             if running is None:
-                orders += self._settle(one)
+                orders += self._settle(request)
             elif not running.waiting:
-                orders += self._end_step(one, now_s)
+                orders += self._end_step(request, now_s)
             elif running.has_failed:
                 orders += self._give_up(running)
         return [*orders, *self.plan(now_s)]
@@ -175,7 +175,9 @@ class Coordinator:
         member = self._members[instance]
         if member.step is not None:
             return member.step_s + member.report.backlog_s
-        holds = any(one.held.get(instance) and one.offer.owner != instance for one in self._requests.values())
+        holds = any(
+            request.held.get(instance) and request.offer.owner != instance for request in self._requests.values()
+        )
         return member.report.backlog_s if holds else None
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -191,8 +193,8 @@ class Coordinator:
             raise ValueError(f"ticket {ticket.ticket} is announced twice, or with {ticket.cached_tokens} cached tokens")
         if not self._requests and not self._announced:
             self._quiet_s = now_s
-        one = self._announced[ticket.ticket] = AnnouncedPrompt.of(ticket, self._candidates, self._settings)
-        self._schedule.record_arrival(now_s, one.work_s)
+        candidate = self._announced[ticket.ticket] = AnnouncedPrompt.of(ticket, self._candidates, self._settings)
+        self._schedule.record_arrival(now_s, candidate.work_s)
         return self.plan(now_s)
 
     def claim(self, ticket: int, offer: Offer, now_s: float) -> list[Order]:
@@ -201,13 +203,13 @@ class Coordinator:
         The instance's own deadline counts where the ticket has none. As `offer` where the ticket is not known: it has
         been withdrawn, or this coordinator is new.
         """
-        one = self._announced.get(ticket)
-        if one is None:
+        prompt = self._announced.get(ticket)
+        if prompt is None:
             return self.offer(offer, now_s)
         self._check(offer)
         del self._announced[ticket]
-        deadline_s = one.deadline_s if one.deadline_s < math.inf else offer.deadline_s
-        offer = offer._replace(arrival_s=one.ticket.arrival_s, deadline_s=deadline_s)
+        deadline_s = prompt.deadline_s if prompt.deadline_s < math.inf else offer.deadline_s
+        offer = offer._replace(arrival_s=prompt.ticket.arrival_s, deadline_s=deadline_s)
         return self._admit(offer, now_s, is_new=False)
 
     def withdraw(self, ticket: int, now_s: float) -> list[Order]:
@@ -223,31 +225,31 @@ class Coordinator:
             return [Decline(offer.request, offer.owner, DeclineReason.NOT_A_MEMBER)]
         if not self._requests and not self._announced:
             self._quiet_s = now_s
-        one = self._requests[offer.request] = SharedPrefill.of(offer, self._candidates)
+        candidate = self._requests[offer.request] = SharedPrefill.of(offer, self._candidates)
         if is_new:
-            self._schedule.record_arrival(now_s, one.work_s)
+            self._schedule.record_arrival(now_s, candidate.work_s)
         return self.plan(now_s)
 
     def cancel(self, request: int, now_s: float) -> list[Order]:
         """The client has gone, or the owner has given the request up."""
-        one = self._requests.get(request)
-        if one is None:
+        prefill = self._requests.get(request)
+        if prefill is None:
             return []
-        one.is_cancelled = True
-        return [*self._settle(one), *self.plan(now_s)] if one.running is None else []
+        prefill.is_cancelled = True
+        return [*self._settle(prefill), *self.plan(now_s)] if prefill.running is None else []
 
     def stream_failed(self, request: int, now_s: float) -> list[Order]:
         """Something of a request did not get to where it is wanted, or its owner has not been able to rely on it."""
-        one = self._requests.get(request)
-        if one is None or one.kept_s is not None:
+        prefill = self._requests.get(request)
+        if prefill is None or prefill.kept_s is not None:
             return []
-        one.stop_streaming()
+        prefill.stop_streaming()
         return self.plan(now_s)
 
     def transferred(self, request: int, now_s: float) -> list[Order]:
         """All of a request is where it is wanted: nothing of it is needed any more, but for a prefix cache."""
-        one = self._requests.get(request)
-        if one is not None and one.running is None and self._keeping.begin(one, self._room, now_s):
+        prefill = self._requests.get(request)
+        if prefill is not None and prefill.running is None and self._keeping.begin(prefill, self._room, now_s):
             return self.plan(now_s)
         return self.cancel(request, now_s)
 
@@ -263,9 +265,9 @@ class Coordinator:
 
     def out_of_memory(self, instance: int, sequence: int) -> None:
         """A member has none for its part of a step, besides KV; `failed` follows."""
-        one = self._steps.get(sequence)
-        if one is not None and one.running is not None and instance in one.running.waiting:
-            self._members[instance].record_out_of_memory(one.running.new_tokens(instance))
+        step = self._steps.get(sequence)
+        if step is not None and step.running is not None and instance in step.running.waiting:
+            self._members[instance].record_out_of_memory(step.running.new_tokens(instance))
 
     def failed(
         self,
@@ -282,8 +284,8 @@ class Coordinator:
         `is_unsent`: it has sent nothing of it to where it is wanted.
         """
         self._members.record_free(instance, sequence, free_kv_tokens)
-        one = self._steps.get(sequence)
-        running = None if one is None else one.running
+        step = self._steps.get(sequence)
+        running = None if step is None else step.running
         is_first = running is not None and not running.has_failed and instance in running.waiting
         # The peer may say the same of this one: the first word counts.
         if is_first and unreachable is not None and unreachable != instance and unreachable in self._members:
@@ -299,16 +301,16 @@ class Coordinator:
 
     def _plan_prefills(self, now_s: float) -> list[Order]:
         orders: list[Order] = []
-        idle = [one for one in self._requests.values() if one.running is None and one.kept_s is None]
+        idle = [request for request in self._requests.values() if request.running is None and request.kept_s is None]
         kept: dict[int, float] = {}  # they get no chunk until what they hold has been collected: when, as it seems
-        for one in idle:
-            if not one.todo:
-                orders += self._hand_back(one, now_s)
-                if one.running is None and not one.is_finishing and one.offer.request in self._requests:
-                    holders = one.holders()
+        for prefill in idle:
+            if not prefill.todo:
+                orders += self._hand_back(prefill, now_s)
+                if prefill.running is None and not prefill.is_finishing and prefill.offer.request in self._requests:
+                    holders = prefill.holders()
                     free_s = self._members.free_s(holders, now_s)
                     kept.update((instance, max(free_s, kept.get(instance, 0.0))) for instance in holders)
-        pending = [one for one in idle if one.todo]
+        pending = [prefill for prefill in idle if prefill.todo]
         self._forget_unclaimed(now_s)
         # Ordinary work may be followed by more of it for ever.
         ignores_backlog = not self._steps and now_s > self._quiet_s + self._settings.backlog_timeout_s
@@ -338,201 +340,207 @@ class Coordinator:
             promised[instance] = promised.get(instance, 0) - tokens
         snapshot = self._members.snapshot(now_s, kept, promised, counts_backlog=counts_backlog)
         positions = self._members.positions
-        waiting = [one.pending(positions) for one in pending]
-        waiting += [one.pending(positions) for one in self._announced.values()]
+        waiting = [prompt.pending(positions) for prompt in pending]
+        waiting += [prompt.pending(positions) for prompt in self._announced.values()]
         return self._schedule.turns(now_s, snapshot, waiting, sum(snapshot.queue_delays_s))
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def _bind(self, one: AnnouncedPrompt, placement: Placement, now_s: float) -> list[Order]:
+    def _bind(self, prompt: AnnouncedPrompt, placement: Placement, now_s: float) -> list[Order]:
         """Return who gets the prompt, shortly before its turn. It is not asked for twice."""
-        if one.owner is not None or placement.start_s > self._settings.bind_ahead_s:
+        if prompt.owner is not None or placement.start_s > self._settings.bind_ahead_s:
             return []
         if placement.group:
             owner = self.members[placement.group[0]]
-        elif self._may_get_room(one, now_s):
+        elif self._may_get_room(prompt, now_s):
             return []
         else:
             owner = max(self._members, key=lambda instance: self._members[instance].report.free_kv_tokens)
-        one.owner, one.bound_s, one.no_room_s = owner, now_s, None
-        return [Bind(one.ticket.ticket, owner)]
+        prompt.owner, prompt.bound_s, prompt.no_room_s = owner, now_s, None
+        return [Bind(prompt.ticket.ticket, owner)]
 
-    def _start(self, one: SharedPrefill, placement: Placement, now_s: float) -> list[Order]:
+    def _start(self, prefill: SharedPrefill, placement: Placement, now_s: float) -> list[Order]:
         """The next chunk of a request, if its turn has come and all it needs is there."""
         if not placement.group:
-            return self._wait_for_room(one, now_s)
+            return self._wait_for_room(prefill, now_s)
         group = tuple(self.members[position] for position in placement.group)
-        one.planned = NextChunk(placement.tokens, group)
+        prefill.planned = NextChunk(placement.tokens, group)
         if placement.start_s > 0:
             return []
-        computed = one.offer.tokens - count_tokens(one.todo)
+        computed = prefill.offer.tokens - count_tokens(prefill.todo)
         tokens, compute_s = self._schedule.cut(placement, computed, self._settings)
-        if not self._room.fits_at_its_end(one, self._requests.values()):
-            return self._keeping.displace((one.offer.owner,))[0] or self._wait_for_room(one, now_s)
-        one.no_room_s = None
-        is_owner_alone = group == (one.offer.owner,) and not one.is_shared and one.offer.fits_owner
-        if is_owner_alone and tokens == count_tokens(one.todo):
-            orders = self._collect_to_owner(one, DeclineReason.ALONE_IS_BEST, now_s)
+        if not self._room.fits_at_its_end(prefill, self._requests.values()):
+            return self._keeping.displace((prefill.offer.owner,))[0] or self._wait_for_room(prefill, now_s)
+        prefill.no_room_s = None
+        is_owner_alone = group == (prefill.offer.owner,) and not prefill.is_shared and prefill.offer.fits_owner
+        if is_owner_alone and tokens == count_tokens(prefill.todo):
+            orders = self._collect_to_owner(prefill, DeclineReason.ALONE_IS_BEST, now_s)
             if orders:
-                self._members[one.offer.owner].add_backlog(compute_s, now_s)
+                self._members[prefill.offer.owner].add_backlog(compute_s, now_s)
             return orders
         if not self._members.are_ready(group):
             return []
-        return self._order_chunk(one, tokens, compute_s, group, now_s)
+        return self._order_chunk(prefill, tokens, compute_s, group, now_s)
 
-    def _wait_for_room(self, one: SharedPrefill, now_s: float) -> list[Order]:
+    def _wait_for_room(self, prefill: SharedPrefill, now_s: float) -> list[Order]:
         """No group can hold it now, or its owner all of it."""
-        if not (one.is_streamed or one.offer.fits_owner):
-            return self._decline(one, DeclineReason.NO_ROOM)
-        return [] if self._may_get_room(one, now_s) else self._collect_to_owner(one, DeclineReason.NO_PLAN, now_s)
+        if not (prefill.is_streamed or prefill.offer.fits_owner):
+            return self._decline(prefill, DeclineReason.NO_ROOM)
+        return (
+            [] if self._may_get_room(prefill, now_s) else self._collect_to_owner(prefill, DeclineReason.NO_PLAN, now_s)
+        )
 
-    def _may_get_room(self, one: SharedPrefill | AnnouncedPrompt, now_s: float) -> bool:
-        return self._room.may_come(one, self._requests.values(), now_s, is_working=bool(self._steps))
+    def _may_get_room(self, prefill: SharedPrefill | AnnouncedPrompt, now_s: float) -> bool:
+        return self._room.may_come(prefill, self._requests.values(), now_s, is_working=bool(self._steps))
 
     def _order_chunk(
-        self, one: SharedPrefill, tokens: int, compute_s: float, group: tuple[int, ...], now_s: float
+        self, prefill: SharedPrefill, tokens: int, compute_s: float, group: tuple[int, ...], now_s: float
     ) -> list[Order]:
         settings = self._settings
         tokens, compute_s = self._members.fit_chunk(group, tokens, compute_s, settings.page_tokens)
-        layout, after = lay_out(one.held, head(one.todo, tokens), group, settings.interleaving, settings.page_tokens)
-        more = {instance: tokens_held(after, instance) - tokens_held(one.held, instance) for instance in group}
+        layout, after = lay_out(
+            prefill.held, head(prefill.todo, tokens), group, settings.interleaving, settings.page_tokens
+        )
+        more = {instance: tokens_held(after, instance) - tokens_held(prefill.held, instance) for instance in group}
         short = [instance for instance in group if more[instance] > self._members[instance].free_tokens]
         displaced, is_free = self._keeping.displace(short)
         if not is_free:
             return displaced
         tags = settings.layers * (len(layout.group) + len(layout.moves))
-        is_last = one.is_streamed and tokens == count_tokens(one.todo)
-        left = 0 if one.planned is None else one.planned.new_tokens - tokens  # of a chunk that was cut
-        one.planned = NextChunk(left, group) if left > 0 else None
+        is_last = prefill.is_streamed and tokens == count_tokens(prefill.todo)
+        left = 0 if prefill.planned is None else prefill.planned.new_tokens - tokens  # of a chunk that was cut
+        prefill.planned = NextChunk(left, group) if left > 0 else None
         step = self._numbers
-        order = RunChunk(step.sequence(), one.offer.request, layout, step.tags(tags), is_last)
-        one.group = group
+        order = RunChunk(step.sequence(), prefill.offer.request, layout, step.tags(tags), is_last)
+        prefill.group = group
         for instance in group:
             self._members[instance].claim(order.sequence, order.request, max(0, more[instance]))
-        self._run(one, order, group, after, now_s, compute_s)
+        self._run(prefill, order, group, after, now_s, compute_s)
         return [*displaced, order]
 
-    def _hand_back(self, one: SharedPrefill, now_s: float) -> list[Order]:
+    def _hand_back(self, prefill: SharedPrefill, now_s: float) -> list[Order]:
         """Nothing is left to compute: its owner goes on with it, with or without its KV."""
-        if not one.is_streamed:
-            return self._collect_to_owner(one, DeclineReason.NO_PLAN, now_s)
-        was_told, one.is_finishing = one.is_finishing, True
-        return [] if was_told else [Finish(one.offer.request, one.offer.owner)]
+        if not prefill.is_streamed:
+            return self._collect_to_owner(prefill, DeclineReason.NO_PLAN, now_s)
+        was_told, prefill.is_finishing = prefill.is_finishing, True
+        return [] if was_told else [Finish(prefill.offer.request, prefill.offer.owner)]
 
-    def _collect_to_owner(self, one: SharedPrefill, reason: DeclineReason, now_s: float) -> list[Order]:
+    def _collect_to_owner(self, prefill: SharedPrefill, reason: DeclineReason, now_s: float) -> list[Order]:
         """Nothing is left to compute here: what has been computed goes to the owner, once the holders are free."""
-        if not one.offer.fits_owner:
-            return self._decline(one, DeclineReason.NO_ROOM)
-        if all(segment.is_borrowed for segments in one.held.values() for segment in segments):
-            return self._decline(one, reason)
-        owner = one.offer.owner
+        if not prefill.offer.fits_owner:
+            return self._decline(prefill, DeclineReason.NO_ROOM)
+        if all(segment.is_borrowed for segments in prefill.held.values() for segment in segments):
+            return self._decline(prefill, reason)
+        owner = prefill.offer.owner
         # Its cached prefix is still in the owner's cache, also where others hold a copy.
-        moves = tuple(move for move in gather(one.held, owner) if move.positions[-1][-1] >= one.offer.cached_tokens)
+        moves = tuple(
+            move for move in gather(prefill.held, owner) if move.positions[-1][-1] >= prefill.offer.cached_tokens
+        )
         members = (owner, *sorted({move.source for move in moves}))
         if not self._members.are_ready(members):
             return []
         tag = self._numbers.tags(self._settings.layers * len(moves))
-        order = Collect(self._numbers.sequence(), one.offer.request, owner, members, moves, tag)
-        self._run(one, order, members, {}, now_s, 0.0)
+        order = Collect(self._numbers.sequence(), prefill.offer.request, owner, members, moves, tag)
+        self._run(prefill, order, members, {}, now_s, 0.0)
         return [order]
 
     def _run(
         self,
-        one: SharedPrefill,
+        prefill: SharedPrefill,
         order: RunChunk | Collect,
         members: Sequence[int],
         after: dict[int, tuple[KvSegment, ...]],
         now_s: float,
         compute_s: float,
     ) -> None:
-        one.running = RunningStep(order, dict(one.held), after, set(members))
-        self._steps[order.sequence] = one
-        one.involved.update(members)
+        prefill.running = RunningStep(order, dict(prefill.held), after, set(members))
+        self._steps[order.sequence] = prefill
+        prefill.involved.update(members)
         self._members.begin_step(order.sequence, members, now_s, compute_s)
 
-    def _run_keep_step(self, one: SharedPrefill, order: Collect, after: Held, now_s: float) -> None:
-        self._run(one, order, order.members, after, now_s, self._settings.keep_step_s)
+    def _run_keep_step(self, prefill: SharedPrefill, order: Collect, after: Held, now_s: float) -> None:
+        self._run(prefill, order, order.members, after, now_s, self._settings.keep_step_s)
 
     def _answer(self, instance: int, sequence: int, now_s: float, *, is_done: bool) -> list[Order]:
-        one = self._steps.get(sequence)
-        running = None if one is None else one.running
-        if one is None or running is None or instance not in running.waiting:
+        step = self._steps.get(sequence)
+        running = None if step is None else step.running
+        if step is None or running is None or instance not in running.waiting:
             return []  # late, twice, or from before the instance was lost
         running.waiting.discard(instance)
         self._members[instance].step = None
-        if one.offer.owner == instance and is_done and isinstance(running.order, Collect) and one.kept_s is None:
+        if step.offer.owner == instance and is_done and isinstance(running.order, Collect) and step.kept_s is None:
             # From here on the request is its owner's again.
-            one.is_cancelled = False
+            step.is_cancelled = False
         if is_done:
             running.done.add(instance)
             running.is_unsent = False
         else:
             running.has_failed = True
         if not running.waiting:
-            return self._end_step(one, now_s)
+            return self._end_step(step, now_s)
         return [] if is_done else self._give_up(running)
 
     def _give_up(self, running: RunningStep) -> list[Order]:
         """The others need not wait for what does not come."""
         return [GiveUp(running.order.sequence, tuple(sorted(running.waiting)))]
 
-    def _end_step(self, one: SharedPrefill, now_s: float) -> list[Order]:
-        running = one.running
+    def _end_step(self, prefill: SharedPrefill, now_s: float) -> list[Order]:
+        running = prefill.running
         assert running is not None
         order = running.order
-        one.running = None
-        if one.kept_s is None:
+        prefill.running = None
+        if prefill.kept_s is None:
             self._quiet_s = now_s
         del self._steps[order.sequence]
         group = order.layout.group if isinstance(order, RunChunk) else order.members
         self._members.end_step(order.sequence, group)
-        if one.kept_s is not None and isinstance(order, Collect):
-            return self._keeping.end_step(one, running, order, now_s)
+        if prefill.kept_s is not None and isinstance(order, Collect):
+            return self._keeping.end_step(prefill, running, order, now_s)
         if isinstance(order, Collect) and order.owner in running.done:
             # Copies of what the owner has got do not matter, nor how their holders fared.
-            return self._forget(one)
+            return self._forget(prefill)
         if not running.has_failed:
             assert isinstance(order, RunChunk)
             self._members.record_reached(order.layout.group)
-            one.attempts = 0
-            one.held = running.after
-            one.todo = without_head(one.todo, sum(count_tokens(part) for part in order.layout.new))
-            return self._settle(one)
+            prefill.attempts = 0
+            prefill.held = running.after
+            prefill.todo = without_head(prefill.todo, sum(count_tokens(part) for part in order.layout.new))
+            return self._settle(prefill)
         orders: list[Order] = []
         back = tuple(sorted(running.done))
         if back:
             orders.append(RollBack(order.sequence, order.request, back))
-        one.held = running.before
-        one.attempts += 1
+        prefill.held = running.before
+        prefill.attempts += 1
         if isinstance(order, Collect) or not running.is_unsent:
-            one.stop_streaming()
-        return [*orders, *self._settle(one)]
+            prefill.stop_streaming()
+        return [*orders, *self._settle(prefill)]
 
-    def _settle(self, one: SharedPrefill) -> list[Order]:
+    def _settle(self, prefill: SharedPrefill) -> list[Order]:
         """A request of which no step runs: end it, or find again what is left of it to compute."""
-        if one.is_cancelled:
-            return self._forget(one)
-        if one.attempts >= self._settings.max_attempts:
-            return self._decline(one, DeclineReason.FAILURES)
-        held = tuple(part for segments in one.held.values() for part in positions_of(segments))
-        expected = one.offer.tokens - count_tokens(one.todo)
+        if prefill.is_cancelled:
+            return self._forget(prefill)
+        if prefill.attempts >= self._settings.max_attempts:
+            return self._decline(prefill, DeclineReason.FAILURES)
+        held = tuple(part for segments in prefill.held.values() for part in positions_of(segments))
+        expected = prefill.offer.tokens - count_tokens(prefill.todo)
         if count_tokens(held) != expected:
-            one.todo = without((range(one.offer.tokens),), held)
-        one.estimate(self._candidates)
+            prefill.todo = without((range(prefill.offer.tokens),), held)
+        prefill.estimate(self._candidates)
         return []
 
-    def _decline(self, one: SharedPrefill, reason: DeclineReason) -> list[Order]:
-        return [*self._forget(one), Decline(one.offer.request, one.offer.owner, reason)]
+    def _decline(self, prefill: SharedPrefill, reason: DeclineReason) -> list[Order]:
+        return [*self._forget(prefill), Decline(prefill.offer.request, prefill.offer.owner, reason)]
 
-    def _forget(self, one: SharedPrefill) -> list[Order]:
+    def _forget(self, prefill: SharedPrefill) -> list[Order]:
         # Also those that hold nothing any more: they may still be sending of it.
-        del self._requests[one.offer.request]
+        del self._requests[prefill.offer.request]
         self._room.freed_s = math.inf
-        for instance in one.involved:
+        for instance in prefill.involved:
             if instance in self._members:
-                self._members[instance].free_claimed(one.offer.request)
-        members = tuple(instance for instance in self._members if instance in one.involved)
-        return [Drop(one.offer.request, members)] if members else []
+                self._members[instance].free_claimed(prefill.offer.request)
+        members = tuple(instance for instance in self._members if instance in prefill.involved)
+        return [Drop(prefill.offer.request, members)] if members else []
 
     # -- what is so --------------------------------------------------------------------------------------------------
 
@@ -542,5 +550,5 @@ class Coordinator:
 
     def _forget_unclaimed(self, now_s: float) -> None:
         timeout_s = self._settings.bind_timeout_s
-        for ticket in [key for key, one in self._announced.items() if now_s > one.bound_s + timeout_s]:
+        for ticket in [key for key, prefill in self._announced.items() if now_s > prefill.bound_s + timeout_s]:
             del self._announced[ticket]

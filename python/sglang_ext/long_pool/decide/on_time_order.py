@@ -99,49 +99,58 @@ class OnTimeOrder:
         """Return all of `waiting` in their order. `running_s`: instance-seconds until all that runs has ended."""
         options = self._options
         # One that waits no more has started, or its client has gone: what it was allowed is used.
-        keys = {one.key for one in waiting}
+        keys = {waiting_prompt.key for waiting_prompt in waiting}
         self._put_back &= keys
         self._aged &= keys
-        by_deadline = sorted(waiting, key=lambda one: (one.deadline_s, one.arrival_s, one.key))
-        late = {one.key for one in by_deadline if now_s + one.fastest_s > one.deadline_s}
+        by_deadline = sorted(
+            waiting,
+            key=lambda waiting_prompt: (waiting_prompt.deadline_s, waiting_prompt.arrival_s, waiting_prompt.key),
+        )
+        late = {prefill.key for prefill in by_deadline if now_s + prefill.fastest_s > prefill.deadline_s}
         # Who has waited so long goes first, and who has KV already: to wait any longer would keep it.
         first = [
-            one
-            for one in by_deadline
-            if one.key in late
-            and (one.is_started or now_s - one.arrival_s > options.promoted_after * (one.deadline_s - one.arrival_s))
+            prefill
+            for prefill in by_deadline
+            if prefill.key in late
+            and (
+                prefill.is_started
+                or now_s - prefill.arrival_s > options.promoted_after * (prefill.deadline_s - prefill.arrival_s)
+            )
         ]
         self._record_aged(now_s, by_deadline)
-        first += [one for one in by_deadline if one.key in self._aged]
-        first.sort(key=lambda one: not one.is_started)
+        first += [prefill for prefill in by_deadline if prefill.key in self._aged]
+        first.sort(key=lambda prefill: not prefill.is_started)
         per_work = options.work_factor / instances
-        ahead_s = running_s / instances + sum(one.work_s for one in first) * per_work
-        are_first = {one.key for one in first}
-        timely = [one for one in by_deadline if one.key not in late and one.key not in are_first]
+        ahead_s = running_s / instances + sum(prefill.work_s for prefill in first) * per_work
+        are_first = {prefill.key for prefill in first}
+        timely = [prefill for prefill in by_deadline if prefill.key not in late and prefill.key not in are_first]
         put_back = self._choose(now_s, timely, ahead_s, per_work)
         self._allowance += len(self._put_back - put_back) - len(put_back - self._put_back)
         self._put_back = put_back
         behind = put_back | late
-        turns = [*first, *(one for one in by_deadline if one.key not in behind and one.key not in are_first)]
-        turns += [one for one in by_deadline if one.key in behind and one.key not in are_first]
+        turns = [
+            *first,
+            *(prefill for prefill in by_deadline if prefill.key not in behind and prefill.key not in are_first),
+        ]
+        turns += [prefill for prefill in by_deadline if prefill.key in behind and prefill.key not in are_first]
         shares = options.due_share, options.put_back_due_share
-        due_s = [one.arrival_s + shares[one.key in behind] * (one.deadline_s - one.arrival_s) for one in turns]
-        is_lost = [now_s + one.fastest_s > due for one, due in zip(turns, due_s, strict=True)]
+        due_s = [turn.arrival_s + shares[turn.key in behind] * (turn.deadline_s - turn.arrival_s) for turn in turns]
+        is_lost = [now_s + turn.fastest_s > due for turn, due in zip(turns, due_s, strict=True)]
         may_hurry = sum(is_lost) <= options.max_hurrying
         return [
-            OrderedPrefill(one, due if may_hurry or not lost else math.inf)
-            for one, due, lost in zip(turns, due_s, is_lost, strict=True)
+            OrderedPrefill(turn, due if may_hurry or not lost else math.inf)
+            for turn, due, lost in zip(turns, due_s, is_lost, strict=True)
         ]
 
     def _record_aged(self, now_s: float, by_deadline: Sequence[PendingPrefill]) -> None:
         """The oldest of those without a deadline comes first, where it has waited so long and it is its turn."""
         options = self._options
         if self._arrivals >= options.arrivals_per_aged:
-            for one in by_deadline:
-                has_aged = one.deadline_s == math.inf and now_s - one.arrival_s > options.age_s
-                if has_aged and one.key not in self._aged:
+            for prefill in by_deadline:
+                has_aged = prefill.deadline_s == math.inf and now_s - prefill.arrival_s > options.age_s
+                if has_aged and prefill.key not in self._aged:
                     self._arrivals = 0
-                    self._aged.add(one.key)
+                    self._aged.add(prefill.key)
                     return
 
     def _choose(self, now_s: float, timely: Sequence[PendingPrefill], ahead_s: float, per_work: float) -> set[int]:
@@ -150,12 +159,12 @@ class OnTimeOrder:
         allowance = self._allowance + len(self._put_back)
         longest: list[tuple[float, float, int]] = []
         end_s = now_s + ahead_s
-        for one in timely:
-            takes_s = one.work_s * per_work
+        for prefill in timely:
+            takes_s = prefill.work_s * per_work
             end_s += takes_s
-            if not one.is_started and one.deadline_s < math.inf:
-                heappush(longest, (-takes_s, -one.arrival_s, one.key))
-            planned_s = one.arrival_s + self._options.planned_share * (one.deadline_s - one.arrival_s)
+            if not prefill.is_started and prefill.deadline_s < math.inf:
+                heappush(longest, (-takes_s, -prefill.arrival_s, prefill.key))
+            planned_s = prefill.arrival_s + self._options.planned_share * (prefill.deadline_s - prefill.arrival_s)
             if end_s > planned_s and longest and len(put_back) + 1 <= allowance:
                 saved_s, _, key = heappop(longest)
                 end_s += saved_s

@@ -80,7 +80,9 @@ class LongInstance:
 
     def record_begun(self, sequence: int | None) -> None:
         """What is known to be free is without what this step, and those before it, have taken; None: all."""
-        self.claims = {one: claim for one, claim in self.claims.items() if sequence is not None and one > sequence}
+        self.claims = {
+            member: claim for member, claim in self.claims.items() if sequence is not None and member > sequence
+        }
 
     def add_backlog(self, work_s: float, now_s: float) -> None:
         """It has been given ordinary work that its report does not know of."""
@@ -127,10 +129,10 @@ class PoolMembers:
 
     def record_free(self, instance: int, sequence: int, free_kv_tokens: int | None) -> None:
         """What is free at a member at the end of its step, done or failed; None where that is not known."""
-        one = self._members.get(instance)
-        if one is not None and one.step == sequence and free_kv_tokens is not None:
-            one.report = one.report._replace(free_kv_tokens=free_kv_tokens)
-            one.record_begun(sequence)
+        member = self._members.get(instance)
+        if member is not None and member.step == sequence and free_kv_tokens is not None:
+            member.report = member.report._replace(free_kv_tokens=free_kv_tokens)
+            member.record_begun(sequence)
 
     def report(self, instance: int, report: MemberReport, now_s: float, begun_step: int | None) -> None:
         """Record a member's newest report and the last step that it had begun then; None: all ordered steps."""
@@ -142,12 +144,12 @@ class PoolMembers:
 
     def most_tokens(self) -> int:
         """Return what the largest of them has held, as far as is known: no longer prompt fits one alone."""
-        return max((one.max_free_tokens for one in self._members.values()), default=0)
+        return max((member.max_free_tokens for member in self._members.values()), default=0)
 
     def free_s(self, group: Iterable[int], now_s: float) -> float:
         """Return when the last of these has ended its step, as it seems."""
         steps = [self._members[instance] for instance in group if self._members[instance].step is not None]
-        return max((one.step_ends_s for one in steps), default=now_s)
+        return max((step.step_ends_s for step in steps), default=now_s)
 
     def fit_chunk(self, group: Collection[int], tokens: int, compute_s: float, page_tokens: int) -> tuple[int, float]:
         """Return so much of a chunk, and of its time, that each of its group has memory for its part, besides KV.
@@ -190,11 +192,11 @@ class PoolMembers:
     def any_idle(self, now_s: float, kept: Collection[int]) -> bool:
         """Return whether a step could begin somewhere."""
         return any(
-            one.step is None
+            member.step is None
             and instance not in kept
-            and now_s >= one.shunned_until_s
-            and one.backlog_s(now_s) <= self._short_backlog_s
-            for instance, one in self._members.items()
+            and now_s >= member.shunned_until_s
+            and member.backlog_s(now_s) <= self._short_backlog_s
+            for instance, member in self._members.items()
         )
 
     def snapshot(

@@ -178,9 +178,9 @@ class AnnouncedPrompt:
         cls, ticket: PromptTicket, candidates: Sequence[SpCandidate], settings: CoordinationSettings
     ) -> AnnouncedPrompt:
         """A new one."""
-        one = cls(ticket, 0.0, 0.0)
-        one.estimate(candidates, settings)
-        return one
+        prompt = cls(ticket, 0.0, 0.0)
+        prompt.estimate(candidates, settings)
+        return prompt
 
     def estimate(self, candidates: Sequence[SpCandidate], settings: CoordinationSettings) -> None:
         """What it costs is known, or has changed; and so its objective, where that is the pool's."""
@@ -233,10 +233,10 @@ class StepNumbers:
 def promised_tokens(requests: Iterable[SharedPrefill]) -> dict[int, int]:
     """Tokens that will come to instances from others, by instance: of prefills that have begun and are not streamed."""
     promised: dict[int, int] = {}
-    for one in requests:
-        if one.group and not one.is_streamed:
-            owner = one.offer.owner
-            promised[owner] = promised.get(owner, 0) + one.promised_tokens
+    for request in requests:
+        if request.group and not request.is_streamed:
+            owner = request.offer.owner
+            promised[owner] = promised.get(owner, 0) + request.promised_tokens
     return promised
 
 

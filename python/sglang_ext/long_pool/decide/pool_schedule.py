@@ -47,12 +47,12 @@ class PlacedPrefill(NamedTuple):
 
 def fastest_s(candidates: Sequence[SpCandidate], cached_tokens: int, new_tokens: int) -> float:
     """Return the time of the fastest SP size without a queue, as one chunk; infinity where no cost is known."""
-    return min(one.cost.predict_s(cached_tokens, new_tokens) for one in candidates)
+    return min(candidate.cost.predict_s(cached_tokens, new_tokens) for candidate in candidates)
 
 
 def min_work_s(candidates: Sequence[SpCandidate], cached_tokens: int, new_tokens: int) -> float:
     """Return the instance-seconds of the SP size that takes the fewest; infinity where no cost is known."""
-    return min(one.size * one.cost.predict_s(cached_tokens, new_tokens) for one in candidates)
+    return min(candidate.size * candidate.cost.predict_s(cached_tokens, new_tokens) for candidate in candidates)
 
 
 def tokens_within(cost: SpCost | TabulatedCost, cached_tokens: int, new_tokens: int, budget_s: float) -> int:
@@ -143,10 +143,10 @@ class PoolSchedule:
         """
         instances = len(snapshot.node_ids)
         ordered = self.order.order(now_s, pending, instances, running_s)
-        left_s = running_s + sum([one.work_s for one in pending])
+        left_s = running_s + sum([prompt.work_s for prompt in pending])
         waiting = [
-            WaitingPrompt(one.new_tokens, one.cached_tokens, due_s - now_s, one.owner, one.holders)
-            for one, due_s in ordered[: self.planner.options.max_considered]
+            WaitingPrompt(prefill.new_tokens, prefill.cached_tokens, due_s - now_s, prefill.owner, prefill.holders)
+            for prefill, due_s in ordered[: self.planner.options.max_considered]
         ]
         behind = len(ordered) - len(waiting)
         others = behind + self.load.arrivals_until_empty(now_s, left_s, instances)

@@ -346,7 +346,7 @@ class PlainSearch:
         holders = {holder.instance for holder in prompt.holders}
         share_tokens = self._share_tokens(prompt, size)
         members = self._instances if node is _ANYWHERE else self._nodes[node]
-        return [one for one in members if one.number not in holders and one.room_tokens >= share_tokens]
+        return [member for member in members if member.number not in holders and member.room_tokens >= share_tokens]
 
     def _holders(self, prompt: WaitingPrompt) -> list[_Instance]:
         return [self._instances[holder.instance] for holder in prompt.holders]
@@ -358,20 +358,20 @@ class PlainSearch:
         held_tokens = {holder.instance: holder.tokens for holder in prompt.holders}
 
         def first_of(count: int, among: list[_Instance], key: Callable[[_Instance], float]) -> list[_Instance]:
-            return sorted(among, key=lambda one: (key(one), one.number != prompt.owner))[:count]
+            return sorted(among, key=lambda candidate: (key(candidate), candidate.number != prompt.owner))[:count]
 
         ready = [instance for instance in others if instance.free_s <= best.start_s]
         later: list[_Instance] = []
         if best.kind == "grow":
             idle = [instance for instance in others if instance.is_free_until(best.start_s)]
-            group = [*holders, *first_of(best.first_size - len(holders), idle, lambda one: 0)]
+            group = [*holders, *first_of(best.first_size - len(holders), idle, lambda candidate: 0)]
             rest = [instance for instance in ready if instance not in group]
-            later = first_of(best.size - best.first_size, rest, lambda one: -one.free_s)
+            later = first_of(best.size - best.first_size, rest, lambda candidate: -candidate.free_s)
         elif best.kind == "gap":
             idle = [instance for instance in others if instance.is_free_until(best.first_s)]
-            group = [*holders, *first_of(best.size - len(holders), idle, lambda one: one.gap_s)]
+            group = [*holders, *first_of(best.size - len(holders), idle, lambda candidate: candidate.gap_s)]
         else:
-            group = [*holders, *first_of(best.size - len(holders), ready, lambda one: -one.free_s)]
+            group = [*holders, *first_of(best.size - len(holders), ready, lambda candidate: -candidate.free_s)]
         start_s = best.start_s if best.kind == "wait" else 0.0
         for member in group:
             if start_s == 0.0:

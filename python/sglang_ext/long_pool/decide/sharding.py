@@ -106,7 +106,7 @@ def split_positions(
                 dealt[min(piece, pieces - 1 - piece)].append(part[at:stop])
                 at = stop
         offset += len(part)
-    return tuple(tuple(one.ranges) for one in dealt)
+    return tuple(tuple(share.ranges) for share in dealt)
 
 
 def _cuts(positions: Positions, pieces: int, page_tokens: int) -> list[int]:

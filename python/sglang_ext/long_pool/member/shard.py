@@ -167,7 +167,9 @@ class Shard:
             later = torch.cat([pages[:0].flatten(), *(pages[more].flatten() for more in pieces[number + 1 :])]) // page
             done = spare[torch.isin(spare, pages[piece] // page)]
             freed.append(done[~torch.isin(done, later)])
-        self._check_room([piece.numel() for piece in pieces], [self._pool.count_freed(one) for one in freed])
+        self._check_room(
+            [piece.numel() for piece in pieces], [self._pool.count_freed(segment_slots) for segment_slots in freed]
+        )
         self._free_pages(freed[0])
         for piece, done in zip(pieces, freed[1:], strict=True):
             sources, fresh = pages[piece].flatten(), self._pool.allocate(piece.numel() * page)

@@ -160,8 +160,8 @@ class NcclMeshes:
             call.wait()
         whole = [greeting, *(bytes(data.numpy()) for data in greetings)]
         names, devices = (
-            [one[:_NAME_BYTES] for one in whole],
-            [one[_NAME_BYTES:] for one in whole],
+            [blob[:_NAME_BYTES] for blob in whole],
+            [blob[_NAME_BYTES:] for blob in whole],
         )
         try:
             answer = decide(names, devices, self._nccl.unique_id)

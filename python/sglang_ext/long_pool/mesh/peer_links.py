@@ -154,7 +154,7 @@ class LinkMesh:
         with self._lock:
             if self._end_reason is not None:
                 raise MeshError(self._end_reason)
-            self._open = [*(one for one in self._open if not one.is_over), call]
+            self._open = [*(open_call for open_call in self._open if not open_call.is_over), call]
 
 
 class _WaitedCall:
@@ -280,7 +280,7 @@ class PeerLinks:
         finally:
             with self._lock:
                 self._step, self._last_step = None, max(self._last_step, sequence)
-                self._given_up = {one: why for one, why in self._given_up.items() if one > sequence}
+                self._given_up = {open_call: why for open_call, why in self._given_up.items() if open_call > sequence}
                 links = [*self._links.values()]
             mesh.fail("the step is over")
             for link in links:

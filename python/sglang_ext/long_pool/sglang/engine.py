@@ -99,8 +99,8 @@ class SchedulerKvPool:
         scatter_kv_(keys, self._pool.get_value_buffer(layer), slots.to(keys.device), kv)
 
     def empty_block(self, tokens: int) -> torch.Tensor:
-        one = self._pool.get_key_buffer(0)
-        return one.new_empty((2, tokens, *one.shape[1:]))
+        buffer = self._pool.get_key_buffer(0)
+        return buffer.new_empty((2, tokens, *buffer.shape[1:]))
 
 
 class SchedulerEngine:

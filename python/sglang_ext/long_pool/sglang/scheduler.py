@@ -147,7 +147,9 @@ class SequenceParallelScheduler(LengthAwareScheduler):
             self._offer_all(member, laps)
         unfit = [request for request in self.waiting_queue if self._is_too_long(request) and not is_aborted(request)]
         if unfit:
-            self.waiting_queue = [request for request in self.waiting_queue if not any(request is one for one in unfit)]
+            self.waiting_queue = [
+                request for request in self.waiting_queue if not any(request is too_long for too_long in unfit)
+            ]
             for request in unfit:
                 why = "a pool cannot share it" if member is not None and member.is_joined else "it is in no pool now"
                 self._refuse(request, why)
@@ -321,7 +323,9 @@ class SequenceParallelScheduler(LengthAwareScheduler):
                     continue
                 self.tree_cache.unlock(shared.lock)
         numbers = list(self._ending)
-        are_well = member.ranks.all_of([not self._ending[one].request.disagg_kv_sender.is_restarted for one in numbers])
+        are_well = member.ranks.all_of(
+            [not self._ending[number].request.disagg_kv_sender.is_restarted for number in numbers]
+        )
         for number, is_well in zip(numbers, are_well, strict=True):
             if not is_well:
                 self._take_back(number)
@@ -330,7 +334,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
     def _has_come_back(self, number: int) -> bool:
         """The pool keeps it no more: whether it has to go on here, as its transfer has not ended."""
         request, member = self._ending[number].request, self._member
-        if member is None or not any(one is request for one in self.disagg_prefill_inflight_queue):
+        if member is None or not any(inflight is request for inflight in self.disagg_prefill_inflight_queue):
             return False
         if member.ranks.all(request.disagg_kv_sender.poll() == KVPoll.Success):
             return False
@@ -341,7 +345,9 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         """What has been sent is lost: the request is the pool's again, as it was before its first token."""
         shared = self._shared[number] = self._ending.pop(number)
         waiting = self.disagg_prefill_inflight_queue
-        self.disagg_prefill_inflight_queue = [one for one in waiting if one is not shared.request]
+        self.disagg_prefill_inflight_queue = [
+            waiting_prompt for waiting_prompt in waiting if waiting_prompt is not shared.request
+        ]
         take_back(shared.request)
 
     def _is_ending(self, request: Any) -> bool:
@@ -365,7 +371,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
             for request, lock in self._resumed:
                 if id(request) not in waiting:
                     self.tree_cache.unlock(lock)
-            self._resumed = [one for one in self._resumed if id(one[0]) in waiting]
+            self._resumed = [entry for entry in self._resumed if id(entry[0]) in waiting]
 
     def _report_transferred(self, member: PoolMember) -> None:
         for number, sender in list(self._sending.items()):

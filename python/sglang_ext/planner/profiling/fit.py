@@ -63,12 +63,12 @@ class Fit(NamedTuple):
 def fit_measurements(measurements: Measurements) -> Fit:
     """Fit all forms. FitError for too few points, or points by which a token costs nothing."""
     points = measurements.points
-    lone = [one for one in points if one.point.requests == 1]
-    if len(lone) < LEAST_POINTS or len({one.point.new_tokens for one in lone}) < 2:
+    lone = [measured_point for measured_point in points if measured_point.point.requests == 1]
+    if len(lone) < LEAST_POINTS or len({measured_point.point.new_tokens for measured_point in lone}) < 2:
         raise FitError(f"{len(lone)} chunks were measured: {LEAST_POINTS} of two lengths at least are needed for a fit")
-    first_size = min(one.point.sp_size for one in lone)
-    single = [one for one in points if one.point.sp_size == first_size]
-    sp = {size: _fit_sp(lone, size) for size in sorted({one.point.sp_size for one in lone})}
+    first_size = min(measured_point.point.sp_size for measured_point in lone)
+    single = [measured_point for measured_point in points if measured_point.point.sp_size == first_size]
+    sp = {size: _fit_sp(lone, size) for size in sorted({measured_point.point.sp_size for measured_point in lone})}
     prefill = _fit_prefill(single)
     iteration = _fit_iteration(single)
     for name, per_token_s in (
@@ -80,7 +80,11 @@ def fit_measurements(measurements: Measurements) -> Fit:
             raise FitError(f"by the fit of {name} a token costs nothing: measure longer chunks (points.new_tokens)")
     forms = [
         *(
-            _judge(f"sp {size}", [one for one in lone if one.point.sp_size == size], _by_sp(cost))
+            _judge(
+                f"sp {size}",
+                [measured_point for measured_point in lone if measured_point.point.sp_size == size],
+                _by_sp(cost),
+            )
             for size, cost in sp.items()
         ),
         _judge("prefill", single, lambda point: _prefill_s(prefill, point)),
@@ -108,9 +112,11 @@ def pipeline_costs(measurements: Measurements, fit: Fit, stages: int, kv_tokens:
         others = max(_LEAST_RELATIVE, (1 / share - 1) / (stages - 1))
         relative = (others,) * (stages - 1) + (1.0,)
     else:
-        lone = [one for one in measurements.points if one.point.requests == 1 and one.point.cached_tokens == 0]
+        lone = [point for point in measurements.points if point.point.requests == 1 and point.point.cached_tokens == 0]
         left = (1 - stages * share) / (stages - 1)
-        hop = Hop(*_line([(one.point.new_tokens, left * one.duration_s) for one in lone]))
+        hop = Hop(
+            *_line([(measured_point.point.new_tokens, left * measured_point.duration_s) for measured_point in lone])
+        )
     return PipelineCosts(
         Stages(stages, hop, relative),
         fit.prefill.times(share),
@@ -134,9 +140,9 @@ def fit_relative(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> l
 
 def _fit_sp(lone: Iterable[MeasuredPoint], size: int) -> SpCost:
     samples = [
-        ChunkSample(one.point.cached_tokens, one.point.new_tokens, one.duration_s)
-        for one in lone
-        if one.point.sp_size == size
+        ChunkSample(measured_point.point.cached_tokens, measured_point.point.new_tokens, measured_point.duration_s)
+        for measured_point in lone
+        if measured_point.point.sp_size == size
     ]
     try:
         return fit_sp_cost(samples)
@@ -145,29 +151,29 @@ def _fit_sp(lone: Iterable[MeasuredPoint], size: int) -> SpCost:
 
 
 def _fit_prefill(points: Sequence[MeasuredPoint]) -> CostCoefficients:
-    rows = [_prefill_features(one.point) for one in points]
-    alpha_s, token_s, read_s, kappa_s = fit_relative(rows, [one.duration_s for one in points])
+    rows = [_prefill_features(point.point) for point in points]
+    alpha_s, token_s, read_s, kappa_s = fit_relative(rows, [point.duration_s for point in points])
     return CostCoefficients(alpha_s, token_s, read_s, kappa_s)
 
 
 def _fit_iteration(points: Sequence[MeasuredPoint]) -> IterationCost:
     """Fit the iteration. Without cached tokens the cost of attending to them is that of Eq. 1 with c = 2d."""
     cost = IterationCost(
-        *fit_relative([features(one.point.lengths) for one in points], [one.duration_s for one in points])
+        *fit_relative([features(point.point.lengths) for point in points], [point.duration_s for point in points])
     )
-    if all(one.point.cached_tokens == 0 for one in points):
+    if all(point.point.cached_tokens == 0 for point in points):
         return cost._replace(cached_new_s=2 * cost.new2_s)
     return cost
 
 
 def _fit_front_end(measurements: Measurements) -> FrontEnd:
     if measurements.hand_overs:
-        before = [(one.prompt_tokens, median(one.before_s)) for one in measurements.hand_overs]
-        after = [(one.prompt_tokens, median(one.after_s)) for one in measurements.hand_overs]
+        before = [(over.prompt_tokens, median(over.before_s)) for over in measurements.hand_overs]
+        after = [(over.prompt_tokens, median(over.after_s)) for over in measurements.hand_overs]
     else:
-        lone = [one for one in measurements.points if one.point.requests == 1]
-        before = [(one.point.prompt_tokens, median(one.before_s)) for one in lone]
-        after = [(one.point.prompt_tokens, median(one.after_s)) for one in lone]
+        lone = [point for point in measurements.points if point.point.requests == 1]
+        before = [(measured_point.point.prompt_tokens, median(measured_point.before_s)) for measured_point in lone]
+        after = [(measured_point.point.prompt_tokens, median(measured_point.after_s)) for measured_point in lone]
     return FrontEnd(*_line(before), *_line(after))
 
 
@@ -200,4 +206,4 @@ def _by_sp(cost: SpCost) -> Callable[[Point], float]:
 
 
 def _judge(name: str, points: Iterable[MeasuredPoint], predict_s: Callable[[Point], float]) -> FormFit:
-    return FormFit(name, {one.point: predict_s(one.point) / one.duration_s - 1 for one in points})
+    return FormFit(name, {point.point: predict_s(point.point) / point.duration_s - 1 for point in points})

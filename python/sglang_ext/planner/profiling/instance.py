@@ -137,16 +137,16 @@ class HttpInstance:
         sent_s = time.perf_counter()
         stamps = self._generate(prompts)
         wall_s = time.perf_counter() - sent_s
-        for one in stamps:
-            if one.cached_tokens != point.cached_tokens:
+        for stamp in stamps:
+            if stamp.cached_tokens != point.cached_tokens:
                 raise InstanceError(
-                    f"the instance found {one.cached_tokens} tokens in its cache instead of {point.cached_tokens}: "
+                    f"the instance found {stamp.cached_tokens} tokens in its cache instead of {point.cached_tokens}: "
                     "it serves others meanwhile, or its KV cache is too small"
                 )
         entry_s = stamps[0].entry_s
-        if any(abs(one.entry_s - entry_s) > _SAME_BATCH_S for one in stamps):
+        if any(abs(stamp.entry_s - entry_s) > _SAME_BATCH_S for stamp in stamps):
             raise CutError(f"{point} do not run in one batch on this instance")
-        duration_s = max(one.finished_s for one in stamps) - entry_s
+        duration_s = max(stamp.finished_s for stamp in stamps) - entry_s
         before_s = entry_s - stamps[0].received_s
         if not duration_s > 0:
             raise InstanceError(f"the instance says that {point} took {duration_s:g} s")
@@ -173,7 +173,7 @@ class HttpInstance:
             return []
         self.prepare(0)
         prompts = [self._prompt(0, limits.chunk_tokens) for _ in range(_QUEUED_CHUNKS)]
-        stamps = sorted(self._generate(prompts), key=lambda one: one.entry_s)
+        stamps = sorted(self._generate(prompts), key=lambda stamp: stamp.entry_s)
         gaps_s = [later.entry_s - earlier.finished_s for earlier, later in pairwise(stamps)]
         return [gap_s for gap_s in gaps_s if gap_s >= 0]
 
@@ -210,7 +210,7 @@ class HttpInstance:
             passage_s = self.run(Point(0, tokens)).duration_s
             self.prepare(0)
             stamps = self._generate([self._prompt(0, tokens) for _ in range(count)])
-            finished_s = sorted(one.finished_s for one in stamps)
+            finished_s = sorted(stamp.finished_s for stamp in stamps)
             if number:  # the first one warms up
                 passages_s.append(passage_s)
                 intervals_s += [later - earlier for earlier, later in pairwise(finished_s)]
@@ -324,13 +324,13 @@ class HttpInstance:
 
 def _busy_run(stamps: Sequence[_Stamps]) -> BusyRun:
     """Count requests that joined at the same time as one batch."""
-    entries_s = sorted(one.entry_s for one in stamps)
+    entries_s = sorted(stamp.entry_s for stamp in stamps)
     batches = [1]
     for earlier_s, later_s in pairwise(entries_s):
         if later_s - earlier_s > _SAME_BATCH_S:
             batches.append(0)
         batches[-1] += 1
-    return BusyRun(_BUSY_TOKENS, tuple(batches), max(one.finished_s for one in stamps) - entries_s[0])
+    return BusyRun(_BUSY_TOKENS, tuple(batches), max(stamp.finished_s for stamp in stamps) - entries_s[0])
 
 
 def _all_stamps(answer: object) -> list[_Stamps]:

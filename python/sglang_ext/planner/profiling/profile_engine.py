@@ -181,12 +181,12 @@ def _table(points: Sequence[MeasuredPoint], fit: Fit) -> str:
     lines = [
         f"{'cached':>8} {'new':>7} {'batch':>6} {'time, ms':>10} {'spread':>7}" + "".join(f"{n:>11}" for n in names)
     ]
-    for one in points:
-        point = one.point
+    for measured_point in points:
+        point = measured_point.point
         cells = "".join(f"{form.errors[point]:>+11.1%}" if point in form.errors else f"{'-':>11}" for form in fit.forms)
         lines.append(
-            f"{point.cached_tokens:>8} {point.new_tokens:>7} {point.requests:>6} {1e3 * one.duration_s:>10.2f} "
-            f"{one.spread:>7.1%}{cells}"
+            f"{point.cached_tokens:>8} {point.new_tokens:>7} {point.requests:>6} "
+            f"{1e3 * measured_point.duration_s:>10.2f} {measured_point.spread:>7.1%}{cells}"
         )
     for label, name in (("P50", "error_p50"), ("P90", "error_p90"), ("largest", "error_max")):
         lines.append(
@@ -227,8 +227,8 @@ def _merged(
     assert pace is not None
     own = {name: content.pop(name) for name in ("fit", "points", "left_out", "hand_over", "busy", "provenance")}
     entry = {**pipeline_entry(pipeline), "pace": pace._asdict(), **own}
-    pipelines = [*(one for one in entries if one["stages"] != count), entry]
-    pipelines.sort(key=lambda one: int(one["stages"]))
+    pipelines = [*(known for known in entries if known["stages"] != count), entry]
+    pipelines.sort(key=lambda measured_point: int(measured_point["stages"]))
     kept = {name: value for name, value in added_to.items() if name not in ("format", "version")}
     if not kept:
         alone = {name: value for name, value in content.items() if name not in ("sp", "prefill", "iteration")}
@@ -253,13 +253,17 @@ def _content(args: argparse.Namespace, facts: InstanceFacts, measurements: Measu
         },
         "max_error": args.max_error,
         "has_bad_fit": bool(bad_forms(fit, args.max_error)),
-        "points": [_point_entry(one, fit) for one in measurements.points],
+        "points": [_point_entry(point, fit) for point in measurements.points],
         "hand_over": [
-            {"prompt_tokens": one.prompt_tokens, "before_s": list(one.before_s), "after_s": list(one.after_s)}
-            for one in measurements.hand_overs
+            {
+                "prompt_tokens": hand_over.prompt_tokens,
+                "before_s": list(hand_over.before_s),
+                "after_s": list(hand_over.after_s),
+            }
+            for hand_over in measurements.hand_overs
         ],
         "busy": [run._asdict() for run in measurements.busy],
-        "left_out": [{**_point(one.point), "reason": one.reason} for one in measurements.skipped],
+        "left_out": [{**_point(skipped.point), "reason": skipped.reason} for skipped in measurements.skipped],
         "provenance": {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": shlex.join(["sglang-ext", *_without_key(sys.argv[1:])]),
@@ -284,13 +288,13 @@ def _point(point: Point) -> dict[str, int]:
     }
 
 
-def _point_entry(one: MeasuredPoint, fit: Fit) -> Mapping[str, object]:
+def _point_entry(point: MeasuredPoint, fit: Fit) -> Mapping[str, object]:
     return {
-        **_point(one.point),
-        "duration_s": one.duration_s,
-        "durations_s": list(one.durations_s),
-        "spread": one.spread,
-        "error": {form.name: form.errors[one.point] for form in fit.forms if one.point in form.errors},
+        **_point(point.point),
+        "duration_s": point.duration_s,
+        "durations_s": list(point.durations_s),
+        "spread": point.spread,
+        "error": {form.name: form.errors[point.point] for form in fit.forms if point.point in form.errors},
     }
 
 
@@ -374,16 +378,22 @@ def draw_profile(points: Sequence[MeasuredPoint], fit: Fit, title: str, path: Pa
     FigureCanvasAgg(figure)
     chunks, batches, errors = figure.subplots(1, 3)
     figure.suptitle(title)
-    lone = [one for one in points if one.point.requests == 1]
-    for number, cached_tokens in enumerate(sorted({one.point.cached_tokens for one in lone})):
-        row = sorted((one.point.new_tokens, one) for one in lone if one.point.cached_tokens == cached_tokens)
+    lone = [point for point in points if point.point.requests == 1]
+    for number, cached_tokens in enumerate(sorted({measured_point.point.cached_tokens for measured_point in lone})):
+        row = sorted(
+            (measured_point.point.new_tokens, measured_point)
+            for measured_point in lone
+            if measured_point.point.cached_tokens == cached_tokens
+        )
         label = f"after {cached_tokens} cached tokens"
         _dots_and_line(chunks, row, fit, f"C{number % 10}", label)
-    for number, new_tokens in enumerate(sorted({one.point.new_tokens for one in points if one.point.requests > 1})):
+    for number, new_tokens in enumerate(
+        sorted({point.point.new_tokens for point in points if point.point.requests > 1})
+    ):
         row = sorted(
-            (one.point.requests, one)
-            for one in points
-            if one.point.new_tokens == new_tokens and one.point.cached_tokens == 0
+            (point.point.requests, point)
+            for point in points
+            if point.point.new_tokens == new_tokens and point.point.cached_tokens == 0
         )
         _dots_and_line(batches, row, fit, f"C{number % 10}", f"prompts of {new_tokens} tokens")
     for number, form in enumerate(fit.forms):
@@ -401,5 +411,11 @@ def draw_profile(points: Sequence[MeasuredPoint], fit: Fit, title: str, path: Pa
 
 def _dots_and_line(axes, row, fit: Fit, color: str, label: str) -> None:  # type: ignore[no-untyped-def]  # matplotlib
     across = [value for value, _ in row]
-    axes.plot(across, [one.duration_s for _, one in row], "o", color=color, markersize=4)
-    axes.plot(across, [fit.iteration.iteration_s(one.point.lengths) for _, one in row], "-", color=color, label=label)
+    axes.plot(across, [measured_point.duration_s for _, measured_point in row], "o", color=color, markersize=4)
+    axes.plot(
+        across,
+        [fit.iteration.iteration_s(measured_point.point.lengths) for _, measured_point in row],
+        "-",
+        color=color,
+        label=label,
+    )

@@ -128,7 +128,7 @@ class DecodePool:
 
     def unfinished(self) -> Iterable[SimRequest]:
         """Prefilled, without their last token."""
-        queued = [entry[2] for one in self._decoders for entry in (*one.waiting, *one.batch)]
+        queued = [entry[2] for decoder in self._decoders for entry in (*decoder.waiting, *decoder.batch)]
         return [member.served.request for member in (*queued, *self._under_way.values())]
 
     def _finish(self, finished: FinishedRequest) -> None:

@@ -50,7 +50,7 @@ class SimEngine(NamedTuple):
         The last stages have one layer more where the model's cannot be divided, as SGLang has it. `hop`: from stage to
         stage, where it was not measured or another one is asked for. EngineError for more stages than layers.
         """
-        measured = next((one for one in self.pipelines if one.stages.count == count), None)
+        measured = next((pipeline for pipeline in self.pipelines if pipeline.stages.count == count), None)
         if measured is not None:
             return measured if hop is None else measured._replace(stages=replace(measured.stages, hop=hop))
         layers = self.layers or count
@@ -113,7 +113,7 @@ def _engine(profile: EngineProfile) -> SimEngine:
     """
     title = profile.model if profile.device is None else f"{profile.model} on {profile.device}"
     candidates, coefficients = profile.candidates, profile.coefficients
-    pipelines = tuple(_while_busy(one, profile.busy_request_s) for one in profile.pipelines)
+    pipelines = tuple(_while_busy(pipeline, profile.busy_request_s) for pipeline in profile.pipelines)
     iteration, front_end = profile.iteration, profile.front_end
     if not candidates and coefficients is None:
         shortest = profile.pipelines[0]

@@ -98,7 +98,7 @@ class SimulatedInstance:
 
     def unfinished(self) -> list[SimRequest]:
         """The requests that it has."""
-        return [item.request for item in (*self.items, *(one for passing in self.passing for one in passing.ended))]
+        return [item.request for item in (*self.items, *(ended for passing in self.passing for ended in passing.ended))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,9 @@ class InstancePool:
         self.instances: list[SimulatedInstance] = []
         for role in spec.roles:
             self._append(role)
-        self._max_prompt_tokens = min(one.max_kv_tokens for one in self.instances if one.role.serves(_LONG))
+        self._max_prompt_tokens = min(
+            instance.max_kv_tokens for instance in self.instances if instance.role.serves(_LONG)
+        )
         self._stranded: dict[int, SimRequest] = {}  # no instance is there for them
         self._is_recorded = is_recorded
         self.timeline: list[BusyInterval] = []
@@ -209,7 +211,7 @@ class InstancePool:
     @property
     def serving(self) -> list[SimulatedInstance]:
         """Return the instances that take requests."""
-        return [one for one in self.instances if one.is_alive and not one.is_draining]
+        return [instance for instance in self.instances if instance.is_alive and not instance.is_draining]
 
     @property
     def tokens_per_s(self) -> float:
@@ -217,7 +219,10 @@ class InstancePool:
         return self.instances[0].tokens_per_s
 
     def unfinished(self) -> Iterable[SimRequest]:
-        return [*(request for one in self.instances for request in one.unfinished()), *self._stranded.values()]
+        return [
+            *(request for instance in self.instances for request in instance.unfinished()),
+            *self._stranded.values(),
+        ]
 
     def _route(self, request: SimRequest) -> tuple[SimulatedInstance, int] | None:
         """The instance and how much of the prompt it has cached; None if all are down."""
@@ -225,19 +230,19 @@ class InstancePool:
         if not alive:
             return None
         cached_tokens = self._cached_tokens(request, alive)
-        roles = [one.role for one in alive]
+        roles = [instance.role for instance in alive]
         pool = choose_pool(request.prompt_tokens, roles, cached_tokens, self._boundary, True)
         able = [(alive[at], cached_tokens[at]) for at in pool.candidates]
         loads = [
             PrefillLoad(
-                one.number,
-                one.pending_tokens,
-                len(one.items) + sum(len(passing.ended) for passing in one.passing),
+                instance.number,
+                instance.pending_tokens,
+                len(instance.items) + sum(len(passing.ended) for passing in instance.passing),
                 cached,
-                one.tokens_per_s,
-                one.progress.computed_tokens(self._loop.now_s, one.tokens_per_s),
+                instance.tokens_per_s,
+                instance.progress.computed_tokens(self._loop.now_s, instance.tokens_per_s),
             )
-            for one, cached in able
+            for instance, cached in able
         ]
         return able[self._router.choose(loads, request.prompt_tokens, self._draws.random())]
 
@@ -249,17 +254,17 @@ class InstancePool:
             return [request.cached_tokens] * len(alive)
         matched = self._cache(prefix.block_tokens).matched(prefix.blocks)
         most = request.prompt_tokens - 1  # the last token is always computed
-        return [min(matched.get(one.number, 0) * prefix.block_tokens, most) for one in alive]
+        return [min(matched.get(instance.number, 0) * prefix.block_tokens, most) for instance in alive]
 
     def _cache(self, block_tokens: int) -> PrefixIndex:
         cache = self._caches.get(block_tokens)
         if cache is None:
             # Of pools with different room the index has the smaller one's.
-            kv_tokens = min(one.max_kv_tokens for one in self.instances)
+            kv_tokens = min(instance.max_kv_tokens for instance in self.instances)
             cache = self._caches[block_tokens] = PrefixIndex(max(1, kv_tokens // block_tokens))
-            for one in self.instances:
-                if one.is_alive:
-                    cache.add_worker(one.number)
+            for instance in self.instances:
+                if instance.is_alive:
+                    cache.add_worker(instance.number)
         return cache
 
     # ---- iterations ----
@@ -434,20 +439,20 @@ class InstanceWatch:
         self._look(None)
 
     def _look(self, _: None) -> None:
-        self.seen.append((self._loop.now_s, [self._watched(one) for one in self._pool.instances]))
+        self.seen.append((self._loop.now_s, [self._watched(instance) for instance in self._pool.instances]))
         if self._loop.has_events or len(self.seen) == 1:
             self._loop.schedule_background(self._loop.now_s + self._every_s, self._look, None)
 
-    def _watched(self, one: SimulatedInstance) -> WatchedInstance:
-        long = sum(item.length_class is _LONG for item in one.items)
+    def _watched(self, instance: SimulatedInstance) -> WatchedInstance:
+        long = sum(item.length_class is _LONG for item in instance.items)
         return WatchedInstance(
-            one.number,
-            one.role,
-            one.is_alive,
-            one.is_draining,
-            one.pending_tokens,
-            (len(one.items) - long, long),
-            1.0 - one.kv_tokens / one.max_kv_tokens,
+            instance.number,
+            instance.role,
+            instance.is_alive,
+            instance.is_draining,
+            instance.pending_tokens,
+            (len(instance.items) - long, long),
+            1.0 - instance.kv_tokens / instance.max_kv_tokens,
         )
 
 

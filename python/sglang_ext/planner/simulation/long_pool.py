@@ -178,8 +178,8 @@ class LongPool:
         else:
             self._carry_out([*self._free(request.key), *self.coordinator.plan(now_s)])
         waiting, self._waiting_alone = self._waiting_alone, []
-        for one in waiting:
-            self._start_alone(*one)
+        for waiting_prompt in waiting:
+            self._start_alone(*waiting_prompt)
 
     # ---- orders ----
 
@@ -391,7 +391,7 @@ class LongPool:
             running.is_void = True
             del self._running[running.key]
             self._cut_timeline(running.key, now_s)
-        self._waiting_alone = [one for one in self._waiting_alone if one[1] != lost]
+        self._waiting_alone = [entry for entry in self._waiting_alone if entry[1] != lost]
         self._carry_out(self.coordinator.lose(lost, now_s))
         for running in broken:
             for instance in running.group:

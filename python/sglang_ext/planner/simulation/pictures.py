@@ -29,7 +29,7 @@ def draw_ttft(runs: Sequence[tuple[LoadReport, Sequence[ServedPrefill]]], path: 
     """Cumulative distribution of the TTFT, one line per load."""
     figure, axes = _figure()
     for report, served in runs:
-        ttfts_s = sorted(one.ttft_s for one in served)
+        ttfts_s = sorted(prefill.ttft_s for prefill in served)
         shares = [(position + 1) / len(ttfts_s) for position in range(len(ttfts_s))]
         axes.plot(ttfts_s, shares, label=_load(report))
     axes.set(xlabel="time to first token (s)", ylabel="share of requests", xscale="log", ylim=(0, 1))

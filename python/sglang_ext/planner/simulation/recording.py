@@ -187,7 +187,7 @@ def _transfers(lives: Sequence[_Life]) -> Iterator[SeenSpan]:
 
 def _lives(outcome: Outcome, run: RecordedRun) -> list[_Life]:
     """All requests, in the order of their arrival."""
-    finished = {one.request.key: one for one in outcome.finished}
+    finished = {finished_request.request.key: finished_request for finished_request in outcome.finished}
     instances = {
         key: busy.instance for busy in outcome.timeline for key in chain((busy.key,), busy.others)
     }  # the last one that worked for it
@@ -223,7 +223,7 @@ def _lives(outcome: Outcome, run: RecordedRun) -> list[_Life]:
         lives.append(life(served.request, served.start_s, served.first_token_s, end_s, transferred_s, decode))
     lives += [life(request, None, None, request.arrival_s, None) for request in outcome.refused]
     lives += [life(request, None, None, float("inf"), None) for request in outcome.unfinished]
-    return sorted(lives, key=lambda one: (one.request.arrival_s, one.key))
+    return sorted(lives, key=lambda live: (live.request.arrival_s, live.key))
 
 
 def _seen(life: _Life, now_s: float) -> SeenRequest:
@@ -322,7 +322,9 @@ class _Decoding:
     def _instance(self, name: str, lives: Sequence[_Life], now_s: float) -> SeenInstance:
         here = [life.request for life in lives if life.transferred_s is not None and life.transferred_s <= now_s]
         used_tokens = sum(request.prompt_tokens + request.output_tokens for request in here)
-        coming_tokens = sum(life.request.prompt_tokens for life in lives) - sum(one.prompt_tokens for one in here)
+        coming_tokens = sum(life.request.prompt_tokens for life in lives) - sum(
+            request.prompt_tokens for request in here
+        )
         kv_used = round(min(1.0, used_tokens / self._run.decode_kv_tokens), 4) if self._run.decode_kv_tokens else None
         return SeenInstance(
             InstanceRow(0, name, Role.DECODE.value, self._run.engine, "ready", None, ""),
@@ -357,7 +359,7 @@ class _Watched:
             share = seconds / max(1e-9, now_s - since_s)
             shares.setdefault(busy.instance, [0.0, 0.0])[self._classes.get(busy.key) == "long"] += max(0.0, share)
             working[busy.instance] = working.get(busy.instance, 0) + (busy.end_s > now_s)
-        watched = {one.number: one for one in self._looks[self._place][1]} if self._looks else {}
+        watched = {look.number: look for look in self._looks[self._place][1]} if self._looks else {}
         return [
             self._instance(number, watched.get(number), shares.get(number, [0.0, 0.0]), working.get(number, 0))
             for number in (sorted(watched) if watched else range(self._run.instances))

@@ -41,9 +41,9 @@ def summarise(
     slo_s: float,
 ) -> TtftSummary:
     """Count `unfinished` at their age for violations; the times are of those served."""
-    ttfts_s = sorted(one.ttft_s for one in served)
+    ttfts_s = sorted(prefill.ttft_s for prefill in served)
     violations = sum(ttft_s > slo_s for ttft_s in ttfts_s)
-    violations += sum(now_s - one.arrival_s > slo_s for one in unfinished) + len(refused)
+    violations += sum(now_s - request.arrival_s > slo_s for request in unfinished) + len(refused)
     count = len(ttfts_s)
     return TtftSummary(
         name,
@@ -56,7 +56,7 @@ def summarise(
         quantile(ttfts_s, 0.9) if count else None,
         quantile(ttfts_s, 0.99) if count else None,
         ttfts_s[-1] if count else None,
-        math.fsum(one.wait_s for one in served) / count if count else None,
+        math.fsum(prefill.wait_s for prefill in served) / count if count else None,
     )
 
 
@@ -78,9 +78,9 @@ def by_class(
         *(
             summarise(
                 name,
-                [one for one in served if is_short(one.request) is short],
-                [one for one in unfinished if is_short(one) is short],
-                [one for one in refused if is_short(one) is short],
+                [prefill for prefill in served if is_short(prefill.request) is short],
+                [request for request in unfinished if is_short(request) is short],
+                [request for request in refused if is_short(request) is short],
                 now_s,
                 slo_s,
             )
@@ -122,8 +122,8 @@ class LoadReport(NamedTuple):
 def make_report(outcome: Outcome, rate_per_s: float | None, slo_s: float, boundary_tokens: int) -> LoadReport:
     """Summarise one run."""
     classes = by_class(outcome.served, outcome.unfinished, outcome.refused, outcome.end_s, slo_s, boundary_tokens)
-    prompt_tokens = sum(one.request.prompt_tokens for one in outcome.served)
-    cached_share = sum(one.request.cached_tokens for one in outcome.served) / max(1, prompt_tokens)
+    prompt_tokens = sum(prefill.request.prompt_tokens for prefill in outcome.served)
+    cached_share = sum(prefill.request.cached_tokens for prefill in outcome.served) / max(1, prompt_tokens)
     return LoadReport(
         rate_per_s, classes, cached_share, _decode(outcome), _pools(outcome), outcome.end_s, outcome.events
     )
@@ -133,8 +133,8 @@ def _pools(outcome: Outcome) -> PoolsSummary | None:
     sizes = outcome.pool_sizes
     if not sizes:
         return None
-    ends_s = [*(one.at_s for one in sizes[1:]), outcome.end_s]
-    instance_s = sum((one.short + one.long) * (end_s - one.at_s) for one, end_s in zip(sizes, ends_s, strict=True))
+    ends_s = [*(size.at_s for size in sizes[1:]), outcome.end_s]
+    instance_s = sum((size.short + size.long) * (end_s - size.at_s) for size, end_s in zip(sizes, ends_s, strict=True))
     # The first two are what the pools begin with.
     return PoolsSummary(len(outcome.moves), max(0, len(outcome.scalings) - 2), instance_s / max(outcome.end_s, 1e-9))
 
@@ -143,13 +143,13 @@ def _decode(outcome: Outcome) -> DecodeSummary | None:
     finished = outcome.finished
     if not finished:
         return None
-    per_token_s = sorted(one.time_per_token_s for one in finished)
+    per_token_s = sorted(finished_request.time_per_token_s for finished_request in finished)
     return DecodeSummary(
         len(finished),
         len(outcome.decode_refused),
         quantile(per_token_s, 0.5),
         quantile(per_token_s, 0.99),
-        fmean(one.transferred_s - one.first_token_s for one in finished),
+        fmean(finished_request.transferred_s - finished_request.first_token_s for finished_request in finished),
     )
 
 
@@ -161,10 +161,11 @@ def table(reports: Sequence[LoadReport]) -> str:
     for report in reports:
         load = "as in the trace" if report.rate_per_s is None else f"{report.rate_per_s:g} requests/s"
         lines += [f"load: {load}", header]
-        for one in report.classes:
-            cells = "".join(_cell(getattr(one, name)) for name in _COLUMNS)
+        for figures in report.classes:
+            cells = "".join(_cell(getattr(figures, name)) for name in _COLUMNS)
             lines.append(
-                f"{one.name:<6} {one.requests:>9} {one.unfinished:>7} {one.refused:>7} {one.violations:>7}{cells}"
+                f"{figures.name:<6} {figures.requests:>9} {figures.unfinished:>7} {figures.refused:>7} "
+                f"{figures.violations:>7}{cells}"
             )
         if report.cached_share > 0:
             lines.append(f"prefix caches had {report.cached_share:.1%} of the prompts' tokens")
@@ -193,7 +194,7 @@ def as_json(report: LoadReport) -> dict[str, object]:
         "cached_share": report.cached_share,
         "end_s": report.end_s,
         "events": report.events,
-        "ttft": {one.name: {**one._asdict()} for one in report.classes},
+        "ttft": {length_class.name: {**length_class._asdict()} for length_class in report.classes},
         "pools": None if report.pools is None else report.pools._asdict(),
         "decode": None if report.decode is None else report.decode._asdict(),
     }

@@ -142,8 +142,10 @@ def simulate(
         collector.served,
         collector.refused,
         [request for request in stage.unfinished() if request.key >= counted],
-        [one for one in decode.finished if one.request.key >= counted] if decode else [],
-        [one for one in decode.refused if one.key >= counted] if decode else [],
+        [finished_request for finished_request in decode.finished if finished_request.request.key >= counted]
+        if decode
+        else [],
+        [request for request in decode.refused if request.key >= counted] if decode else [],
         loop.now_s,
         loop.events,
         stage.timeline,
@@ -216,16 +218,19 @@ def simulate_for_clients(
     return replace(
         outcome,
         served=[
-            one._replace(
-                request=as_sent(one.request),
-                first_token_s=one.first_token_s + front_end.return_delay_s(one.request.prompt_tokens),
+            prefill._replace(
+                request=as_sent(prefill.request),
+                first_token_s=prefill.first_token_s + front_end.return_delay_s(prefill.request.prompt_tokens),
             )
-            for one in outcome.served
+            for prefill in outcome.served
         ],
-        refused=[as_sent(one) for one in outcome.refused],
-        unfinished=[as_sent(one) for one in outcome.unfinished],
-        finished=[one._replace(request=as_sent(one.request)) for one in outcome.finished],
-        decode_refused=[as_sent(one) for one in outcome.decode_refused],
+        refused=[as_sent(request) for request in outcome.refused],
+        unfinished=[as_sent(request) for request in outcome.unfinished],
+        finished=[
+            finished_request._replace(request=as_sent(finished_request.request))
+            for finished_request in outcome.finished
+        ],
+        decode_refused=[as_sent(request) for request in outcome.decode_refused],
     )
 
 

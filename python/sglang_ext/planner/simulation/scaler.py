@@ -93,10 +93,14 @@ class SimulatedScaler:
         self._controller = controller
         self._settings = settings
         self._deployments = {
-            one: _Deployment(one, [each for each in pool.serving if each.role is Role(one.value)], [], deque())
-            for one in LengthClass
+            length_class: _Deployment(
+                length_class, [each for each in pool.serving if each.role is Role(length_class.value)], [], deque()
+            )
+            for length_class in LengthClass
         }
-        self.scalings = [Scaling(0.0, one.pool, one.replicas) for one in self._deployments.values()]
+        self.scalings = [
+            Scaling(0.0, deployment.pool, deployment.replicas) for deployment in self._deployments.values()
+        ]
         loop.schedule_background(settings.sync_s, self._look, None)
 
     def _look(self, _: None) -> None:
@@ -113,7 +117,7 @@ class SimulatedScaler:
         """(value, what each replica may have of it) of each query, for the pools together less `fixed` instances."""
         settings = self._settings
         roles = {Role(pool.value) for pool in pools}
-        tokens = sum(one.pending_tokens for one in self._pool.serving if one.role in roles)
+        tokens = sum(instance.pending_tokens for instance in self._pool.serving if instance.role in roles)
         queued_s = tokens / self._pool.tokens_per_s
         offered = sum(self._controller.offered.get(pool, 0.0) for pool in LengthClass if Role(pool.value) in roles)
         return [

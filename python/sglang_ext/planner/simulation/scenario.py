@@ -168,7 +168,7 @@ class SplitStage:
         shifted = (
             busy._replace(
                 instance=busy.instance + first,
-                group=tuple(one + first for one in busy.group),
+                group=tuple(member + first for member in busy.group),
                 owner=None if busy.owner is None else busy.owner + first,
             )
             for busy in self._long.timeline
@@ -180,7 +180,9 @@ class SplitStage:
         """Return the plans of the long instances, the only ones that share prompts."""
         first = self._short_instances
         return [
-            plan._replace(chunks=tuple((tokens, tuple(one + first for one in group)) for tokens, group in plan.chunks))
+            plan._replace(
+                chunks=tuple((tokens, tuple(member + first for member in group)) for tokens, group in plan.chunks)
+            )
             for plan in (self._long.plans if isinstance(self._long, PlanningStage) else ())
         ]
 
@@ -268,7 +270,7 @@ def stage_hop(args: argparse.Namespace, engine: SimEngine, stages: int) -> Hop |
     _require_positive("links.activation_bytes_per_token", args.activation_bytes_per_token)
     if args.hop_ms is not None and not (math.isfinite(args.hop_ms) and args.hop_ms >= 0):
         raise ScenarioError(f"links.hop_ms must be at least 0, got {args.hop_ms:g}")
-    is_measured = any(one.stages.count == stages for one in engine.pipelines)
+    is_measured = any(pipeline.stages.count == stages for pipeline in engine.pipelines)
     if is_measured and args.hop_ms is None and args.hop_gb_per_s is None:
         return None
     bytes_per_token = args.activation_bytes_per_token or engine.activation_bytes_per_token or ACTIVATION_BYTES_PER_TOKEN

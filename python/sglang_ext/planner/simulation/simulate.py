@@ -260,7 +260,7 @@ def _run(args: argparse.Namespace) -> int:
         content = {"engine": engine.name, "policy": args.policy, "runs": [as_json(report) for report in reports]}
         args.json.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     if args.pictures is not None:
-        draw_ttft([one for one in runs if one[1]], args.pictures / "ttft.png")
+        draw_ttft([served_run for served_run in runs if served_run[1]], args.pictures / "ttft.png")
         if args.rates:
             draw_load(reports, args.pictures / "load.png")
     return 0

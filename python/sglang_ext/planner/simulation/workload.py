@@ -47,9 +47,13 @@ class Workload(NamedTuple):
 
     def drawn_lengths(self) -> tuple[tuple[int, int], ...]:
         """(prompt, output) tokens of every request, whatever else is known of it."""
-        timed = tuple((one.prompt_tokens, one.output_tokens) for one in self.requests)
+        timed = tuple((request.prompt_tokens, request.output_tokens) for request in self.requests)
         turns = (turn for session in self.sessions for turn in session)
-        return self.lengths or timed or tuple((one.history_tokens + one.new_tokens, one.output_tokens) for one in turns)
+        return (
+            self.lengths
+            or timed
+            or tuple((turn.history_tokens + turn.new_tokens, turn.output_tokens) for turn in turns)
+        )
 
 
 class _Row(NamedTuple):
@@ -118,7 +122,7 @@ def _hashed_prefix(path: Path, line: int, hash_ids: object, prompt_tokens: int) 
     """The full blocks among them; a last block that is not full is shared with no other prompt."""
     if hash_ids is None:
         return None
-    if not isinstance(hash_ids, list) or not all(type(one) is int for one in hash_ids):
+    if not isinstance(hash_ids, list) or not all(type(block_id) is int for block_id in hash_ids):
         raise WorkloadError(f"{path}, line {line}: hash_ids is not a list of whole numbers")
     return Prefix(MOONCAKE_BLOCK_TOKENS, tuple(hash_ids[: prompt_tokens // MOONCAKE_BLOCK_TOKENS]))
 
@@ -277,8 +281,8 @@ def session_requests(
         for turn in draws.choice(sessions):
             arrivals.append((now_s, session, turn))
             now_s += ANSWER_S_PER_TOKEN * turn.output_tokens + draws.expovariate(1.0 / think_s)
-    arrivals.sort(key=lambda one: one[0])
-    return [_session_request(key, *one) for key, one in enumerate(arrivals[:count])]
+    arrivals.sort(key=lambda arrival: arrival[0])
+    return [_session_request(key, *arrival) for key, arrival in enumerate(arrivals[:count])]
 
 
 def _session_request(key: int, arrival_s: float, session: int, turn: Turn) -> SimRequest:
@@ -297,4 +301,4 @@ def scaled(requests: Sequence[SimRequest], rate_per_s: float) -> list[SimRequest
     if not last_s > first_s:
         raise ValueError("all requests arrive at once: no rate can be given to them")
     factor = (len(requests) - 1) / rate_per_s / (last_s - first_s)
-    return [one._replace(arrival_s=(one.arrival_s - first_s) * factor) for one in requests]
+    return [request._replace(arrival_s=(request.arrival_s - first_s) * factor) for request in requests]

@@ -121,9 +121,9 @@ class SizedEngine(NamedTuple):
         """An instance of so many stages. KeyError for a number that there is not; None for one."""
         if stages == 1:
             return None
-        for one in self.pipelines:
-            if one.stages.count == stages:
-                return one._replace(kv_tokens=one.kv_tokens or stages * self.kv_tokens)
+        for pipeline in self.pipelines:
+            if pipeline.stages.count == stages:
+                return pipeline._replace(kv_tokens=pipeline.kv_tokens or stages * self.kv_tokens)
         raise KeyError(stages)
 
     def alone_s(self, prompt_tokens: int) -> float:
@@ -158,14 +158,14 @@ class TrialSetup:
     reference: SizedEngine | None = None  # whose idle instance the objectives go by; None: that of the smallest TP
 
     def __post_init__(self) -> None:
-        longest = max(self.requests, key=lambda one: one.prompt_tokens)
+        longest = max(self.requests, key=lambda request: request.prompt_tokens)
         for tp, engine in self.engines.items():
             if longest.prompt_tokens > engine.kv_tokens:
                 raise ValueError(
                     f"instances.kv_tokens: a prompt of {longest.prompt_tokens} tokens does not fit into the "
                     f"{engine.kv_tokens} of an instance (TP {tp})"
                 )
-        largest = max(self.requests, key=lambda one: one.prompt_tokens + one.output_tokens)
+        largest = max(self.requests, key=lambda request: request.prompt_tokens + request.output_tokens)
         tokens = largest.prompt_tokens + largest.output_tokens
         if tokens > self.decode.kv_tokens:
             raise ValueError(
@@ -186,7 +186,7 @@ class TrialSetup:
                     if is_long
                     else (targets.short_ttft_s, ServiceObjective.SHORT_TTFT)
                 )
-        return [by_tokens[one.prompt_tokens] for one in self.requests]
+        return [by_tokens[request.prompt_tokens] for request in self.requests]
 
 
 class LoadTrial(NamedTuple):
@@ -285,7 +285,7 @@ def _prefill_stage(
     ring = LongPool(
         loop,
         ClusterSpec(layout.long, kv_tokens=engine.kv_tokens),
-        [one for one in engine.ring if one.size <= layout.long],
+        [candidate for candidate in engine.ring if candidate.size <= layout.long],
         LongPoolOptions(targets.short_ttft_s, targets.long_stretch),
         meter,
         False,
@@ -315,7 +315,7 @@ class _Meter:
         self._trial = trial
         self._front_end = setup.engines[trial.layout.tp].costs.front_end or _NO_FRONT_END
         self._deadlines_s = setup.deadlines_s()
-        self._sent_s = [one.arrival_s / trial.load for one in setup.requests]
+        self._sent_s = [request.arrival_s / trial.load for request in setup.requests]
         self._requests = Counter(objective for _, objective in self._deadlines_s)
         self._requests[ServiceObjective.TIME_PER_TOKEN] = len(setup.requests)
         # The tolerance is for shares such as 0.9, of which 1 - 0.9 is a little less than a tenth.
@@ -334,10 +334,10 @@ class _Meter:
     def queued_requests(self) -> Sequence[SimRequest]:
         """Return the requests as they reach the scheduler's queue, at this load."""
         queued = [
-            one._replace(key=key, arrival_s=sent_s + self._front_end.entry_delay_s(one.prompt_tokens))
-            for key, (one, sent_s) in enumerate(zip(self._setup.requests, self._sent_s, strict=True))
+            request._replace(key=key, arrival_s=sent_s + self._front_end.entry_delay_s(request.prompt_tokens))
+            for key, (request, sent_s) in enumerate(zip(self._setup.requests, self._sent_s, strict=True))
         ]
-        return sorted(queued, key=lambda one: one.arrival_s)
+        return sorted(queued, key=lambda request: request.arrival_s)
 
     def on_first_token(self, served: ServedPrefill) -> None:
         request = served.request
@@ -384,7 +384,7 @@ class _Meter:
         self._late_of[objective] += 1
         if self._breach is None and self._late_of[objective] > self._allowed[objective]:
             counts = [(count, breach) for breach, count in self._late.items() if breach.objective is objective]
-            self._breach = max(counts, key=lambda one: one[0])[1]
+            self._breach = max(counts, key=lambda request: request[0])[1]
             if not self._trial.is_complete:
                 self._loop.stop()
 

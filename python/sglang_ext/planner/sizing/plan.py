@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     print(_table(engine, choices, args))
     if args.json is not None:
-        content = {name: [_as_json(one) for one in found] for name, found in choices.items()}
+        content = {name: [_as_json(choice) for choice in found] for name, found in choices.items()}
         try:
             args.json.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
         except OSError as error:
@@ -132,7 +132,7 @@ def read_pool(text: str) -> PlannedPool:
     """A pool as `--pool` names it. PlanError in one line."""
     parts = text.split(":")
     try:
-        name, devices, tokens = parts[0], int(parts[1]), tuple(int(one) for one in parts[2].split(","))
+        name, devices, tokens = parts[0], int(parts[1]), tuple(int(number) for number in parts[2].split(","))
         if len(parts) != 3 or not name or devices < 2 or min(tokens) < 1:
             raise ValueError
     except (ValueError, IndexError):
@@ -146,7 +146,7 @@ def shape_costs(args: argparse.Namespace, engine: SimEngine, devices: int) -> Sh
     """Return what a chunk costs on so many devices; ring sizes and numbers of stages that were not measured are
     derived."""
     alone = one_instance(engine)
-    candidate = next((one for one in engine.candidates if one.size == devices), None)
+    candidate = next((candidate for candidate in engine.candidates if candidate.size == devices), None)
     return ShapeCosts(
         devices,
         measured_cost(alone),
@@ -158,7 +158,7 @@ def shape_costs(args: argparse.Namespace, engine: SimEngine, devices: int) -> Sh
 def ring_candidates(args: argparse.Namespace, engine: SimEngine, most: int) -> tuple[SpCandidate, ...]:
     """SP sizes that are powers of two up to `most`: as measured, else Eq. 1 fitted to what `ring_cost` says."""
     alone, links = one_instance(engine), ring_links(args, engine)
-    measured = {one.size: one for one in engine.candidates}
+    measured = {candidate.size: candidate for candidate in engine.candidates}
     found = []
     for size in (1 << step for step in range(most.bit_length())):
         cost = ring_cost(alone, size, links)
@@ -192,30 +192,30 @@ def ring_links(args: argparse.Namespace, engine: SimEngine) -> RingLinks:
 
 def _table(engine: SimEngine, choices: dict[str, list[ShapeChoice]], args: argparse.Namespace) -> str:
     chunks = f"of {args.chunk_tokens} tokens" if args.chunk_tokens else f"of at most {args.chunk_ms:g} ms on a ring"
-    sizes = {one.size for one in engine.candidates}
-    stages = {one.stages.count for one in engine.pipelines}
+    sizes = {candidate.size for candidate in engine.candidates}
+    stages = {pipeline.stages.count for pipeline in engine.pipelines}
     lines = [
         f"{engine.name}; chunks {chunks}; first token of a prompt alone in s (chunks), and prompts a minute",
         f"{'pool':<8} {'devices':>7} {'prompt':>8}  {'one instance':>14} {'/min':>7}  {'pipeline':>14} {'/min':>7}  "
         f"{'ring':>14} {'/min':>7}  better",
     ]
     for name, found in choices.items():
-        for one in found:
+        for choice in found:
             alone, pipeline, ring = (
-                one.times[shape] for shape in (PoolShape.ALONE, PoolShape.PIPELINE, PoolShape.RING)
+                choice.times[shape] for shape in (PoolShape.ALONE, PoolShape.PIPELINE, PoolShape.RING)
             )
             cells = [f"{times.prompt_s:.3g} ({len(times.chunks)})" for times in (alone, pipeline, ring)]
             lines.append(
-                f"{name:<8} {one.devices:>7} {one.prompt_tokens:>8}  {cells[0]:>14} "
+                f"{name:<8} {choice.devices:>7} {choice.prompt_tokens:>8}  {cells[0]:>14} "
                 f"{60 * alone.prompts_per_s:>7.3g}  {cells[1]:>14} "
-                f"{60 * pipeline.prompts_per_s:>7.3g}  {cells[2]:>14} {60 * ring.prompts_per_s:>7.3g}  {one.better}"
+                f"{60 * pipeline.prompts_per_s:>7.3g}  {cells[2]:>14} {60 * ring.prompts_per_s:>7.3g}  {choice.better}"
             )
     lines += [
-        f"{name}, {one.prompt_tokens} tokens: {one.better}: {one.reason}"
+        f"{name}, {choice.prompt_tokens} tokens: {choice.better}: {choice.reason}"
         for name, found in choices.items()
-        for one in found
+        for choice in found
     ]
-    asked = {one.devices for found in choices.values() for one in found}
+    asked = {choice.devices for found in choices.values() for choice in found}
     derived = [f"pipeline of {size}" for size in sorted(asked - stages)]
     derived += [f"ring of {size}" for size in sorted(asked - sizes)]
     if derived:

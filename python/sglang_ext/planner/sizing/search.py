@@ -176,18 +176,20 @@ def guessed_sizes(family: LayoutFamily, setup: TrialSetup, load: float) -> Sizes
     """Sizes at which each pool would be busy for 0.7 of the time, by the work in the trace. A place to begin at."""
     engine = setup.engines[family.tp]
     short_s = sum(
-        engine.compute_s(one.prompt_tokens) for one in setup.requests if one.prompt_tokens <= family.boundary_tokens
+        engine.compute_s(request.prompt_tokens)
+        for request in setup.requests
+        if request.prompt_tokens <= family.boundary_tokens
     )
     long_s = sum(
-        engine.compute_s(one.prompt_tokens, family.long_pp)
-        for one in setup.requests
-        if one.prompt_tokens > family.boundary_tokens or not family.is_split
+        engine.compute_s(request.prompt_tokens, family.long_pp)
+        for request in setup.requests
+        if request.prompt_tokens > family.boundary_tokens or not family.is_split
     )
     duration_s = max(1e-9, setup.requests[-1].arrival_s - setup.requests[0].arrival_s) / load
     # A decode instance of a batch of n makes n tokens in base + n x per_request.
     decode = setup.decode
     batch = max(1.0, (setup.targets.time_per_token_s - decode.base_s) / max(1e-9, decode.per_request_s))
-    tokens_s = sum(one.output_tokens for one in setup.requests) * (decode.base_s / batch + decode.per_request_s)
+    tokens_s = sum(request.output_tokens for request in setup.requests) * (decode.base_s / batch + decode.per_request_s)
 
     def instances(work_s: float) -> int:
         return max(1, round(work_s / duration_s / GUESSED_UTILISATION))
@@ -210,7 +212,7 @@ def busiest_part(requests: Sequence[SimRequest], count: int, engine: SizedEngine
     step = max(1, count // 8)
     first = max(range(0, len(requests) - count + 1, step), key=busyness)
     start_s = requests[first].arrival_s
-    return tuple(one._replace(arrival_s=one.arrival_s - start_s) for one in requests[first : first + count])
+    return tuple(request._replace(arrival_s=request.arrival_s - start_s) for request in requests[first : first + count])
 
 
 class Trials(Protocol):
@@ -269,9 +271,9 @@ class LayoutSearch:
             self._trials.families_done(done, len(begun))
             return None if sizes is None else (family, sizes)
 
-        results = [one for one in self._in_parallel(search, range(len(begun))) if one is not None]
+        results = [result for result in self._in_parallel(search, range(len(begun))) if result is not None]
         # Among equals the order of the families decides, whichever was done first.
-        results.sort(key=lambda one: one[0].layout(one[1]).gpus)
+        results.sort(key=lambda result: result[0].layout(result[1]).gpus)
         return results[: self._shown]
 
     def measured(self, layout: ClusterLayout, load: float) -> SizedLayout:

@@ -186,7 +186,7 @@ def _run(args: argparse.Namespace) -> int:
             print(f"sglang-ext size: {_shortage(sizing, simulations, args)}", file=sys.stderr)
             return 1
         sized = [search.measured(layout, args.headroom) for layout in layouts]
-        sized.sort(key=lambda one: (one.layout.gpus, -one.load))
+        sized.sort(key=lambda sized_layout: (sized_layout.layout.gpus, -sized_layout.load))
         points = _points(search, sizing, sized) if args.out is not None else {}
         simulations.clear()
         done = simulations.done
@@ -238,13 +238,13 @@ def read_sizing(args: argparse.Namespace) -> Sizing:
         raise SizingError(f"search.max_gpus: the smallest layout takes {least} GPUs, got {args.max_gpus}")
     chunk_tokens = args.chunk_tokens or server.chunk_tokens
     model = args.model or engines[min(engines)].costs.name.partition(" on ")[0]
-    sizes = tuple(one.size for one in engines[min(engines)].ring)
+    sizes = tuple(candidate.size for candidate in engines[min(engines)].ring)
     return Sizing(setup, families, DeployedModel(model, chunk_tokens, server.is_cpu, sizes))
 
 
 def _with_long_shapes(args: argparse.Namespace, tp: int, engine: SizedEngine) -> SizedEngine:
     """The instance with what it may be for long prompts: pipelines, and groups that share a prompt."""
-    counts = set(args.long_pp or (1, *(one.stages.count for one in engine.costs.pipelines)))
+    counts = set(args.long_pp or (1, *(pipeline.stages.count for pipeline in engine.costs.pipelines)))
     for count in counts:
         if count < 1:
             raise SizingError(f"search.long_pp must be at least 1, got {count}")
@@ -296,7 +296,7 @@ def _server(name: str) -> MeasuredServer:
 
 def _families(args: argparse.Namespace, setup: TrialSetup, decode_tp: int) -> tuple[LayoutFamily, ...]:
     """Split pools at every boundary, and one pool for all lengths, with each TP."""
-    prompts = sorted(one.prompt_tokens for one in setup.requests)
+    prompts = sorted(request.prompt_tokens for request in setup.requests)
     short = [
         request.prompt_tokens
         for request, (_, objective) in zip(setup.requests, setup.deadlines_s(), strict=True)
@@ -313,14 +313,16 @@ def _families(args: argparse.Namespace, setup: TrialSetup, decode_tp: int) -> tu
     else:
         least = LEAST_SHARE * len(prompts)
         boundaries = [
-            one for one in BOUNDARIES if least <= sum(tokens <= one for tokens in prompts) <= len(prompts) - least
+            boundary
+            for boundary in BOUNDARIES
+            if least <= sum(tokens <= boundary for tokens in prompts) <= len(prompts) - least
         ]
     # Of one pool the boundary says only what is scheduled as short: where the objectives change.
-    common = min(boundaries or BOUNDARIES, key=lambda one: abs(one - max(short, default=prompts[0])))
+    common = min(boundaries or BOUNDARIES, key=lambda sized_layout: abs(sized_layout - max(short, default=prompts[0])))
     families: list[LayoutFamily] = []
     for is_split, of in ((True, boundaries), (False, [common])):
         for tp, engine in setup.engines.items():
-            counts = args.long_pp or (1, *(one.stages.count for one in engine.pipelines))
+            counts = args.long_pp or (1, *(pipeline.stages.count for pipeline in engine.pipelines))
             for boundary in of:
                 families += [LayoutFamily(boundary, tp, decode_tp, is_split, count) for count in sorted(set(counts))]
                 if is_split and engine.ring:
@@ -451,9 +453,9 @@ def _points(
 ) -> dict[LayoutFamily, list[tuple[int, float]]]:
     """Return what smaller loads take with the kinds of layout that were found: (GPUs, times the load that holds)."""
     points: dict[LayoutFamily, list[tuple[int, float]]] = defaultdict(list)
-    families = {_family(one.layout): one for one in sized[:MOST_DRAWN]}
-    for family, one in families.items():
-        points[family].append((one.layout.gpus, one.load))
+    families = {_family(sized_layout.layout): sized_layout for sized_layout in sized[:MOST_DRAWN]}
+    for family, sized_layout in families.items():
+        points[family].append((sized_layout.layout.gpus, sized_layout.load))
     for load in PICTURE_LOADS:
         for layout in search.cheapest(list(families), load):
             points[_family(layout)].append((layout.gpus, load))
@@ -476,14 +478,14 @@ def _table(sized: Sequence[SizedLayout], setup: TrialSetup, headroom: float, rat
         f"x{headroom:g} of the load",
         f"{'GPUs':>5} {'layout':<58} {'holds up to':<18} {'P99 short, long (s)':<20} breaks first beyond",
     ]
-    for one in sized:
-        carried = f"x{one.load:.2f} ({one.load * rate_per_s:.3g}/s)"
+    for layout in sized:
+        carried = f"x{layout.load:.2f} ({layout.load * rate_per_s:.3g}/s)"
         times = ", ".join(
-            f"{one.as_recorded[objective].p99_s:.3f}" if objective in one.as_recorded else "-"
+            f"{layout.as_recorded[objective].p99_s:.3f}" if objective in layout.as_recorded else "-"
             for objective in (ServiceObjective.SHORT_TTFT, ServiceObjective.LONG_TTFT)
         )
-        breach = "nothing that was tried" if one.breach is None else one.breach.describe()
-        lines.append(f"{one.layout.gpus:>5} {one.layout.describe():<58} {carried:<18} {times:<20} {breach}")
+        breach = "nothing that was tried" if layout.breach is None else layout.breach.describe()
+        lines.append(f"{layout.layout.gpus:>5} {layout.layout.describe():<58} {carried:<18} {times:<20} {breach}")
     return "\n".join(lines)
 
 
@@ -515,14 +517,14 @@ def _write(
         "targets": {name: getattr(targets, name) for name in targets.__slots__},
         "layouts": [
             {
-                **one.layout._asdict(),
-                "gpus": one.layout.gpus,
-                "load": one.load,
-                "goodput_per_s": one.load * rate_per_s,
-                "breaks_first": None if one.breach is None else one.breach._asdict(),
-                "as_recorded": {name.value: figures._asdict() for name, figures in one.as_recorded.items()},
+                **layout.layout._asdict(),
+                "gpus": layout.layout.gpus,
+                "load": layout.load,
+                "goodput_per_s": layout.load * rate_per_s,
+                "breaks_first": None if layout.breach is None else layout.breach._asdict(),
+                "as_recorded": {name.value: figures._asdict() for name, figures in layout.as_recorded.items()},
             }
-            for one in sized
+            for layout in sized
         ],
     }
     (args.out / "layouts.json").write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
