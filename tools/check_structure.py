@@ -1,6 +1,6 @@
 """Check rules of structure that no other linter knows: `python tools/check_structure.py [PATH PREFIX ...]`.
 
-- a module under 80 lines has two importers in the product, or belongs into the one that uses it;
+- a module under 80 lines has two importers in the product, or belongs into the module that uses it;
 - no class name stands twice in the product;
 - no module is called after what it is made of (`records.py`, `arguments.py`, `command.py`).
 
@@ -59,7 +59,7 @@ def _structure(files: list[str]) -> list[str]:
             continue
         if len(importers[module]) < 2:
             only = next(iter(importers[module]), "no module")
-            findings.append(f"{name}: {lines[module]} lines, and imported by {only} alone")
+            findings.append(f"{name}: {lines[module]} lines, and imported only by {only}")
     for class_name, places in sorted(classes.items()):
         if len(places) > 1:
             findings += [

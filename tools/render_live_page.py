@@ -3,7 +3,7 @@
     python tools/render_live_page.py [--picture]
 
 The tables stand between two marks. The picture is a simulated run, recorded and shown by the page in Chromium. A unit
-test compares the tables with the code, and another the picture with one that it draws.
+test compares the tables with the code, and another the picture with a drawn one.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class ClusterPolicy(Protocol):
 
 
 class CdspPolicy:
-    """Tetris: Algorithms 1-3; without chunking, Algorithm 2 alone."""
+    """Tetris: Algorithms 1-3; without chunking, only Algorithm 2."""
 
     def __init__(
         self,

@@ -48,7 +48,7 @@ class SystemOptions:
     sp_size: int = 8  # of FIXED_SP
     min_chunk_tokens: int = 512
     slo_s: float = 1.0  # TTFT objective by which POOL orders, or
-    slo_stretch: float = 5.0  # so many times the time on an idle pool
+    slo_stretch: float = 5.0  # this many times the time on an idle pool
     chunk_s: float | None = None  # of POOL: longest time of a chunk, after which all is decided again
     cross_node_factor: float = 1.1  # of POOL: what a group over more nodes than it needs takes; inf: there is none
     noise: float = 0.0  # of POOL: standard deviation of a chunk's time over the predicted one

@@ -24,7 +24,7 @@ class PlannerConfig:
     candidates: tuple[SpCandidate, ...]
     min_chunk_tokens: int = 512  # a chunk and what is left after it are at least this long
     page_tokens: int = 1  # KV slots are taken in pages of this size on each instance
-    is_chunking: bool = True  # off: Algorithm 2 alone, one chunk per request
+    is_chunking: bool = True  # off: only Algorithm 2, one chunk per request
 
     def __post_init__(self) -> None:
         check_candidates(self.candidates)

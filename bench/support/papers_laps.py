@@ -43,7 +43,7 @@ from support.papers_tetris import bisect_rate
 from support.result import give_up, progress
 
 SLO_S = 0.4
-LONG_STRETCH = 5.0  # a prompt above the boundary should have its first token within so many times its own time
+LONG_STRETCH = 5.0  # a prompt above the boundary should have its first token within this many times its own time
 TARGET_SHARE = 0.047
 BOUNDARY_TOKENS = 1024  # no prompt of LMsys is longer: the longest takes 0.17 s
 # 64 layers, 40 heads of 128: attention 4 * 64 * 5120 floating-point operations per pair of tokens, causal: halved.

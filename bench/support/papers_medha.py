@@ -14,10 +14,11 @@ baselines too, `loongserve-split` and `loongserve-idle-split`, so that what the 
 The paper's own mechanisms, on all 16 instances together: `lars` decides at every arrival and at the end of every chunk,
 in order of relative slack, chunks of at most 1 s or ten times the fixed cost of its group (adaptive chunking),
 and with an SP size of 15 in place of 16, so that no long prompt takes all instances (space sharing). `fcfs`, `edf`,
-`srpt` and `on-time` differ from it by the order alone (the paper's Figure 13), `lars-16` by the SP sizes alone,
+`srpt` and `on-time` differ from it only by the order (the paper's Figure 13), `lars-16` only by the SP sizes,
 `lars-whole` has no chunk limit. `pool` is `ours` without the partition, `ours-lars` is `ours` in order of relative
-slack: what the partition and what the order give, each alone. A deadline is 0.5 s, or five times the prompt's own time
-if that is more. Above 0.75/s only the baselines, `lars` and `ours` are run. SP 15 is interpolated between 8 and 16.
+slack: what the partition and what the order give, each by itself. A deadline is 0.5 s, or five times the prompt's own
+time if that is more. Above 0.75/s only the baselines, `lars` and `ours` are run. SP 15 is interpolated between 8 and
+16.
 
 Stream pipeline parallelism, whose instances mix short and long prefills in one batch: `spp-medha` is one pipeline of
 16 stages for all prompts with Medha's own composition (LAPS's policy object, `medha`), `spp` the same with ours
@@ -25,7 +26,7 @@ Stream pipeline parallelism, whose instances mix short and long prefills in one 
 of the other 15, `ours-spp-3x5` three. A stage takes its layers' share of one instance's time by the same fit (32
 layers: three on the last two of 15 stages and two on the others, so that it computes at most 71% of the time); a hop
 takes 2 ms and 16,384 bytes a token over 25 GB/s; a stage holds the KV of its layers, so that a pipeline holds as many
-tokens as all its instances. The time budget of a round is LAPS's for so many stages and an objective of 0.5 s.
+tokens as all its instances. The time budget of a round is LAPS's for this many stages and an objective of 0.5 s.
 
 What does not apply: KV-parallel decode (decode is not simulated, so there are no TPOT figures), and mixing a short and
 a long prefill in one batch of a group, which computes one request at a time.
@@ -99,7 +100,7 @@ class Pipelines(NamedTuple):
 
 
 class System(NamedTuple):
-    """A system, the SP sizes that it may use, and how many of the instances serve short prompts alone.
+    """A system, the SP sizes that it may use, and how many of the instances serve only short prompts.
 
     With pipelines the others are these, and neither options nor sizes matter.
     """
@@ -260,7 +261,7 @@ def _pipelines(pipelines: Pipelines, loop: EventLoop, listener: PrefillListener)
         boundary_tokens=CHAT_TOKENS,
         short_ttft_slo_ms=1e3 * SLO_S,
         composition=pipelines.composition,
-        # Ours has its own for so many stages; Medha's composition knows of one alone.
+        # Ours has its own for this many stages; Medha's composition knows only of one.
         round_ms=1e3 * packed_round_s(costs.coefficients.kappa_s, SLO_S, stages) if is_medha else None,
     )
     limits = InstanceLimits(1, MOST_ROUND_TOKENS, MOST_ROUND_TOKENS, 64, stages=stages)

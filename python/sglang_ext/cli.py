@@ -54,7 +54,7 @@ COMMANDS = {
     ),
     "batch": Command("", "offline runs: files of requests, and scores of a teacher", _BATCHES),
     "simulate": Command("sglang_ext.planner.simulation.simulate", "simulate a workload on any number of instances"),
-    "plan": Command("sglang_ext.planner.sizing.plan", "tell whether a pool should be a pipeline or a ring, and why"),
+    "plan": Command("sglang_ext.planner.sizing.plan", "compare a pipeline and a ring for a pool, and say why"),
     "size": Command(
         "sglang_ext.planner.sizing.size", "find the cheapest pools that hold latency objectives under a trace"
     ),

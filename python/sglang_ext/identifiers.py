@@ -8,7 +8,7 @@
 | pool ticket | follows from the room | a prompt that a router has announced to the pool |
 
 A request whose KV comes from several instances may have to be sent again when one of them fails. Each attempt is a
-transfer of its own to the protocol, with permits of its own: whatever is late belongs to an attempt that has ended.
+transfer of its own to the protocol, with permits of its own: what is late belongs to an attempt that has ended.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PoolTicket: TypeAlias = int
 
 
 class TransferAttempt(NamedTuple):
-    """A later attempt; the first one is named by the room alone."""
+    """A later attempt; the first one is named only by the room."""
 
     room: BootstrapRoom
     number: int  # 1, 2, …

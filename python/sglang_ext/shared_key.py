@@ -1,7 +1,7 @@
 """Proof that both ends of a connection know the same key, without sending it.
 
 Each end sends a number used once, and a code over both numbers by which only who knows the key can answer. Nothing is
-encrypted, and what is sent afterwards carries no codes: the network is to be one that others cannot write into.
+encrypted, and what is sent afterwards carries no codes: others must not be able to write into the network.
 Without a key (an empty one) the same is sent and proves nothing.
 """
 

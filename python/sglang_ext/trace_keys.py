@@ -67,7 +67,7 @@ SPAN_TEXTS = {
     SpanName.POOL_CHUNK: "a chunk, on all its members",
     SpanName.POOL_COLLECT: "its KV moves to its own instance",
     SpanName.POOL_TRANSFER: "KV on its way to decode, where that is reported",
-    SpanName.HANDSHAKE: "told by a prefill instance, under SGLang's span of its scheduler, as the next four: "
+    SpanName.HANDSHAKE: "reported by a prefill instance, under SGLang's span of its scheduler, as the next four: "
     "from the request's arrival there until decode has its KV slots for it",
     SpanName.QUEUE: "from then until its first batch was launched, or it was offered to the long pool",
     SpanName.BATCH: "one batch, or one chunk, that computed some of the prompt, from its launch to its result",
@@ -76,7 +76,7 @@ SPAN_TEXTS = {
 }
 KEY_TEXTS = {
     Key.REQUEST_ID: "the id in the reply's `x-request-id`",
-    Key.PROMPT_TOKENS: "tokens of the prompt, estimated unless the instance told them",
+    Key.PROMPT_TOKENS: "tokens of the prompt, estimated unless the instance reported them",
     Key.CACHED_TOKENS: "of these, believed to be cached where it was sent",
     Key.OUTPUT_TOKENS: "tokens of the reply, where they are known",
     Key.QUEUE_S: "from arrival until it was sent",

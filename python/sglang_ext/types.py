@@ -66,7 +66,7 @@ class RouteDecision(NamedTuple):
 
     length_class: LengthClass
     prefill_id: int  # worker ids, as in the loads
-    decode_id: int | None  # None: prefill serves alone
+    decode_id: int | None  # None: prefill serves by itself
     predicted_wait_s: float
     new_tokens: int
     cached_tokens: int

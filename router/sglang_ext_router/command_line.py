@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             options["choices"] = entry.metadata.get("choices")
             if options["choices"] is None:
                 options["metavar"] = {"int": "N", "float": "X", "str": "TEXT"}[type(default).__name__]
-        if entry.name in _POLICIES:  # None tells whether it was given, beside --policy
+        if entry.name in _POLICIES:  # None: it was not given, next to --policy
             options["default"] = None
             options["help"] += f" (default: --policy, or {default})"
         parser.add_argument(flag_of(entry.name), **options)

@@ -36,7 +36,7 @@ enum class Outcome { kPlanned, kTooFewInstances, kTooLittleKv, kCostUnknown };
 
 // Times are absolute, from the moment of the snapshot. Eq. 2 sets q to max(0, q - elapsed), so a group that waits for
 // the largest q of Eq. 2 after `elapsed` is ready at max(elapsed, largest q of the snapshot): no delay need be updated,
-// and a group depends on the sizes before it alone.
+// and a group depends only on the sizes before it.
 class Search {
   public:
     Search(std::vector<Candidate> candidates, Tokens min_chunk_tokens, Tokens page_tokens, bool is_chunking)

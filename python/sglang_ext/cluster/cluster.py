@@ -120,7 +120,7 @@ class Cluster:
     def page_url(self) -> str | None:
         """The live page, which opens at once where the admin key was made here; None where the router has none.
 
-        The key is in the fragment, which a browser keeps to itself. One that was given is not repeated: the page asks.
+        The key is in the fragment, which a browser keeps to itself. A given key is not repeated: the page asks.
         """
         url = self.plan.page_url
         if url is None or _given_admin_key(self.config):

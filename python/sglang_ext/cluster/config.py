@@ -73,12 +73,12 @@ class PoolConfig:
     count: int = field(metadata=_help("instances"), default=1)
     tp: int = field(metadata=_help("tensor-parallel ranks of each instance"), default=1)
     pp: int = field(
-        metadata=_help("pipeline stages of each prefill instance, each with so many tensor-parallel ranks"), default=1
+        metadata=_help("pipeline stages of each prefill instance, each with this many tensor-parallel ranks"), default=1
     )
     dcp: int = field(
         metadata=_help(
-            "KV-parallel decode: so many of the `tp` ranks of each decode instance divide a sequence's KV among them "
-            "(GPUs and latent attention alone; SGLang's --dcp-size)"
+            "KV-parallel decode: this many of the `tp` ranks of each decode instance divide a sequence's KV among them "
+            "(only GPUs and latent attention; SGLang's --dcp-size)"
         ),
         default=1,
     )
@@ -265,7 +265,7 @@ class StartSettings:
 
 @dataclass(frozen=True, slots=True)
 class LivenessSettings:
-    """Describes when a program that is ready counts as frozen: killed, and started again as one that died.
+    """Describes when a program that is ready counts as frozen: killed, and started again like a program that died.
 
     A program is alive if its server process answers anything at all, for which SGLang's scheduler is not asked.
     """

@@ -5,7 +5,7 @@
         process.wait()
 
 `sglang_ext.engine.fork_server` is the other side. An engine that is started so is a child of this process, as
-one that `subprocess` starts is.
+a process started by `subprocess` is.
 """
 
 from __future__ import annotations

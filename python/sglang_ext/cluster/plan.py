@@ -151,7 +151,7 @@ def make_plan(
     ports = iter(free_ports)
     device = resolve_device(config, machine)
     if config.pools.decode.dcp > 1 and device != "cuda":
-        raise ConfigError("pools.decode.dcp", f"is {config.pools.decode.dcp}, which SGLang has for GPUs alone")
+        raise ConfigError("pools.decode.dcp", f"is {config.pools.decode.dcp}, which SGLang has only for GPUs")
     model_name = config.served_model_name or model.name
     rank_count = sum(pool.count * pool.ranks for _, pool in config.pools.by_role())
     threads = max(1, len(machine.core_ids) // rank_count)

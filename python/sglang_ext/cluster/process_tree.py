@@ -145,7 +145,7 @@ class Watchdog:
         self._process.stdin.flush()
 
     def close(self) -> None:
-        """Tell it that the supervisor is done, and wait for it."""
+        """Send word that the supervisor is done, and wait for the process to end."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.close()

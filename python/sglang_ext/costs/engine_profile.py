@@ -9,7 +9,7 @@
      "fit": {...}, "points": [...], "provenance": {...}}
 
 `sp` (costs by SP size), `prefill` (LAPS's coefficients) or `pipelines` (an entry for each number of stages: what an
-iteration takes on the slowest stage) is needed, so that a profile may also be written by hand; everything else beside
+iteration takes on the slowest stage) is needed, so that a profile may also be written by hand; everything else next to
 format, version and model may be absent.
 """
 
@@ -122,7 +122,7 @@ class EngineProfile(NamedTuple):
     coefficients: CostCoefficients | None
     iteration: IterationCost | None
     gap_s: float  # between two iterations while work waits
-    busy_request_s: float  # of a request, beside its share of iterations, while others wait
+    busy_request_s: float  # of a request, in addition to its share of iterations, while others wait
     front_end: FrontEnd | None
     bad_fits: tuple[BadFit, ...]
     pipelines: tuple[PipelineCosts, ...] = ()  # by the number of stages
@@ -148,7 +148,7 @@ def load_profile(path: Path) -> EngineProfile:
 
 
 class MeasuredServer(NamedTuple):
-    """The server that a profile was measured on, as far as the profile tells: None where it does not."""
+    """The server that a profile was measured on, as far as the profile says: None where it does not."""
 
     tp: int | None
     chunk_tokens: int | None  # most tokens of an iteration

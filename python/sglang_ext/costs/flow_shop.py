@@ -15,7 +15,7 @@ of n chunks of equal time (n + P - 1) t + (P - 1) h. The slowest stage is busy f
 prompts that follow each other take at least.
 
 SGLang has one chunk under way for each stage: chunk i enters when chunk i - P has left (`completions_s`). Of one
-prompt, whose chunks do not become shorter, that costs hops alone. Prompts that follow each other in chunks of unequal
+prompt, whose chunks do not become shorter, that costs only hops. Prompts that follow each other in chunks of unequal
 time lose more: while a dear chunk passes all stages, the P - 1 behind it have to be as dear for the first stage to be
 busy.
 """
@@ -153,7 +153,7 @@ def equal_time_chunks(
 ) -> list[Chunk]:
     """A prompt in chunks of at most `budget_s` on a stage each: fewer tokens as the prefix grows (Medha, section 3.2).
 
-    Every chunk but the last is a multiple of `page_tokens`, and has at least `min_tokens`, whatever these take. `cost`
+    Every chunk but the last is a multiple of `page_tokens`, and has at least `min_tokens`, at any cost. `cost`
     never falls with more new tokens. ValueError for tokens below 1.
     """
     most = prompt_tokens if max_tokens is None else max_tokens
@@ -180,7 +180,7 @@ def equal_time_chunks(
 
 
 def even_chunks(cost: ChunkCost, prompt_tokens: int, chunk_tokens: int) -> list[Chunk]:
-    """A prompt in chunks of so many tokens each, the last one perhaps fewer: SGLang's chunked prefill."""
+    """A prompt in chunks of this many tokens each, the last one perhaps fewer: SGLang's chunked prefill."""
     if min(prompt_tokens, chunk_tokens) < 1:
         raise ValueError("prompt_tokens and chunk_tokens must be at least 1")
     sizes = [min(chunk_tokens, prompt_tokens - done) for done in range(0, prompt_tokens, chunk_tokens)]

@@ -27,7 +27,7 @@ if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
 def main(argv: Sequence[str], *, has_imports: bool = False) -> int:
     """Serve until the server ends. Returns the exit status of the process.
 
-    `has_imports`: this process was forked from one that has SGLang imported.
+    `has_imports`: this process was forked from a process that has SGLang imported.
     """
     _end_when_asked()
     from sglang_ext.engine.launch_plan import START_METHOD_VARIABLE, StartMethod, data_parallel_problem

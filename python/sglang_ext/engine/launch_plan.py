@@ -285,7 +285,7 @@ def decode_context_problem(worker: WorkerOptions, device: Device) -> str | None:
     if worker.role.is_prefill:
         reason = "only decode shares out its KV among ranks; a prefill instance has --tp-size and --pp-size"
     elif device is not Device.CUDA:
-        reason = "SGLang has it for GPUs alone"
+        reason = "SGLang has it only for GPUs"
     elif ranks % size:
         reason = f"--tp-size {ranks} is not a multiple of it"
     elif backend not in DECODE_CONTEXT_TRANSFERS:
@@ -294,7 +294,7 @@ def decode_context_problem(worker: WorkerOptions, device: Device) -> str | None:
     elif not {decode_attention, prefill_attention} <= set(DECODE_CONTEXT_ATTENTION):
         found = decode_attention if decode_attention not in DECODE_CONTEXT_ATTENTION else prefill_attention
         which = "the attention that SGLang chooses" if found is None else f"--attention-backend {found}"
-        reason = f"{which} may ignore it; name one that has it: {', '.join(DECODE_CONTEXT_ATTENTION)}"
+        reason = f"{which} may ignore it; name a backend that has it: {', '.join(DECODE_CONTEXT_ATTENTION)}"
     return None if reason is None else f"--dcp-size {size}: {reason}"
 
 
@@ -311,9 +311,7 @@ def decode_context_model_problem(arguments: Sequence[str], architecture: str | N
     if size == 1 or architecture in DECODE_CONTEXT_MODELS:
         return None
     if architecture is None:
-        return (
-            f"--dcp-size {size}: --model-path must be a local folder, whose config tells whether ranks share KV heads"
-        )
+        return f"--dcp-size {size}: --model-path must be a local folder, whose config says whether ranks share KV heads"
     return (
         f"--dcp-size {size}: {architecture} is not among the models whose ranks share KV that prefill sends whole: "
         + ", ".join(sorted(DECODE_CONTEXT_MODELS))

@@ -1,6 +1,6 @@
 """This project's own options of an engine, carried to every process of that engine.
 
-SGLang spawns its scheduler and detokenizer and pickles its own ServerArgs for them. Our options travel beside
+SGLang spawns its scheduler and detokenizer and pickles its own ServerArgs for them. Our options travel along with
 that, in one environment variable, so that they reach each process before SGLang is imported there.
 """
 

@@ -161,7 +161,7 @@ def spawn_reason(server_args: Any) -> str | None:
 
 
 class _Child:
-    """Return whether a process that was just forked is one of those that SGLang meant to spawn."""
+    """Return whether a process that was just forked is a process that SGLang meant to spawn."""
 
     is_ours = False
 

@@ -1,4 +1,4 @@
-"""Spans of this project under those that SGLang makes of a request (`--enable-trace`): batches, handshake, transfer.
+"""Spans of this project under SGLang's own spans of a request (`--enable-trace`): batches, handshake, transfer.
 
 Where SGLang traces nothing, or not this request, its sender has no trace, and nothing is kept or made.
 """

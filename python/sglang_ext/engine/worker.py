@@ -83,8 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--start-method",
         choices=["auto", *StartMethod],
         default="auto",
-        help="how the processes of the engine start: forked from one that has imported SGLang, or spawned, each with "
-        "imports of its own; auto: fork on a CPU",
+        help="how the processes of the engine start: forked from a process that has imported SGLang, or spawned, each "
+        "with imports of its own; auto: fork on a CPU",
     )
     laps_options.add_laps_arguments(parser)
     graph_options.add_graph_arguments(parser)
@@ -113,7 +113,7 @@ def run(
 ) -> int:
     """Become the engine, by `become`. Returns what that returns, 2 for wrong usage, 0 for --dry-run.
 
-    `parent_pid` is the process that --exit-with-parent means; None: the one that is the parent now. Raises
+    `parent_pid` is the process that --exit-with-parent means; None: the present parent. Raises
     OrphanError when that has ended.
     """
     if arguments.exit_with_parent and not arguments.dry_run:

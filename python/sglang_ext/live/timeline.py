@@ -95,7 +95,7 @@ def timeline_of(status: object, max_requests: int = 20) -> Timeline:
 def timeline_of_recording(recorded: Recorded, max_requests: int = 20) -> Timeline:
     """The latest requests of a recording that a prefill instance was at.
 
-    Where the recording tells when a prefill began, the time before is drawn as ordered and not begun; else all of it
+    Where the recording says when a prefill began, the time before is drawn as ordered and not begun; else all of it
     counts as computing, KV transfer included.
     """
     names = {number: row.name for number, row in recorded.instances.items()}

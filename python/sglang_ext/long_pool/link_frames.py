@@ -140,7 +140,7 @@ def read_exactly(connection: socket.socket, into: memoryview) -> None:
 def keep_alive(connection: socket.socket, timeout_s: float) -> None:
     """Have it end by itself where the peer's host has vanished: idle or not, after `timeout_s` without an answer.
 
-    A peer that only does not read for so long is the same: it must be longer than what any peer may do meanwhile.
+    A peer that only does not read for this long is the same: it must be longer than what any peer may do meanwhile.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)

@@ -110,7 +110,7 @@ class Welcome(NamedTuple):
 
     instance: int
     pool_id: str  # of the coordinator's present run, in hexadecimal digits
-    member_timeout_s: float  # a member, or a coordinator, that sends nothing for so long is lost
+    member_timeout_s: float  # a member, or a coordinator, that sends nothing for this long is lost
 
 
 class Refusal(NamedTuple):
@@ -146,7 +146,7 @@ class OfferMessage(NamedTuple):
     slack_s: float | None  # until its deadline; None without one
     destinations: tuple[Destination, ...] = ()  # where members send what they compute; none: only to each other
     room: BootstrapRoom | None = None  # under which a router may have announced it
-    fits_owner: bool = True  # this member could compute it alone
+    fits_owner: bool = True  # this member could compute it by itself
 
 
 class CancelMessage(NamedTuple):
@@ -306,7 +306,7 @@ async def receive_message(
 ) -> Message | None:
     """The next message; None at the stream's end. Raises MessageError, and what the stream raises.
 
-    The stream's own limit bounds what it holds beside: a line may be longer.
+    The stream's own limit bounds what it holds besides: a line may be longer.
     """
     line = await _receive_line(stream, max_line_bytes)
     if not line:

@@ -194,7 +194,7 @@ class PoolController:
         control.decision, control.state = decision, decision.state
         proposal = decision.proposal
         worker = None
-        if proposal is not None and self.current is None:  # one that is wanted now is wanted in the next round, too
+        if proposal is not None and self.current is None:  # a move that is wanted now is wanted in the next round, too
             worker = next(
                 (known_worker for known_worker in self._registry if known_worker.id == proposal.worker_id), None
             )

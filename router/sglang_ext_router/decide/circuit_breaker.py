@@ -30,7 +30,7 @@ class CircuitBreaker:
 
     Opens when `failure_threshold` failures were counted within `window_s` without a success in between; after
     `open_s` it is half-open, and closes after `success_threshold` successes. A trial whose outcome has not
-    been told `open_s` after its start is considered lost, and the next one may start. Raises ValueError,
+    been reported `open_s` after its start is considered lost, and the next one may start. Raises ValueError,
     naming the argument.
     """
 

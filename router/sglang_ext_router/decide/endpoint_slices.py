@@ -143,7 +143,7 @@ class SliceTable:
         self._slices.pop(_name_of(item), None)
 
     def replace(self, items: Iterable[Mapping[str, Any]]) -> list[SliceError]:
-        """These are all slices that there are; those that cannot be used."""
+        """Take all existing slices, and return the unusable ones."""
         self._slices = {}
         errors = []
         for item in items:
@@ -155,7 +155,7 @@ class SliceTable:
 
     @property
     def endpoints(self) -> dict[str, Endpoint]:
-        """By URL. One that is in several slices serves if any of them says so, in the role of that one."""
+        """By URL. An endpoint in several slices serves if any of them says so, in the role of that one."""
         merged: dict[str, Endpoint] = {}
         for endpoints in self._slices.values():
             for endpoint in endpoints:
@@ -183,11 +183,11 @@ class ChangeKind(StrEnum):
 
 
 def reconcile(held: Mapping[str, Endpoint], wanted: Mapping[str, Endpoint]) -> list[Change]:
-    """Return the changes from the endpoints that were taken over to those that the cluster has.
+    """Return the changes from the endpoints that were taken over to the endpoints of the cluster.
 
-    One that is not ready is added once it is. Another pod, role, bootstrap port or revision at the same address is
-    another instance: what was there goes, and what is there now comes when it serves. A pod does not move, so another
-    topology is only known better.
+    An endpoint that is not ready is added once it is. Another pod, role, bootstrap port or revision at the same address
+    is another instance: what was there goes, and what is there now comes when it serves. A pod does not move, so
+    another topology is only known better.
     """
     changes = [Change(ChangeKind.REMOVE, endpoint) for url, endpoint in held.items() if url not in wanted]
     for url, endpoint in wanted.items():

@@ -28,7 +28,7 @@ _SHORT, _LONG = LengthClass.SHORT, LengthClass.LONG
 POOLS = (_SHORT, _LONG)
 QUANTILE = 0.9  # P90: the paper's robust aggregator
 MAX_TARDINESS = 1.0  # a single very late prefill does not outweigh everything else
-RECOVERY_COOLDOWNS = 2.0  # a backlog that falls and will be gone within so many cool-downs needs no more help
+RECOVERY_COOLDOWNS = 2.0  # a backlog that falls and will be gone within this many cool-downs needs no more help
 MIN_RECOVERY_RATE = 0.05  # instances' worth of falling backlog, per instance, that is more than noise
 
 
@@ -200,7 +200,7 @@ def decide(
     """Run one round of Algorithm 2 over the instances that take requests; called every control period.
 
     A round with a missing or unusable report decides nothing. The caller carries the proposal out, or not, and
-    tells the outcome with `ControllerState.after_move` or `after_failed_move` before it asks again.
+    reports the outcome with `ControllerState.after_move` or `after_failed_move` before it asks again.
     """
     pools = {pool: [instance for instance in instances if instance.pool is pool] for pool in POOLS}
     if any(instance.reports and not (instance.signals and instance.signals.is_usable) for instance in instances):
@@ -324,7 +324,7 @@ def _pressure_after(
     """The pool's pressure once it has one instance less and the same load of its own class.
 
     Waiting in M/G/1 is proportional to rho / (1 - rho) (Pollaczek-Khinchine, with the same service times): a pool
-    predicted by n / (n - 1) alone would look better than it will be, and the instance would come back.
+    predicted by n / (n - 1) only would look better than it will be, and the instance would come back.
     """
     count = len(giving)
     growth = count / (count - 1)
@@ -437,7 +437,7 @@ def _look(
     own_reporting = sum(worker.signals is not None for worker in own)
     if not reporting or (own and not own_reporting):
         return None
-    # Those that cannot be asked are taken to be as busy as the others of their pool.
+    # Instances that cannot be asked are taken to be as busy as the others of their pool.
     scale = len(own) / own_reporting if own else 1.0
     busy = grown_s = 0.0
     for worker in reporting:

@@ -67,8 +67,9 @@ def common_domains(topology: str, other: str) -> int:
 def nearest(place: str, places: Sequence[str], loads: Sequence[DecodeLoad], prompt_tokens: int) -> list[int]:
     """Positions of the decode instances to choose among for a prefill at `place`.
 
-    They are those that have the most domains in common with it, of the instances whose KV cache has room for the prompt
-    now. That is a preference: where none has room, or none is nearer than the others, all are there to choose.
+    They are the instances that have the most domains in common with it, of the instances whose KV cache has room for
+    the prompt now. That is a preference: where none has room, or none is nearer than the others, all are there to
+    choose.
     """
     everywhere = list(range(len(loads)))
     with_room = [i for i in everywhere if loads[i].free_kv_tokens - loads[i].reserved_tokens >= prompt_tokens]

@@ -1,6 +1,6 @@
 """One instance changing its pool: drain → switch → verify → relabel, undone when the switch did nothing.
 
-A state machine without I/O: events in, actions out, in order. Each batch of actions ends with at most one that
+A state machine without I/O: events in, actions out, in order. Each batch of actions ends with at most one action that
 the driver answers with an event. A reply "200" to a switch proves nothing; the move counts once the instance
 itself reports the new mode under a higher generation.
 """
@@ -67,7 +67,7 @@ class ReadMode:
 
 @dataclass(frozen=True, slots=True)
 class PostMode:
-    """Tell the instance its mode, then `on_switched`, `on_switch_unanswered` or `on_switch_failed`."""
+    """Send the instance its mode, then `on_switched`, `on_switch_unanswered` or `on_switch_failed`."""
 
     mode: LapsMode
 
@@ -194,7 +194,7 @@ class PoolMove:
                 return NOTHING
 
     def on_lost(self, detail: str) -> MoveActions:
-        """The instance is down or was removed. Whatever mode it comes back in, it reports then."""
+        """The instance is down or was removed. It reports the mode that it comes back in."""
         if self._phase in (MovePhase.NEW, MovePhase.OVER):
             return NOTHING
         return self._finish(MoveOutcome.LOST, detail)

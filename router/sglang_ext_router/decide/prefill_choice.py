@@ -46,7 +46,7 @@ def predicted_end_s(load: PrefillLoad, new_prompt_tokens: int) -> float:
 def choose_helper(
     own: PrefillLoad, others: Sequence[PrefillLoad], new_prompt_tokens: int, longest_wait_s: float, draw: float
 ) -> int | None:
-    """Position in `others`, instances of the other pool, of the one that serves the request instead of `own`.
+    """Position in `others`, instances of the other pool, of the instance that serves the request instead of `own`.
 
     Pools keep classes apart, and that must not cost more than it brings: a request leaves its pool when `own`, the
     choice there, would keep it waiting for more than `longest_wait_s`, and the best of the others less than half as
@@ -131,7 +131,7 @@ class CacheAware:
     When the pool is out of balance (most in flight > least + `balance_abs` and > least * `balance_rel`) the
     shortest queue; else the longest cached prefix, if it is at least `cache_threshold` of the prompt; else
     the shortest queue. Upstream's last case takes the instance with the smallest prefix tree, which a load
-    does not tell.
+    does not say.
     """
 
     def __init__(self, cache_threshold: float = 0.3, balance_abs: int = 64, balance_rel: float = 1.5) -> None:

@@ -11,8 +11,9 @@ ONE_ITERATION_TOKENS = 8192  # an instance with more works on long prompts, of w
 class PrefillProgress:
     """Of one instance: since it was last known to begin something it computes at its rate, at most what it had then.
 
-    So one that hangs does not look idle: what it is sent after that counts in full. Where it had more than an iteration
-    holds nothing is counted: with long prompts its rate says too little, and the estimate would draw work to it.
+    So a hanging instance does not look idle: what it is sent after that counts in full. Where it had more than an
+    iteration holds nothing is counted: with long prompts its rate says too little, and the estimate would draw work to
+    it.
     """
 
     __slots__ = ("_since_s", "_tokens")

@@ -3,7 +3,7 @@
 The router learns it from what it routed and from what the engines report. A block's hash covers the prompt from its
 start to the block's end, so prompts make a tree: what they share is a path from its root. A node is a run of blocks
 that were always used together; for each worker that has them, a holding says how many of the run's first blocks are
-left. Whatever a prompt's length, matching and recording it take time in proportion to the few nodes on its path.
+left. For a prompt of any length, matching and recording it take time in proportion to the few nodes on its path.
 
 Each worker's holdings are kept in order of use. Those of a prompt are touched last one first, so what is dropped first
 is the end of the prompt used least recently, never a block that others build on.
@@ -78,7 +78,7 @@ class _Holding:
         self.newer = self
 
     def put_before(self, other: _Holding) -> None:
-        """Become the one that is used just before `other`."""
+        """Become the entry that is used just before `other`."""
         self.older, self.newer = other.older, other
         self.older.newer = self
         other.older = self
@@ -193,7 +193,7 @@ class PrefixIndex:
         if not total:
             return sizes
         node = self._root.children.get(hashes[0])
-        having: dict[int, _Holding] | None = None  # those that have the whole path up to `node`
+        having: dict[int, _Holding] | None = None  # instances that have the whole path up to `node`
         start = 0
         while node is not None:
             common = _common(node.run, hashes, start)
@@ -369,7 +369,7 @@ def _common(run: Sequence[int], hashes: Sequence[int], start: int) -> int:
     high = min(len(run), len(hashes) - start)
     if run[high - 1] == hashes[start + high - 1]:
         return high
-    low = 0  # so many are equal, and `high` are not
+    low = 0  # this many are equal, and `high` are not
     high -= 1
     while low < high:
         middle = (low + high + 1) // 2

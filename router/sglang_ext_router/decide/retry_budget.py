@@ -1,7 +1,7 @@
 """A budget of retries: a share of the router's requests, so that retries never make an outage worse.
 
-As Finagle's budget (retries within a window are at most a share of the requests within it, and a few a second whatever
-the load) and Envoy's (the requests that are under way count).
+As Finagle's budget (retries within a window are at most a share of the requests within it, and a few a second
+independent of the load) and Envoy's (the requests that are under way count).
 """
 
 from __future__ import annotations

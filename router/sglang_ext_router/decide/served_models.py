@@ -72,7 +72,7 @@ def pairing_refusal(candidate: PairingFacts, serving: Iterable[PairingFacts]) ->
 
 
 def _kv_cache_dtypes(facts: PairingFacts, other: PairingFacts) -> tuple[str | None, str | None]:
-    """The two values to compare: what both were given, or what both came to where only that can tell.
+    """The two values to compare: what both were given, or what both came to where only that can be compared.
 
     The same checkpoint makes the same of `auto`, so equal options agree. Different ones may still come to the same.
     """

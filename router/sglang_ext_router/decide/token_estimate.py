@@ -13,11 +13,11 @@ PRIOR_BYTES_PER_TOKEN = 4.0
 LOWEST_BYTES_PER_TOKEN = 1.5
 HIGHEST_BYTES_PER_TOKEN = 6.0
 
-_MEMORY_SAMPLES = 500  # a sample's weight has fallen to 1/e after so many more
+_MEMORY_SAMPLES = 500  # a sample's weight has fallen to 1/e after this many more
 _WINDOW_SAMPLES = 256  # errors remembered for the interval
 _TRUSTED_SAMPLES = 32  # from here on the interval is the observed one …
-_TRUSTED_SIZE_SAMPLES = 8  # … for prompts of sizes of which so many were seen
-_SIZE_MEMORY_SAMPLES = 2000  # a size not seen for so long is unknown again
+_TRUSTED_SIZE_SAMPLES = 8  # … for prompts of sizes of which this many were seen
+_SIZE_MEMORY_SAMPLES = 2000  # a size not seen for this long is unknown again
 _MAX_SIZE_BITS = 32
 _SORT_EVERY = 16
 _PRIOR_SAMPLES = 1.0  # what the prior of slope and overhead is worth
@@ -146,7 +146,7 @@ class TokenEstimator:
         self._wxy = self._wxy * keep + weight * size_bytes * tokens
 
     def _fit(self) -> None:
-        # Prompts of one size cannot tell slope from overhead. The prior decides then: it counts as one sample that
+        # Prompts of one size cannot separate slope from overhead. The prior decides then: it counts as a sample that
         # has the prior's slope, and as one of the size seen that has no overhead.
         w = self._w * (1 + _PRIOR_SAMPLES / min(self._samples, _MEMORY_SAMPLES))
         wxx = self._wxx + _PRIOR_SAMPLES

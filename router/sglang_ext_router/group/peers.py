@@ -125,7 +125,7 @@ class _Hearer:
     def __init__(self, writer: asyncio.StreamWriter, session: FrameCodes) -> None:
         self.writer = writer
         self.peer = session.peer
-        self.needs_all = True  # it has missed a message: changes alone would not do
+        self.needs_all = True  # it has missed a message: changes would not do
         self._session = session
 
     @property

@@ -127,7 +127,7 @@ class Gate(Protocol):
 class LongBody:
     """Buffer of a body that bypasses the HTTP parser: received into the place from which it is read and sent.
 
-    The HTTP parser makes four copies: the transport's, two while parsing, and one that joins the pieces.
+    The HTTP parser makes four copies: the transport's, two while parsing, and the copy that joins the pieces.
     """
 
     __slots__ = ("buffer", "length_bytes", "received_bytes")

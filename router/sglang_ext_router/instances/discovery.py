@@ -210,7 +210,7 @@ def address_of(endpoint: Endpoint) -> WorkerAddress:
 
 
 def role_rules(config: RouterConfig) -> RoleRules:
-    """Read the selector options. Raises RouterConfigError, naming the one that is no selector."""
+    """Read the selector options. Raises RouterConfigError, naming the invalid one."""
     selectors = []
     for option, text, role in (
         ("--prefill-short-selector", config.prefill_short_selector, Role.SHORT),

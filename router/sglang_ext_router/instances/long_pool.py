@@ -148,8 +148,8 @@ def read_status(answer: object) -> dict[str, Any]:
 def cached_rooms(answer: Mapping[str, Any]) -> Iterator[tuple[int, bool]]:
     """Rooms of prompts that have left the long pool, and whether their own instance has them in its prefix cache.
 
-    A prompt that went straight to decode may be there later. Of one that could not be shared nothing is known but that
-    its own instance computes it, as any other.
+    A prompt that went straight to decode may be there later. Of a prompt that could not be shared nothing is known but
+    that its own instance computes it, as any other.
     """
     for entry in _list(answer, "ended_rooms" if "ended_rooms" in answer else "recent"):
         prompt = _object(entry, "a request")

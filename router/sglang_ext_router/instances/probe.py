@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 LIVENESS_PATH = "/ping"  # answered without the scheduler; an engine that does not know it answers 404, which will do
 LIVENESS_STEPS = 10
-RETURN_S = 60.0  # for which one that is out may come back to the others of its model as it was
+RETURN_S = 60.0  # for which an ejected instance may come back to the others of its model as it was
 REGISTRATION_TIMEOUT_S = 2.0  # for an instance that is being added to say what it is
 EXTENSION_KEY = "sglang_ext"
 LAPS_PATH = "/laps"
@@ -64,9 +64,9 @@ class Prober:
         on_frozen: Callable[[Worker], None],
         last_received_s: Callable[[Worker], float],
     ) -> None:
-        """Callbacks: `on_restarted` for one that went out, `on_frozen` for one whose requests are lost, too.
+        """Callbacks: `on_restarted` for an ejected instance, `on_frozen` for an instance whose requests are lost, too.
 
-        `last_received_s` tells when an instance last sent anything on the connections of requests (the loop's clock).
+        `last_received_s` returns when an instance last sent anything on the connections of requests (the loop's clock).
         """
         self._config = config
         self._registry = registry
@@ -211,7 +211,8 @@ class Prober:
     def _refusal(self, role: Role, facts: PairingFacts, info: Mapping[str, Any]) -> str | None:
         """Return why an instance does not fit its role, or the others that serve its model.
 
-        One that is out for a moment still counts: a misfit must not take the place of all others when they come back.
+        An instance that is out for a moment still counts: a misfit must not take the place of all others when they come
+        back.
         """
         mode = info.get("disaggregation_mode")
         wanted = "decode" if role is Role.DECODE else "prefill"
@@ -246,8 +247,8 @@ class Prober:
     async def _watch_liveness(self, worker: Worker) -> None:
         """Take the instance out when nothing comes from it, neither an answer nor a byte of any reply.
 
-        One that says that it is not well, or closes its port, may still be serving what it has: only one that says
-        nothing at all loses its requests.
+        An instance that says that it is not well, or closes its port, may still be serving what it has: only an
+        instance that says nothing at all loses its requests.
         """
         config, loop = self._config, asyncio.get_running_loop()
         wake = self._wake[worker.id]

@@ -58,7 +58,7 @@ class WorkReader:
         return len(self._asked) - self.reporting
 
     def share_out(self, instances: int, interval_s: float) -> None:
-        """So many are asked every `interval_s` from now on."""
+        """This many are asked every `interval_s` from now on."""
         self.most = max(MIN_RECORDS, min(KEPT_RECORDS, int(MAX_RECORDS_PER_S * interval_s / max(1, instances))))
 
     def restart(self) -> None:

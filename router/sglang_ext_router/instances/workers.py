@@ -81,7 +81,7 @@ class Worker:
         )
         self.rate = PrefillRate()
         self.progress = PrefillProgress()
-        # Told by the instance
+        # Reported by the instance
         self.bootstrap_port = address.bootstrap_port
         self.has_given_bootstrap_port = address.bootstrap_port is not None
         self.model = ""  # the name under which it is served
@@ -187,8 +187,9 @@ class Worker:
     def virtual_tokens(self) -> int:
         """Return the tokens whose KV is on its way to a decode instance, from dispatch to first token (Tetris).
 
-        The prompts that the routers have sent and those that the instance reports to wait for are mostly the same, so
-        the larger number counts: there are dispatches since the report, or transfers that another router has started.
+        The prompts that the routers have sent and the prompts that the instance reports to wait for are mostly the
+        same, so the larger number counts: there are dispatches since the report, or transfers that another router has
+        started.
         """
         sent_tokens = self.reserved_tokens + self.sibling_tokens
         return sent_tokens if sent_tokens > self.reported_awaiting_tokens else self.reported_awaiting_tokens

@@ -218,27 +218,27 @@ class LivePage:
     def _notes(self) -> list[str]:
         config, peers = self._router.config, self._router.siblings.peer_counts()
         notes = [
-            f"Told by sglang-ext {__version__}. A router sees a prefill end when its KV has been taken: queueing, "
+            f"Reported by sglang-ext {__version__}. A router sees a prefill end when its KV has been taken: queueing, "
             "computing and transfer are one phase here.",
         ]
         if config.processes > 1:
             notes.append(
                 f"This is process {self._process_index + 1} of {config.processes} of the router: requests on their "
-                "way, phases and latency are of those that it serves. How many are in flight and have ended, and loads "
-                "of instances, are of all processes; of the others as of a second ago."
+                "way, phases and latency are of the requests that it serves. How many are in flight and have ended, "
+                "and loads of instances, are of all processes; of the others as of a second ago."
             )
         if peers is not None:
             notes.append(
                 f"This router is one of a group of {1 + peers.found}: requests on their way, phases, latency and what "
-                "has ended are of those that it serves. How many are in flight, and loads of instances, are of all "
-                "routers."
+                "has ended are of the requests that it serves. How many are in flight, and loads of instances, are of "
+                "all routers."
             )
         notes.append(
-            "Lanes have what prefill instances tell of their batches, parked prefills and KV on its way, up to a "
+            "Lanes have what prefill instances report of their batches, parked prefills and KV on its way, up to a "
             f"second late; later where there are more than {ASKED_PER_S}."
         )
         if self._router.long_pool is None:
-            notes.append("No coordinator is known (--coordinator-url): what a long pool shares is not told.")
+            notes.append("No coordinator is known (--coordinator-url): what a long pool shares is not shown.")
         return notes
 
     def _tick(self) -> None:

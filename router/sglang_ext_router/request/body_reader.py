@@ -190,5 +190,5 @@ def _outcome(
     except BadRequestError as error:
         return str(error), error.param
     clean = body.clean._replace(raw=b"") if body.clean.raw == raw else body.clean
-    # Its texts are for a tokenizer, should the length class be in doubt; for so long a prompt the estimate is taken.
+    # Its texts are for a tokenizer, should the length class be in doubt; for this long a prompt the estimate is taken.
     return body._replace(clean=clean, prompt=body.prompt._replace(texts=()))

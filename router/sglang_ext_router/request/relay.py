@@ -210,7 +210,7 @@ class Relay:
         self._builder.build(form, reply_body(prefill), decode_body, self._answer, lambda: self._client is not None)
 
     def _answer(self, body: bytes | BuildFailure) -> None:
-        """Send the joined reply, or the error for one that cannot be made."""
+        """Send the joined reply, or the error where it cannot be made."""
         self.is_building = False
         if isinstance(body, BuildFailure):
             self.answer_error(503 if body is BuildFailure.OVERLOAD else 502, body.value)

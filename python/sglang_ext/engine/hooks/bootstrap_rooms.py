@@ -74,7 +74,7 @@ logger = logging.getLogger(__name__)
 def add_request_to_queue(stock: Callable[..., None], scheduler: Any, request: Any, is_retracted: bool = False) -> None:
     """AROUND `Scheduler._add_request_to_queue(req, is_retracted)`.
 
-    Refuses (400) a request whose room another live request uses, and one that wants more alternatives than fit into
+    Refuses (400) a request whose room another live request uses, and a request with more alternatives than fit into
     what prefill sends to decode. Each rank sees the same queues and decides alike.
     """
     message = None if is_retracted else excess_top_logprobs(scheduler, request)
@@ -108,7 +108,7 @@ def live_requests(scheduler: Any) -> Iterator[Any]:
             yield from batch.reqs
     if scheduler.chunked_req is not None:
         yield scheduler.chunked_req
-    # Those that a scheduler of this project keeps.
+    # Requests that a scheduler of this project keeps.
     yield from getattr(scheduler, "held_requests", tuple)()
     if scheduler.disaggregation_mode == DisaggregationMode.PREFILL:
         yield from scheduler.disagg_prefill_bootstrap_queue.queue
@@ -126,7 +126,8 @@ def validate_one_request(stock: Callable[..., None], manager: Any, request: Any,
     deadlines and priorities that are none.
 
     A prompt has tokens; token ids, those of stops too, are of the vocabulary. At others the stock engine ends: they are
-    errors of the forward pass, or of the sampler beside `min_new_tokens`, on a GPU such that nothing recovers from.
+    errors of the forward pass, or of the sampler together with `min_new_tokens`, on a GPU such that nothing recovers
+    from.
     """
     size = manager.model_config.vocab_size
     if input_ids is not None and not len(input_ids) and getattr(request, "input_embeds", None) is None:

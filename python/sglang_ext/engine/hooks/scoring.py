@@ -1,7 +1,7 @@
 """Scores from the prefill leg only: a request with SGLang's own warm-up address as its decode instance.
 
 A prefill instance finishes such a request without a peer: its sender is a fake one, nothing is transferred, no slot is
-taken elsewhere. The log-probabilities of its prompt, also of one in chunks, are those that SGLang computes for any
+taken elsewhere. The log-probabilities of its prompt, also in chunks, are the same as SGLang computes for any
 request; positions that are cached are computed again from `logprob_start_len` on. What is left to do here:
 
 * not to prepare for decode what has no place there: the metadata buffer holds 128 alternatives of the first token, and
@@ -64,8 +64,8 @@ def excess_top_logprobs(scheduler: Any, request: Any) -> str | None:
 def stream_output(stock: Callable[..., None], streamer: Any, requests: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
     """AROUND `stream_output(reqs, …)` of the scheduler's output streamer.
 
-    A prefill instance calls every request finished by length; one that ends here ends as on an undivided server: by a
-    stop token, or with as many tokens as it asked for, which may be none.
+    A prefill instance calls every request finished by length; a request that ends here ends as on an undivided server:
+    by a stop token, or with as many tokens as it asked for, which may be none.
     """
     for request in requests:
         reason = request.finished_reason

@@ -1,8 +1,8 @@
 """An instance that is asked to end (SIGTERM) serves what it has, takes no request that it cannot serve, and ends.
 
 SGLang looks every 5 s whether a request is left, and then stops its scheduler. Its server goes on taking requests until
-then and a moment longer: one that comes in that moment over a kept connection waits for a scheduler that is gone, and
-the process waits for that request, until it is killed.
+then and a moment longer: a request that comes in that moment over a kept connection waits for a scheduler that is gone,
+and the process waits for that request, until it is killed.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ async def end_when_idle(stock: Callable[[Any], Awaitable[None]], manager: Any) -
     """AROUND `TokenizerManager.sigterm_watchdog()`: SGLang ends its processes once nothing can be lost by that.
 
     Nothing is left to do when no request was known for `IDLE_S` and none is on any connection. An instance that SGLang
-    takes for ill, and one that is not to wait, is left to SGLang at once.
+    takes for ill, and a shutdown that is not to wait, is left to SGLang at once.
     """
     from sglang.srt.managers.tokenizer_manager import ServerStatus
 

@@ -1,8 +1,8 @@
 """Decides where short ends on an instance: one number, from what its iterations cost, that changes seldom.
 
 A prefill is short while memory and launches bound it rather than computation (LAPS's L_m), or while its time is a small
-part of the short prefills' objective: one that ends within half of it holds no other up for long, and is served best
-in one piece, with others. The larger of the two is taken, because a boundary below the second makes prompts wait
+part of the short prefills' objective: a prefill that ends within half of it holds no other up for long, and is served
+best in one piece, with others. The larger of the two is taken, because a boundary below the second makes prompts wait
 in chunks that could have been answered in time.
 
 Routers and other instances follow the number, so it is coarse (two steps to a factor of two), and holds until the
@@ -20,29 +20,29 @@ LEAST_BOUNDARY_TOKENS = 32
 _OBJECTIVE_SHARE = 0.5
 _SAMPLES = 32  # between two looks at the measurements
 _LOOKS = 8  # that contradict one after the other, before the number changes
-_FIRST_LOOKS = 2  # of the first so many iterations: an instance starts while others do
+_FIRST_LOOKS = 2  # iterations, from the first on: an instance starts while others do
 _FIRST_SAMPLES = 512
 _MARGIN = 1.25  # beyond the step above or below
 
 
-def fitted_boundary_tokens(fit: CostFit, write_s: float | None, objective_s: float, most_tokens: int) -> float | None:
-    """Most new tokens of a short prefill without cached ones; None while the samples leave open what so many take.
+def fitted_boundary_tokens(fit: CostFit, write_s: float | None, objective_s: float, max_tokens: int) -> float | None:
+    """Most new tokens of a short prefill without cached ones; None while the samples leave open what this many take.
 
     `write_s` is gamma_w (None: not known, and taken for nothing); `objective_s` the TTFT objective of short prefills;
-    `most_tokens` what one iteration may compute.
+    `max_tokens` what one iteration may compute.
     """
     memory_bound = fit.boundary_tokens(write_s or 0.0, 0) or 0.0
-    tokens = min(max(memory_bound, tokens_within(fit.fitted, _OBJECTIVE_SHARE * objective_s)), most_tokens)
+    tokens = min(max(memory_bound, tokens_within(fit.fitted, _OBJECTIVE_SHARE * objective_s)), max_tokens)
     return tokens if fit.is_determined(tokens) else None
 
 
-def expected_boundary_tokens(cost: CostCoefficients, objective_s: float, most_tokens: int) -> int:
+def expected_boundary_tokens(cost: CostCoefficients, objective_s: float, max_tokens: int) -> int:
     """Return what an instance with these costs will find, where memory does not bound it for longer than the objective
     does.
 
-    `most_tokens`: what one of its iterations may compute.
+    `max_tokens`: what one of its iterations may compute.
     """
-    return min(coarse_tokens(min(tokens_within(cost, _OBJECTIVE_SHARE * objective_s), most_tokens)), most_tokens)
+    return min(coarse_tokens(min(tokens_within(cost, _OBJECTIVE_SHARE * objective_s), max_tokens)), max_tokens)
 
 
 def tokens_within(cost: CostCoefficients, budget_s: float) -> float:
@@ -72,18 +72,18 @@ def _next(step: int) -> int:
 class ClassBoundary:
     """The boundary that is in force on an instance.
 
-    `given_tokens` holds for ever; without it `most_tokens`, what one iteration may compute, bounds what is fitted.
+    `given_tokens` holds for ever; without it `max_tokens`, what one iteration may compute, bounds what is fitted.
     """
 
     __slots__ = ("_contradictions", "_given", "_most_tokens", "_samples", "is_fitted", "tokens")
 
-    def __init__(self, given_tokens: int | None, most_tokens: int) -> None:
+    def __init__(self, given_tokens: int | None, max_tokens: int) -> None:
         self._given = given_tokens is not None
-        self._most_tokens = most_tokens
+        self._most_tokens = max_tokens
         self._samples = 0
         self._contradictions = 0
         self.is_fitted = False
-        self.tokens = min(DEFAULT_BOUNDARY_TOKENS, most_tokens) if given_tokens is None else given_tokens
+        self.tokens = min(DEFAULT_BOUNDARY_TOKENS, max_tokens) if given_tokens is None else given_tokens
 
     def record_iteration(self, fit: CostFit, write_s: float | None, objective_s: float) -> None:
         """`fit` has learned from one more iteration."""

@@ -37,12 +37,12 @@ class CostCoefficients(NamedTuple):
     token_s: float  # beta + gamma_w: per new token
     read_s: float  # gamma_r: per cached token
     kappa_s: float  # per iteration
-    request_s: float = 0.0  # per request beside the first
+    request_s: float = 0.0  # per request after the first
     replayed: CostCoefficients | None = None  # of iterations that replay a captured graph; None: the same
 
     @classmethod
     def from_throughput(cls, tokens_per_s: float, fixed_s: float) -> CostCoefficients:
-        """A prior without measurements: so many new tokens per second, and a fixed cost. ValueError if it is none."""
+        """A prior without measurements: this many new tokens per second, and a fixed cost. ValueError if it is none."""
         if not (tokens_per_s > 0 and fixed_s >= 0):
             raise ValueError(f"tokens_per_s must be above 0 and fixed_s at least 0, got {tokens_per_s} and {fixed_s}")
         return cls(0.0, 1.0 / tokens_per_s, 0.0, fixed_s)
@@ -120,7 +120,7 @@ _FEATURES = 6
 _GAP = 5  # the feature that is not one of the sum: whether the iteration follows another one directly
 _PER_KIND = 16
 _KINDS = 256
-_KEPT_SAMPLES = 20_000  # a kind that was not seen for so many samples is forgotten
+_KEPT_SAMPLES = 20_000  # a kind that was not seen for this many samples is forgotten
 _RECENT = 128
 _MIN_SAMPLES = 8
 _LEAST_CLIP = 0.4  # of the logarithm: a factor of 1.5
@@ -133,7 +133,7 @@ _PACE_WEIGHT = 0.7  # of what they show, as a logarithm
 _MOST_PACE = 4.0
 _SOLVE_ALWAYS = 64
 _SOLVE_EVERY = 8
-# What the prior claims: the time of (new, cached) tokens of so many requests each.
+# What the prior claims: the time of (new, cached) tokens of this many requests each.
 _PRIOR_SHAPES = ((32, 0, 1), (256, 0, 1), (2048, 0, 1), (256, 4096, 1), (2048, 4096, 1), (32, 0, 8))
 
 
@@ -262,13 +262,13 @@ class _Equations:
         ]
         alpha_s, token_s, read_s, request_s, alone_s, self.gap_s = solve_non_negative(gram, moment)
         kappa_s = alone_s + self.gap_s
-        if token_s <= 0 and kappa_s <= 0:  # by that a lone request takes no time: the samples are of batches alone
+        if token_s <= 0 and kappa_s <= 0:  # by that a lone request takes no time: the samples are only of batches
             self.gap_s = 0.0
             return self.prior.times(slowness)._replace(replayed=None)
         return CostCoefficients(alpha_s, token_s, read_s, kappa_s, request_s)
 
     def determined(self, solution: CostCoefficients, noise: float) -> Determined:
-        """Return which coefficients of the solution these samples, of so much relative noise, determine by
+        """Return which coefficients of the solution these samples, of this much relative noise, determine by
         themselves."""
         if self.rows < _MIN_SAMPLES:
             return _NOTHING_DETERMINED

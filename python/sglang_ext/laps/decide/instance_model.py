@@ -58,7 +58,7 @@ class InstanceModel:
         self.busy = BusyShare()
         self.online_s = -inf  # when a request with a deadline arrived last
         self.max_requests = min(options.depth_max, limits.max_requests)
-        self._aimed_shapes = grid.shapes  # those that the depths of the windows are from
+        self._aimed_shapes = grid.shapes  # the shapes that the depths of the windows are from
         self.awd = AdaptiveWaitDepth(
             WindowLimits(
                 options.w_min_ms / 1e3,
@@ -91,7 +91,7 @@ class InstanceModel:
         return now_s <= self.online_s + _ONLINE_FOR_S
 
     def round_s(self, cached_tokens: int, long_backlog_s: float) -> float:
-        """Time budget of a round while so much long work waits and the next chunk follows `cached_tokens`."""
+        """Time budget of a round while this much long work waits and the next chunk follows `cached_tokens`."""
         options = self.options
         if options.round_ms is not None:
             return options.round_ms / 1e3
@@ -173,7 +173,7 @@ def has_deadline(request: QueuedPrefill) -> bool:
 
 
 def batch_of_shorts(batch: FormedBatch, reason: DispatchReason) -> PrefillBatch:
-    """The short prefills alone."""
+    """Return a batch of only the short prefills."""
     keys = tuple([member.request.key for member in batch.members])
     return PrefillBatch(keys, None, reason, batch.shape, len(keys), batch.new_tokens, batch.predicted_s)
 

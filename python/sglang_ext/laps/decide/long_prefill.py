@@ -22,8 +22,9 @@ def choose_long(
     """The long prefill to run next, `ranked` being in order of urgency; None if none waits.
 
     A prefill is started only if the memory holds it and the rest of all that are started, so that these can always
-    end. One that waits for memory longer than it takes to be lifted a class keeps others from being started before
-    it. When none is started, the most urgent one that fits is, or else the most urgent: no other one holds memory.
+    end. A prefill that waits for memory longer than it takes to be lifted a class keeps others from being started
+    before it. When none is started, the most urgent prefill that fits is, or else the most urgent: no other one holds
+    memory.
     """
     if not ranked:
         return None

@@ -77,7 +77,7 @@ class Contender:
     __slots__ = ("at", "cached_tokens", "deadline_s", "left_at", "new_tokens", "own_s", "work")
 
     def __init__(self, at: int, request: QueuedPrefill, cost: CostRates) -> None:
-        self.at = at  # its position among those that joined
+        self.at = at  # its position among the joined contenders
         self.left_at = 1 << 60  # the step at which it was put back
         self.new_tokens = request.new_tokens
         self.cached_tokens = request.cached_tokens
@@ -102,18 +102,18 @@ def max_on_time(
 
     A batch that starts at `now_s` is on time if it is even where it takes `stretch` times what it should.
 
-    Of several such subsets it is the one that ends longest before its earliest deadline, where others could use that
+    Of several such subsets it is the subset that ends longest before its earliest deadline, where others could use that
     time (`leaves_time`); else the one with the earliest deadline, of the shortest requests.
 
-    For each deadline, from the latest to the earliest: the shortest of those that do not have an earlier one.
-    One that is too long for a deadline is so for all earlier ones, as there is less time and there are more to
+    For each deadline, from the latest to the earliest: the shortest without an earlier deadline.
+    A prefill that is too long for a deadline is so for all earlier ones, as there is less time and there are more to
     choose from.
     """
     has_shapes = len(cost.grid.shapes) > 0
     longest, new, cached, work = base.longest_tokens, base.new_tokens, base.cached_tokens, base.work
     by_deadline = [(-member.deadline_s, member.at, member) for member in must]
     by_deadline.sort()
-    heap: list[tuple[float, int, Contender]] = []  # the longest first, of several the one that is least urgent
+    heap: list[tuple[float, int, Contender]] = []  # the longest first, of several the least urgent
     lengths: list[int] = []  # of those in the heap, sorted
     best_step, best_count, best_left_s = -1, 0, -inf
     for step, (_, at, member) in enumerate(by_deadline):

@@ -48,7 +48,7 @@ class LapsOptions:
         default=Composition.PACKED,
         metadata={
             "help": "What a batch holds while both classes wait: shorts and long prefills in one time budget (packed), "
-            "one class alone (separate, as in LAPS), or shorts within their share and one long chunk (medha)."
+            "a single class (separate, as in LAPS), or shorts within their share and one long chunk (medha)."
         },
     )
     batching: Batching = field(

@@ -2,7 +2,7 @@
 
 Every iteration has a fixed cost, so what runs together pays it once (Medha mixes for the same reason). Long prefills
 join whole while they fit; at most one request is cut, so that a chunk's tail and the next prompt share an iteration.
-Short prefills run alone where mixing costs them more than it saves.
+Short prefills run by themselves where mixing costs them more than it saves.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from sglang_ext.laps.decide.round_plan import Cut
 from sglang_ext.laps.decide.short_batch import FormedBatch
 from sglang_ext.laps.decide.slack import RankedPrefill
 
-_OVERHEADS = 8.0  # a batch takes so many times what every batch costs again, which is an eighth of the time then
+_OVERHEADS = 8.0  # a batch takes this many times what every batch costs again, which is an eighth of the time then
 _LEAST_OF_SLO = 0.2
 _MOST_OF_SLO = 1 / 3  # a short prefill waits for the end of one batch, perhaps a longer one, and for its own
-_LEAST_OVERHEADS = 2.4  # whatever the objective: below, next to nothing is computed
+_LEAST_OVERHEADS = 2.4  # at any objective: below, next to nothing is computed
 _LONG_MODE_ROUNDS = 3.0
 _WITHOUT_SHORTS = 1.5  # who arrives meanwhile waits for this batch, and not for a part of it in its own
 _WHOLE_WITHIN = 1.1  # times what is left of the budget: a tail is not worth another iteration
@@ -73,7 +73,7 @@ def long_mode_round_s(round_s: float, kappa_s: float, backlog_s: float, stages: 
 def even_share_s(work_s: float, budget_s: float) -> float:
     """The time of each of the fewest equal parts of this work that keep the budget, or exceed it by a tenth together.
 
-    In a pipeline the stages wait for the longest chunk, and a last one that is shorter brings nothing.
+    In a pipeline the stages wait for the longest chunk, and a shorter last chunk brings nothing.
     """
     return work_s / max(1, ceil(work_s / budget_s - (_WHOLE_WITHIN - 1))) if budget_s > 0 else budget_s
 
@@ -113,20 +113,20 @@ def fill_with_longs(
 ) -> LongParts:
     """Long prefills for the room, `longs` being in the order in which they should run.
 
-    The first one progresses by at least `min_chunk_tokens`, whatever time is left. At most one that has been started
+    The first one progresses by at least `min_chunk_tokens`, however little time is left. At most one started prefill
     is in a batch, and at most one is cut. A prefill is started only if the memory holds it and the rest of all that
-    are started, so that these can always end; one that the batch ends needs room for itself alone. `started`: all
+    are started, so that these can always end; a prefill that the batch ends needs room only for itself. `started`: all
     that hold KV. Where none does, even a prompt larger than the memory is begun.
     """
     left_s, tokens = room.left_s, min(room.tokens, room.free_kv_tokens)
     promised_tokens = sum([prefill.request.new_tokens for prefill in started])
-    parked = len(started)  # after this batch, without the one that it cuts
+    parked = len(started)  # after this batch, without the prefill that it cuts
     has_started = False
     whole: list[RankedPrefill] = []
     new_tokens, added_s = 0, 0.0
     for candidate in longs:
-        most_tokens = min(tokens, room.chunk_tokens)
-        if most_tokens < 1 or len(whole) >= room.requests:
+        max_tokens = min(tokens, room.chunk_tokens)
+        if max_tokens < 1 or len(whole) >= room.requests:
             break
         request = candidate.request
         if request.is_started and has_started:
@@ -134,12 +134,12 @@ def fill_with_longs(
         remaining_tokens, cached_tokens = request.new_tokens, request.cached_tokens
         taken_tokens = remaining_tokens
         taken_s = cost.chunk_s(remaining_tokens, cached_tokens) - cost.kappa_s
-        if remaining_tokens > most_tokens or taken_s > _WHOLE_WITHIN * left_s:
+        if remaining_tokens > max_tokens or taken_s > _WHOLE_WITHIN * left_s:
             if not request.is_started and started:
                 promise_tokens = promised_tokens + new_tokens + remaining_tokens
                 if parked > room.max_parked or promise_tokens > room.free_kv_tokens:
                     continue
-            if most_tokens < room.page_tokens:
+            if max_tokens < room.page_tokens:
                 break
             taken_tokens = choose_chunk(
                 cost,
@@ -148,10 +148,10 @@ def fill_with_longs(
                 left_s + cost.kappa_s,
                 room.page_tokens,
                 room.min_chunk_tokens,
-                most_tokens,
+                max_tokens,
             )
             taken_s = cost.chunk_s(taken_tokens, cached_tokens) - cost.kappa_s
-            if taken_tokens > most_tokens or (whole and taken_s > _WHOLE_WITHIN * left_s):
+            if taken_tokens > max_tokens or (whole and taken_s > _WHOLE_WITHIN * left_s):
                 break
             if taken_tokens < remaining_tokens:
                 return LongParts(tuple(whole), candidate, taken_tokens, new_tokens + taken_tokens, added_s + taken_s)
@@ -179,9 +179,9 @@ def run_shorts_alone(
 ) -> bool:
     """Return whether the short prefills should not share their batch with long ones.
 
-    They do not where one of them would be late for it that is on time alone, nor where what they wait for together
+    They do not where one of them would be late for it that is on time by itself, nor where what they wait for together
     outweighs twice the time that sharing saves (`saved_s`) for everybody else: the `waiting` ones and the next to come,
-    1 / (1 - utilisation) times as many in all. With captured graphs little is saved, and they run alone.
+    1 / (1 - utilisation) times as many in all. With captured graphs little is saved, and they run by themselves.
 
     In a pipeline (`mixed_s` is the time on each of its `stages`) a short batch follows a long one through the later
     stages, however short it is, and each stage waits meanwhile: sharing saves that as well.

@@ -1,4 +1,4 @@
-"""Describes what a packed instance runs next: which group, which short batch, and what of the long prefills beside it.
+"""Describes what a packed instance runs next: which group, which short batch, and what of the long prefills next to it.
 
 A decision looks at the first requests of each order of the queue (`prefill_queue`), however many wait.
 """
@@ -25,7 +25,7 @@ from sglang_ext.laps.decide.slack import RankedPrefill
 
 _MOST_SHORTS = 128  # candidates
 _SPARE_SHORTS = 16  # more than a batch holds: some are put back
-_MOST_LONGS = 8  # and those that have been started
+_MOST_LONGS = 8  # in addition to the started ones
 _ONLINE, _OFFLINE = Group.WITH_DEADLINE, Group.WITHOUT_DEADLINE
 
 
@@ -87,10 +87,10 @@ def _choose_of_group(
         return RoundPlan((batch_of_shorts(batch, verdict.reason or DispatchReason.SHARE),), now_s)
     if group is _OFFLINE and not is_online and _gathers(model, now_s, batch):
         # No client waits for an answer: short ones join when their batch is full, for decode is not to run dry.
-        alone = _without_shorts(model, queue, [], longs, round_s, free_kv_tokens)
-        if alone:
-            return RoundPlan((*alone, batch_of_shorts(batch, DispatchReason.SHARE)), now_s)
-    # On the ordinary kernels, whatever shape the short ones alone would have.
+        long_batches = _without_shorts(model, queue, [], longs, round_s, free_kv_tokens)
+        if long_batches:
+            return RoundPlan((*long_batches, batch_of_shorts(batch, DispatchReason.SHARE)), now_s)
+    # On the ordinary kernels, even if the short ones would have a captured shape.
     cost = model.cost
     shorts_s = cost.iteration_s(batch.attention_work, batch.new_tokens, batch.cached_tokens, len(batch.members))
     mixed = _mixed(model, queue, batch, longs, shorts_s, round_s, free_kv_tokens)
@@ -132,14 +132,15 @@ def _round_s(
 def _cut_long_ones(
     model: InstanceModel, shorts: list[RankedPrefill], longs: list[RankedPrefill]
 ) -> tuple[list[RankedPrefill], list[RankedPrefill]]:
-    """While clients with deadlines are near, a short prefill without one that takes longer is cut like a long one."""
+    """While clients with deadlines are near, a short prefill without a deadline that takes longer is cut like a long
+    one."""
     yield_s = model.yield_s()
     cut = [ranked for ranked in shorts if ranked.remaining_s > yield_s]
     return [ranked for ranked in shorts if ranked.remaining_s <= yield_s], [*longs, *cut]
 
 
 def _may_run(model: InstanceModel, now_s: float, long: RankedPrefill) -> bool:
-    """An instance for short prefills runs a long one beside them when that is late, or has aged."""
+    """An instance for short prefills runs a long one next to them when that is late, or has aged."""
     if model.mode is not LapsMode.SHORT:
         return True
     request = long.request
@@ -205,7 +206,7 @@ def _without_shorts(
     round_s: float,
     free_kv_tokens: int,
 ) -> tuple[PrefillBatch, ...]:
-    """Long prefills alone: there is no short one, no memory for it, or a long one is of a more urgent class."""
+    """Only long prefills: there is no short one, no memory for it, or a long one is of a more urgent class."""
     cost = model.cost
     batches: list[PrefillBatch] = []
     if longs:

@@ -37,9 +37,9 @@ class Laps:
     """Times are seconds on one monotonic clock of the caller's.
 
     The queue is kept from round to round: `put` takes a request in and says what has become of it, `remove` takes it
-    out, `record_dispatch` does both for those of a batch. `choose` changes nothing but the classes of those that have
-    waited long; `choose_of` decides on a queue that is given whole, and leaves the kept one alone. `grid` is that of
-    the engine's runner, which may leave shapes out of it between two decisions.
+    out, `record_dispatch` does both for those of a batch. `choose` changes nothing but the classes of requests that
+    have waited long; `choose_of` decides on a queue that is given whole, and does not touch the kept one. `grid` is
+    that of the engine's runner, which may leave shapes out of it between two decisions.
     """
 
     def __init__(self, options: LapsOptions, grid: GraphGrid, prior: CostCoefficients, limits: InstanceLimits) -> None:
@@ -104,7 +104,7 @@ class Laps:
         self._put(self.queue, request, now_s)
 
     def remove(self, key: int) -> None:
-        """A request has left without being computed to its end. One that is not there is ignored."""
+        """A request has left without being computed to its end. An unknown key is ignored."""
         if key in self.queue:
             self.queue.remove(key)
 

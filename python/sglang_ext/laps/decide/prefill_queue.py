@@ -79,7 +79,7 @@ class PrefillQueue:
         self._waiting: dict[int, _Waiting] = {}
         self._lists = (_Lists(), _Lists())
         self._lifts: list[tuple[float, int]] = []  # a heap of (when, key); those of earlier events mean nothing
-        self.started: dict[int, RankedPrefill] = {}  # those that hold KV
+        self.started: dict[int, RankedPrefill] = {}  # requests that hold KV
         self.long_work_s = [0.0, 0.0]  # predicted time of the long prefills of each group
 
     def __len__(self) -> int:
@@ -93,7 +93,7 @@ class PrefillQueue:
         return iter([waiting.ranked for waiting in self._waiting.values()])
 
     def get(self, key: int) -> RankedPrefill:
-        """KeyError for one that is not in the queue."""
+        """Return the request. KeyError where it is not in the queue."""
         return self._waiting[key].ranked
 
     def put(self, request: QueuedPrefill, now_s: float, cost: CostCoefficients, chunk_s: float) -> None:
@@ -114,7 +114,7 @@ class PrefillQueue:
         self._insert(request, remaining_s, total_s, lift_s, lifted)
 
     def remove(self, key: int) -> None:
-        """It has ended, or was aborted. KeyError for one that is not in the queue."""
+        """It has ended, or was aborted. KeyError where it is not in the queue."""
         self._unlist(self._waiting.pop(key))
         self.started.pop(key, None)
 
@@ -164,9 +164,9 @@ class PrefillQueue:
         return [waiting[-turn[3]].ranked for turn in reversed(self._lists[group].shorts[-most:])]
 
     def candidates(self, group: Group, most: int, now_s: float) -> list[RankedPrefill]:
-        """Short prefills for a batch at `now_s`, most urgent first: where more wait, not only those that are late.
+        """Short prefills for a batch at `now_s`, most urgent first: where more wait, not only late ones.
 
-        So many late ones may wait that they are the first `most`, and those that could be on time would be looked at
+        If late ones fill the first `most`, requests that could be on time would be looked at
         once they are late as well. Then half of the candidates are those of the most urgent class that are not late.
         """
         turns = self._lists[group].shorts

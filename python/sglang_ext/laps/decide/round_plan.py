@@ -1,6 +1,6 @@
 """Describes what the LAPS policy of a prefill instance is asked and what it answers, once per scheduler iteration.
 
-The engine and the simulator build a `RoundSnapshot`, `Laps.choose` returns a `RoundPlan`, and the one that
+The engine and the simulator build a `RoundSnapshot`, `Laps.choose` returns a `RoundPlan`, and the caller that
 asked carries out the first batch of the plan that its memory admits.
 """
 
@@ -27,7 +27,7 @@ class Composition(StrEnum):
     """Describes what a batch is made of while both classes wait."""
 
     PACKED = "packed"  # shorts, then long prefills in what is left of one time budget
-    SEPARATE = "separate"  # one class alone (LAPS)
+    SEPARATE = "separate"  # a single class (LAPS)
     MEDHA = "medha"  # shorts in their share of the budget, one chunk of the most urgent long prefill in the rest
 
 
@@ -72,7 +72,7 @@ class QueuedPrefill:
     is_current: bool  # its chunk was the last long chunk
 
     def after_chunk(self, tokens: int) -> QueuedPrefill:
-        """Return what is left once so many of its tokens have run: from now on it is the current long prefill."""
+        """Return what is left once this many of its tokens have run: from now on it is the current long prefill."""
         return self._with(self.new_tokens - tokens, self.cached_tokens + tokens, is_started=True, is_current=True)
 
     def overtaken(self) -> QueuedPrefill:
@@ -127,7 +127,7 @@ class PrefillBatch(NamedTuple):
 
     @property
     def is_short(self) -> bool:
-        """Return whether there are short prefills in it alone."""
+        """Return whether it holds only short prefills."""
         return self.cut is None and self.short_requests == len(self.whole)
 
 
@@ -142,13 +142,13 @@ class RoundPlan(NamedTuple):
 
 
 class InstanceLimits(NamedTuple):
-    """Describes what the engine of an instance admits, whatever a policy wants. All of them are at least 1."""
+    """Describes what the engine of an instance admits, independent of the policy. All of them are at least 1."""
 
     page_tokens: int  # a chunk that is not a prompt's last is a multiple of this
     max_chunk_tokens: int  # new tokens of one long prefill in a batch
     max_batch_tokens: int  # new tokens of a batch
     max_requests: int  # requests of a batch
-    stages: int = 1  # of its pipeline: a batch ends after so many times what an iteration takes
+    stages: int = 1  # of its pipeline: a batch ends after this many times what an iteration takes
 
 
 class ClassReport(NamedTuple):

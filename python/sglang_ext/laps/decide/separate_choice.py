@@ -32,7 +32,7 @@ from sglang_ext.laps.decide.time_sharing import choose_share
 from sglang_ext.laps.decide.wait_depth import Verdict
 from sglang_ext.types import LengthClass
 
-_LONG_MODE_ROUNDS = 3.0  # an instance for long prefills runs chunks of so many rounds
+_LONG_MODE_ROUNDS = 3.0  # an instance for long prefills runs chunks of this many rounds
 _SPENT_SLACK = 0.8  # of the time to its deadline that a short prefill spends on waiting for more batch members
 _MUST_LEAVE = (DispatchReason.SLACK, DispatchReason.HEAD_WAIT)
 
@@ -230,8 +230,8 @@ def _last_resorts(model: InstanceModel, state: Survey) -> tuple[PrefillBatch, ..
     if state.long is not None:
         batches.append(_long_chunk(model, state, state.long))
     if state.shorts:
-        alone = lone_batch(state.shorts[0], model.cost, model.grid)
-        batches.append(batch_of_shorts(alone, DispatchReason.FULL_SHAPE))
+        single = lone_batch(state.shorts[0], model.cost, model.grid)
+        batches.append(batch_of_shorts(single, DispatchReason.FULL_SHAPE))
     return tuple(batches)
 
 

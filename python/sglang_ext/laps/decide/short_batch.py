@@ -1,8 +1,8 @@
 """Decides which short prefills leave together: as many as can end on time, on a captured shape where that pays.
 
 All members of a batch end with it. In order of urgency they join while there is room; where the batch would then end
-after a deadline in it, some are put back: they wait for another batch. Those that are late whatever is done use what
-room is left, and one that has been late for long goes first (`form_batch`).
+after a deadline in it, some are put back: they wait for another batch. Requests that cannot be on time any more use
+what room is left, and a request that has been late for long goes first (`form_batch`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sglang_ext.laps.decide.cost_model import CostCoefficients
 from sglang_ext.laps.decide.on_time import BatchCost, BatchSums, Contender, max_on_time
 from sglang_ext.laps.decide.slack import RankedPrefill
 
-DUE_AFTER = 5.0  # times its objective: a late prefill that has waited so long goes first
+DUE_AFTER = 5.0  # times its objective: a late prefill that has waited this long goes first
 SPARE = 0.25  # of its objective: most time that late prefills add to a batch with others that are on time
 
 
@@ -29,7 +29,7 @@ class BatchBounds(NamedTuple):
     free_kv_tokens: int
     page_tokens: int  # every request takes whole pages
     budget_s: float
-    margin: float = 0.0  # relative: a batch is to be on time even if it takes so much longer than predicted
+    margin: float = 0.0  # relative: a batch is to be on time even if it takes this much longer than predicted
 
 
 class FormedBatch(NamedTuple):
@@ -55,17 +55,17 @@ def form_batch(
     more. In a class:
 
     1. A request that is late (it could not be on time even by itself) and has waited `DUE_AFTER` times its objective is
-       due. The due one that arrived first joins before all others. So a request waits for at most one batch
+       due. The due request that arrived first joins before all others. So a request waits for at most one batch
        more than there are due ones of its class, or requests of more urgent classes, before it.
-    2. Those that are not late join in order of urgency within `bounds`. On captured shapes the head's length bucket
+    2. Requests that are not late join in order of urgency within `bounds`. On captured shapes the head's length bucket
        comes first, then the nearest buckets. Another joins if the batch with it takes no longer than the two apart.
        Where it does not, as the batch would need a larger shape, several may: they join together if the batch with all
        of them takes no longer than the two batches.
     3. If the batch now ends after a deadline in it, some are put back. A request can wait if it would still be on time
-       by itself after this batch. Of all subsets of those that joined in step 2, and that end before each deadline in
-       them, one is kept that has the most requests that cannot wait, and of these one with the most that can. (With
-       captured shapes the time of a subset does not only depend on its sum: there it is the best of those that a
-       sweep over the deadlines finds which puts back the longest first.)
+       by itself after this batch. Of all subsets of the requests that joined in step 2, and that end before each
+       deadline in them, one is kept that has the most requests that cannot wait, and of these one with the most that
+       can. (With captured shapes the time of a subset does not only depend on its sum: there it is the best of the
+       subsets that a sweep over the deadlines finds which puts back the longest first.)
     4. Late ones join in order of urgency while no deadline is missed for it and they add at most `SPARE` of
        their objective. If nothing else has joined there are no deadlines left to keep: only `bounds` hold.
     """
@@ -100,7 +100,7 @@ def form_batch(
 
 
 def lone_batch(head: RankedPrefill, cost: CostCoefficients, grid: GraphGrid) -> FormedBatch:
-    """A request by itself, whatever room there is."""
+    """Return a batch of a single request, even without room for it."""
     request = head.request
     new_tokens, cached_tokens = request.new_tokens, request.cached_tokens
     work = float(new_tokens * (new_tokens + 2 * cached_tokens))
@@ -265,7 +265,7 @@ class _Forming:
             shape_length, shape_slots, shape_tokens = shape.length_tokens, shape.slots, shape.tokens
         added_s = 0.0
         members = self.members
-        # Those that have not paid by themselves.
+        # Waits that have not paid by themselves.
         waiting: list[RankedPrefill] = []
         more_longest = more_new = more_cached = more_kv = more_work = 0
         for candidate in candidates:
@@ -369,8 +369,8 @@ class _Forming:
     def _put_back(self, first: int, base: BatchSums) -> None:
         """Keep of the members from `first` on as many as can end on time; `base` are the sums of those before them.
 
-        First as many as possible of those that cannot wait for another batch. All others have deadlines after the
-        end of the whole batch, so what time is left is theirs, the shortest first.
+        First as many as possible of the requests that cannot wait for another batch. All others have deadlines after
+        the end of the whole batch, so what time is left is theirs, the shortest first.
         """
         now_s, end_s, stretch = self._now_s, self.end_s, self._stretch
         after_s = now_s + stretch * self.time_s

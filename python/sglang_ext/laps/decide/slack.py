@@ -19,7 +19,7 @@ class Urgency(NamedTuple):
     """Sorts most urgent first."""
 
     aged_class: int  # priority class less one for each lift; below REAL_TIME for the longest waiting
-    relative_slack: float  # or whatever else orders a class, ascending
+    relative_slack: float  # or another value that orders a class, ascending
     arrival_s: float  # decides among requests without deadlines
     key: int
 
@@ -47,7 +47,7 @@ def relative_slack(deadline_s: float, now_s: float, remaining_s: float, total_s:
 def aged_class(priority: int, waited_s: float, lift_s: float) -> int:
     """The priority class after `waited_s`, one less for every `lift_s`.
 
-    There is no most urgent class: a request can be preceded only by those that arrive at most
+    There is no most urgent class: a request can be preceded only by requests that arrive at most
     (classes between them + 1) * lift_s after it, so that none starves, with or without a deadline.
     """
     return priority - floor(max(0.0, waited_s) / lift_s)
@@ -57,7 +57,7 @@ def rank(
     request: QueuedPrefill, now_s: float, cost: CostCoefficients, round_s: float, age_s: float, stretch: float
 ) -> RankedPrefill:
     """A request's urgency at `now_s`. It is lifted every `age_s`, or `stretch` times its own length if that is more:
-    what is normal for a long prefill must not lift it above those that came later.
+    what is normal for a long prefill must not lift it above later ones.
     """
     computed_tokens = request.total_tokens - request.new_tokens
     remaining_s = cost.prefill_s(request.new_tokens, request.cached_tokens, round_s)

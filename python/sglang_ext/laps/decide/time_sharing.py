@@ -13,7 +13,7 @@ _LEAST_OF_SLO = 0.25
 _MOST_OF_SLO = 3.0
 _MOST_OVERHEAD = 0.05  # share of a round that may go to what every chunk costs again
 _LONG_WEIGHT = 8.0  # time lost to overhead also delays what arrives later: by 1 / (1 - load) in all
-_MOST_SHARE = 0.9  # whatever the options say, a long prefill moves on
+_MOST_SHARE = 0.9  # under all options, a long prefill moves on
 _REPORT_ROUNDS = 20.0
 
 
@@ -52,7 +52,7 @@ class TimeAccount:
     __slots__ = ("_balance_s", "_max_balance_s", "long_s", "short_s")
 
     def __init__(self) -> None:
-        self._balance_s: float | None = None  # None: a full round, whatever its length
+        self._balance_s: float | None = None  # None: a full round of any length
         self._max_balance_s: float | None = None
         self.short_s = 0.0  # used recently while both waited
         self.long_s = 0.0

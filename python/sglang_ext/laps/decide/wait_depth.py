@@ -70,8 +70,8 @@ def break_even_gap_s(depth: int, alone_s: float, batch_s: float, joined_s: float
     all end at g + T(d+1). The sums are equal at g = T(1) / (d+1) - (T(d+1) - T(d)): where a padded or
     overhead-bound batch takes one more for free, T(1) / (d+1); where time is linear in tokens, never above 0.
 
-    `others` is the number n of requests, beside these, for which the machine is free earlier by what waiting saves,
-    T(1) - (T(d+1) - T(d)) - g: with them the gap is (1+n) T(1) / (d+1+n) - (T(d+1) - T(d)).
+    `others` is the number n of requests, in addition to these, for which the machine is free earlier by what waiting
+    saves, T(1) - (T(d+1) - T(d)) - g: with them the gap is (1+n) T(1) / (d+1+n) - (T(d+1) - T(d)).
     """
     grown_s = max(0.0, joined_s - batch_s)
     return max(0.0, (1 + others) * alone_s / (depth + 1 + others) - grown_s)
@@ -109,7 +109,7 @@ class AdaptiveWaitDepth:
         return self._depths[self._level]
 
     def use_depths(self, depths: Sequence[int]) -> None:
-        """There are other depths to choose from now: D becomes the next one that is not above it."""
+        """There are other depths to choose from now: D becomes the largest that is not above it."""
         depth = self.depth
         self._depths = sorted({1, *depths})
         self._level = bisect_right(self._depths, depth) - 1
@@ -238,7 +238,7 @@ class ArrivalRate:
         self._arrivals_s.append(now_s)
 
     def per_s(self, now_s: float) -> float:
-        """Arrivals per second: n arrivals since (and without) the first one that is remembered, over that time."""
+        """Arrivals per second: n arrivals since (and without) the first remembered one, over that time."""
         arrivals_s = self._arrivals_s
         first = bisect_right(arrivals_s, now_s - self.horizon_s)
         count = len(arrivals_s) - first
@@ -261,7 +261,8 @@ class BusyShare:
         self._busy_s = 0.0
 
     def add(self, now_s: float, duration_s: float) -> None:
-        """An iteration starts that should take `duration_s`. One that starts earlier has taken less than it should."""
+        """An iteration starts that should take `duration_s`. An iteration that starts earlier has taken less than it
+        should."""
         span_s = now_s - self._since_s
         if span_s > 0:
             weight = 1 - exp(-span_s / self.horizon_s)

@@ -85,7 +85,7 @@ class LapsInstance:
         self.clock = IterationClock(stages)
         self.work = WorkLog()
         self.decisions = DecisionTimes()
-        self.generation = 0  # counts mode switches, so that one that did nothing can be told from one that did
+        self.generation = 0  # counts mode switches, so that a switch that did nothing can be distinguished
         self.current_key: int | None = None  # the long prefill whose chunk ran last
         self.has_tree_grown = False
         self.parks = 0  # times that an unfinished long prefill made room for something else
@@ -115,7 +115,7 @@ class LapsInstance:
             self.policy.put(as_queued_prefill(request, entry, is_current=is_current), now_s)
 
     def switch_mode(self, mode: LapsMode) -> None:
-        """Takes effect with the next round; whatever is queued stays queued."""
+        """Takes effect with the next round; everything queued stays queued."""
         previous = self.policy.mode
         self.policy.switch_mode(mode)
         self.generation += 1
@@ -134,10 +134,10 @@ def build_instance(scheduler: Any) -> LapsInstance | None:
     options = options_from_environment(os.environ)
     if options is None or options.laps is None:
         return None
-    most_tokens = options.laps.max_chunk_tokens
-    if most_tokens is None:
-        most_tokens = scheduler.chunked_prefill_size
-    most_tokens = max(scheduler.page_size, min(most_tokens, scheduler.max_prefill_tokens))
+    max_tokens = options.laps.max_chunk_tokens
+    if max_tokens is None:
+        max_tokens = scheduler.chunked_prefill_size
+    max_tokens = max(scheduler.page_size, min(max_tokens, scheduler.max_prefill_tokens))
     stages = _stages(scheduler)
     policy = Laps(
         with_write_cost(options.laps, scheduler),
@@ -145,8 +145,8 @@ def build_instance(scheduler: Any) -> LapsInstance | None:
         _PRIOR[options.device],
         InstanceLimits(
             page_tokens=scheduler.page_size,
-            max_chunk_tokens=most_tokens,
-            max_batch_tokens=most_tokens,
+            max_chunk_tokens=max_tokens,
+            max_batch_tokens=max_tokens,
             max_requests=min(_max_requests(scheduler, stages), MAX_BATCH_REQUESTS),
             stages=stages,
         ),
@@ -233,7 +233,7 @@ class _Launched(NamedTuple):
     length_class: LengthClass
     sample: IterationSample  # its duration is not known yet
     fills_pipeline: bool = False  # nothing was on its way: its result passes all stages, each taking its time
-    is_between: bool = False  # behind another one, but not at once: what it took cannot be told
+    is_between: bool = False  # behind another one, but not at once: what it took is not known
 
 
 class IterationClock:
@@ -295,7 +295,7 @@ class IterationClock:
         self._launched.append(last._replace(sample=last.sample._replace(new_tokens=shape.tokens, is_replayed=True)))
 
     def record_result(self, now_s: float) -> IterationSample | None:
-        """The oldest launched batch ended: what it took, or None where that cannot be told (a pipeline's).
+        """The oldest launched batch ended: what it took, or None where that is not known (a pipeline's).
 
         Raises IndexError when none was launched.
         """

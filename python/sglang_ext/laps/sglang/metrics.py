@@ -54,7 +54,7 @@ class NoMetrics:
 
 
 class PrometheusMetrics:
-    """Registered once per process, beside SGLang's own (`--enable-metrics`); gauges follow once a second."""
+    """Registered once per process, next to SGLang's own (`--enable-metrics`); gauges follow once a second."""
 
     _shared: PrometheusMetrics | None = None
 
@@ -90,7 +90,7 @@ class PrometheusMetrics:
             "Tokens of a short batch over those of its captured shape",
             buckets=_FILLS,
         )
-        self._padding = Counter("sglang_ext:laps_padding_tokens", "Tokens computed for padding alone")
+        self._padding = Counter("sglang_ext:laps_padding_tokens", "Tokens computed only for padding")
         self._dispatches = Counter(
             "sglang_ext:laps_dispatches",
             "Batches by what made them leave; long: with a long prefill in it",

@@ -1,5 +1,5 @@
-"""Describes what a prefill of several pipeline stages needs beside SGLang's: a head on the last one, KV on its own
-layers.
+"""Describes what a prefill of several pipeline stages needs in addition to SGLang's: a head on the last one, KV on its
+own layers.
 
 A head: SGLang's Llama with tied embeddings takes those of its own stage for the head, and only the first stage has
 them. Qwen's models give the last stage a head of its own, as is done here; others with tied embeddings are refused.

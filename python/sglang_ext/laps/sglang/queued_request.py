@@ -1,7 +1,8 @@
-"""Describes what the scheduler remembers of each request beside SGLang's own record of it, and what it reads there.
+"""Describes what the scheduler remembers of each request in addition to SGLang's own record of it, and what it reads
+there.
 
 Every rank gives a request its key at the same moment, in the order of the same queue, so a key names the same
-request everywhere. Times and deadlines matter on the deciding rank alone.
+request everywhere. Times and deadlines matter only on the deciding rank.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def reclassify(request: Any, entry: LapsEntry, policy: Laps, now_s: float) -> No
     """Class and deadline of a waiting request after a new match with the prefix cache; changes `entry`.
 
     They change together, unless the deadline is the request's own. A prompt that turns long has a long one's deadline
-    from its arrival on: with that of a short one it would go before every other long prefill. One that turns short
-    has a short one's objective from now on, and never more time than it had.
+    from its arrival on: with that of a short one it would go before every other long prefill. A prefill that turns
+    short has a short one's objective from now on, and never more time than it had.
     """
     new_tokens, cached_tokens = prefill_tokens(request)
     entry.total_tokens = new_tokens

@@ -1,6 +1,6 @@
 """One rank decides, every rank carries the same decision out.
 
-The policy, its clock and its measurements exist on the first tensor-parallel rank alone, of the first stage where the
+The policy, its clock and its measurements exist only on the first tensor-parallel rank, of the first stage where the
 instance is a pipeline. A decision travels to the others as one tensor of fixed length, so that a round costs one
 broadcast and the ranks need not agree on a size first. From stage to stage it goes with the round: a later stage has
 the same queue in its round k as the first had in its own, since requests and aborts travel in that order too.
@@ -21,12 +21,12 @@ _STEP_HEAD = 3  # numbers of a step before its keys
 _STEPS = 3
 _MESSAGES_PER_ROUND = 3  # at most: for how long there has been work, the keys of prefills that have failed, a plan
 _STAGE_TAG = int.from_bytes(b"SxLp", byteorder="big")  # SGLang's own tags are made in this way
-# Most requests of a batch whose plan travels: two of that size, and one long prefill alone (see `encode`).
+# Most requests of a batch whose plan travels: two of that size, and a single long prefill (see `encode`).
 MAX_BATCH_REQUESTS = (PLAN_NUMBERS - 1 - _STEPS * _STEP_HEAD - 1) // 2
 
 
 class Step(NamedTuple):
-    """Describes what a rank needs to know of a batch: which requests run whole, and so many tokens of which one does
+    """Describes what a rank needs to know of a batch: which requests run whole, and this many tokens of which one does
     not."""
 
     whole: tuple[int, ...]
@@ -44,7 +44,7 @@ class RankAgreement(Protocol):
     def is_deciding(self) -> bool: ...
 
     def agree(self, decide: Callable[[], RoundPlan]) -> tuple[RoundPlan | None, tuple[Step, ...]]:
-        """The plan (on the deciding rank alone) and its steps, the same on every rank."""
+        """The plan (only on the deciding rank) and its steps, the same on every rank."""
         ...
 
     def agree_keys(self, find: Callable[[], Sequence[int]]) -> Sequence[int]:
@@ -98,7 +98,7 @@ class BroadcastAgreement:
 
 
 class StageLink:
-    """Numbers from one pipeline stage to the next, on a tag of their own beside SGLang's messages.
+    """Numbers from one pipeline stage to the next, on a tag of their own next to SGLang's messages.
 
     Each tensor-parallel rank passes them to the same rank of the next stage.
     """
@@ -110,14 +110,14 @@ class StageLink:
         self._sent: deque[tuple[torch.distributed.Work, torch.Tensor]] = deque()  # tensors live until they are received
 
     def pass_on(self, numbers: Sequence[int]) -> list[int]:
-        """The numbers of the first stage, on every one; `numbers` counts there alone. At most PLAN_NUMBERS."""
+        """The numbers of the first stage, on every one; `numbers` counts only there. At most PLAN_NUMBERS."""
         tensor = torch.zeros(PLAN_NUMBERS, dtype=torch.int64)
         if self._before is None:
             tensor[: len(numbers)] = torch.tensor(list(numbers), dtype=torch.int64)
         else:
             torch.distributed.recv(tensor, src=self._before, group=self._group, tag=_STAGE_TAG)
         if self._behind is not None:
-            # The next stage receives those of this round once this one has ended its own: wait for earlier ones alone.
+            # The next stage receives those of this round once this one has ended its own: wait only for earlier ones.
             while len(self._sent) >= _MESSAGES_PER_ROUND:
                 self._sent.popleft()[0].wait()
             work = torch.distributed.isend(tensor, dst=self._behind, group=self._group, tag=_STAGE_TAG)

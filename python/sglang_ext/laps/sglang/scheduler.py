@@ -59,7 +59,7 @@ from sglang_ext.live.decide.instance_work import WORK_KEY, BatchMember
 from sglang_ext.transfer.sglang.late_slots import late_tokens
 from sglang_ext.types import LengthClass
 
-# Of the first so many requests that wait, those with more new tokens than this are matched with the prefix cache
+# Of this many requests at the head of the queue, those with more new tokens than this are matched with the prefix cache
 # again when it has grown. Neither depends on a rank's own clock: every rank must touch the cache alike.
 _REMATCHED_REQUESTS = 32
 _REMATCHED_TOKENS = 128
@@ -152,7 +152,7 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         """End the started prefills whose transfer has failed, as SGLang does with waiting ones.
 
         SGLang asks a started one when its last chunk is done: its decode instance may have died long before. Of a
-        pipeline the first stage asks. What a later one alone knows ends the prefill with its last chunk.
+        pipeline the first stage asks. What only a later one knows ends the prefill with its last chunk.
         """
         if not self._parked:
             return
@@ -198,7 +198,7 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
             for request in self.waiting_queue[: min(known, _REMATCHED_REQUESTS)]:
                 entry = entry_of(request)
                 if entry is not None and prefill_tokens(request)[0] > _REMATCHED_TOKENS:
-                    # A prompt that shares its beginning with one that has just been computed may be short now.
+                    # A prompt that shares its beginning with a prompt that has just been computed may be short now.
                     match_prefix(request, self.tree_cache)
                     reclassify(request, entry, laps.policy, now_s)
                     laps.put(request, entry, now_s)
@@ -218,7 +218,7 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
             laps.policy.remove(key)
 
     def _forget_gone(self, laps: LapsInstance) -> Sequence[Any]:
-        """Inform the policy of requests that wait no more; those that are new in SGLang's queue."""
+        """Inform the policy of requests that wait no more, and return the new ones in SGLang's queue."""
         changes = self._waiting.changes(self.waiting_queue)
         for key in changes.gone:
             laps.policy.remove(key)
@@ -261,7 +261,7 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         cut = self._waiting.requests([cut_key] if cut_key is not None and cut_key not in parked else [])
         if not (whole or cut or started):
             return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
-        wanted = [*whole, *cut]  # the one that is cut comes last: what is left of the tokens is its
+        wanted = [*whole, *cut]  # the cut request comes last: what is left of the tokens is its
         waiting, self.waiting_queue = self.waiting_queue, wanted.copy()
         self._held = waiting
         stock_chunk_tokens = self.chunked_prefill_size
@@ -504,8 +504,8 @@ def _transfer_start_s(request: Any) -> float | None:
 def _most_tokens(step: Step, whole: Sequence[Any], cut: Sequence[Any], page_tokens: int) -> int:
     """SGLang's chunk size for a batch.
 
-    It splits none of the `whole` ones, whatever of their prefixes has left the cache since; but where a request that
-    waits is cut, it gets what the others leave, so that these are counted exactly.
+    It splits none of the `whole` ones, even if a part of their prefixes has left the cache since; but where a request
+    that waits is cut, it gets what the others leave, so that these are counted exactly.
     """
     if cut and step.cut is not None:
         return step.cut.tokens + sum(-(-prefill_tokens(request)[0] // page_tokens) * page_tokens for request in whole)

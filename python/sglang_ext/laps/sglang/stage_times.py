@@ -5,7 +5,7 @@ result has come back there; what a stage does not compute meanwhile is its bubbl
 instance has had work, and passes that on with its rounds: no clocks of two stages are compared.
 
 The stages are processes of their own, and only the first one answers questions of the HTTP server. So each writes its
-latest rounds to a file beside those of its metrics, at most twice a second.
+latest rounds to a file next to those of its metrics, at most twice a second.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class StageTimes:
         return self._work_s + (now_s - self._work_began_s if self.under_way else 0.0)
 
     def record_work(self, work_s: float) -> None:
-        """The instance has had work for so long, as the first stage saw it when this round began there.
+        """The instance has had work for this long, as the first stage saw it when this round began there.
 
         This stage may have computed since, so the bubble lags behind while batches are under way; it never shrinks.
         """
@@ -121,7 +121,7 @@ class HostTimer:
 
 
 class EventTimer:
-    """A GPU: events in the stream of the launch, read when they have passed. `new_event` makes one that has a time."""
+    """A GPU: events in the stream of the launch, read when they have passed. `new_event` makes a timed event."""
 
     def __init__(self, now_s: Callable[[], float], new_event: Callable[[], Any]) -> None:
         self._new_event = new_event
@@ -159,7 +159,7 @@ class StageOutlet(Protocol):
 class StageMonitor:
     """Follows one rank of one stage; every rank of every stage has one, since what is passed on goes from rank to rank.
 
-    Whether a round passes something on depends on launches and results alone, which come in the same rounds on every
+    Whether a round passes something on depends only on launches and results, which come in the same rounds on every
     stage.
     """
 
@@ -204,7 +204,7 @@ class StageMonitor:
 
 
 class StageMetrics:
-    """Counters of one stage, beside SGLang's own metrics; made once in a process."""
+    """Counters of one stage, next to SGLang's own metrics; made once in a process."""
 
     def __init__(self, stage: int) -> None:
         from prometheus_client import Counter, Gauge

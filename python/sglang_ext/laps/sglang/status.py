@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 STATUS_KEY = "sglang_ext_laps"
 MODE_PARAMETER = "sglang_ext_laps_mode"
-# SGLang's control message carries numbers alone.
+# SGLang's control message carries only numbers.
 MODES: dict[int | float, str] = {number: mode.value for number, mode in enumerate(LapsMode)}
 
 
-# SGLang's control message for a status has room for a name alone; a status without it tells nothing of the work.
+# SGLang's control message for a status has room only for a name; a status without it says nothing of the work.
 _WORK_PREFIX = "sglang_ext_work:"
 
 
 def work_request(since: int, most: int) -> str:
-    """The name of a control message that asks for the work, too: behind a cursor, at most so many records."""
+    """The name of a control message that asks for the work, too: behind a cursor, at most this many records."""
     return f"{_WORK_PREFIX}{since}:{most}"
 
 
@@ -146,7 +146,7 @@ async def _status(name: str | None = None) -> dict[str, Any]:
 
 
 def _tokenizer_manager() -> Any:
-    # Of the main process: imported there alone, not in a scheduler that reports its status.
+    # Of the main process: imported only there, not in a scheduler that reports its status.
     from sglang.srt.entrypoints import http_server
 
     return http_server.get_global_state().tokenizer_manager

@@ -1,7 +1,7 @@
 """SGLang's waiting queue as it changes: what is new in it and what has gone, found without looking at all of it.
 
-SGLang appends arrivals to a list, and takes out of it whatever was aborted, has timed out or has lost its decode
-instance. A round looks at the end of the list alone as long as nothing was taken out of its middle.
+SGLang appends arrivals to a list, and takes out of it what was aborted, has timed out or has lost its decode
+instance. A round looks only at the end of the list as long as nothing was taken out of its middle.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class WaitingRequests:
         self._largest_key = 0
 
     def changes(self, waiting: list[Any]) -> QueueChanges:
-        """Look at SGLang's list. New ones are to `enter`; those that have gone are forgotten."""
+        """Look at SGLang's list. New ones are to `enter`; requests that have gone are forgotten."""
         known = len(self._seen)
         # The same objects, compared in C: some nanoseconds for each.
         if waiting[:known] == self._seen:

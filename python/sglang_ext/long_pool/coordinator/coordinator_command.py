@@ -212,7 +212,8 @@ async def serve(options: CoordinatorOptions) -> None:
             "cdsp: coordinator of a long pool on %s:%d, http://%s:%d/status; it plans in %s",
             *(options.host, port, options.host, http_port, "C++" if IS_NATIVE else "Python"),
         )
-        # A coordinator in which something has gone wrong must not look alive: its members go on alone without it.
+        # A coordinator in which something has gone wrong must not look alive: its members go on by themselves without
+        # it.
         ticking = asyncio.create_task(server.run())
         stopping = asyncio.create_task(stop.wait())
         done, _ = await asyncio.wait({ticking, stopping}, return_when=asyncio.FIRST_COMPLETED)

@@ -104,7 +104,7 @@ class CoordinatorServer:
             self._deliver(self._protocol.tick(time.monotonic()))
 
     async def close(self) -> None:
-        """End all connections: every member goes on alone, every announced prompt another way."""
+        """End all connections: every member goes on by itself, every announced prompt another way."""
         if self._server is not None:
             self._server.close()
         for handler in self._handlers:
@@ -135,7 +135,7 @@ class CoordinatorServer:
             self._handlers.discard(handler)
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int | None:
-        """The number of a new member; None for one that has been refused."""
+        """The number of a new member; None where it has been refused."""
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 if not await self._is_proven(reader, writer):
@@ -180,7 +180,7 @@ class CoordinatorServer:
         for instance, message in messages:
             connection = self._connections.get(instance)
             if connection is not None:
-                # Never waited for: one that does not read is silent before long.
+                # Never waited for: a member that does not read is silent before long.
                 connection.writer.write(encode(message))
         events = self._protocol.take_events()
         for instance, reason in events.lost:
@@ -262,7 +262,7 @@ class StatusEncoder:
         self._ended: dict[int, tuple[object, bytes]] = {}  # by request, and of which state
 
     def encode(self, status: PoolStatus, recent: int | None = None) -> bytes:
-        """`recent`: so many requests that have ended, the latest, as far as `RECENT_BYTES` hold them; None: all that
+        """`recent`: this many requests that have ended, the latest, as far as `RECENT_BYTES` hold them; None: all that
         are remembered."""
         parts = {
             field.name: orjson.dumps(getattr(status, field.name))
@@ -329,7 +329,7 @@ class _PoolCollector(Collector):
         status, history = self._status(), self._protocol.history
         yield _gauge("members", "Instances of the long pool", len(status.members))
         ready = sum(member.is_ready for member in status.members)
-        yield _gauge("members_ready", "Of these, those that are counted upon for new chunks", ready)
+        yield _gauge("members_ready", "Of these, members that are counted upon for new chunks", ready)
         yield _gauge("requests", "Prefills that members share or that wait for it", len(status.requests))
         yield _gauge("cost_scale", "What the given costs are multiplied with, from measured chunks", status.cost_scale)
         yield _gauge("arrivals_per_second", "Long prefills offered, recently", status.arrivals_per_s)

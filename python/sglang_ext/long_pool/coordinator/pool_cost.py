@@ -87,7 +87,7 @@ class PoolCosts:
         )
 
     def observe(self, size: int, cached_tokens: int, new_tokens: int, duration_s: float) -> bool:
-        """A chunk has taken so long; whether the costs to plan with have changed by a tenth or more."""
+        """A chunk has taken this long; whether the costs to plan with have changed by a tenth or more."""
         cost = next((candidate.cost for candidate in self._candidates if candidate.size == size), None)
         predicted_s = 0.0 if cost is None else cost.predict_s(cached_tokens, new_tokens)
         if not 0 < predicted_s < float("inf") or duration_s <= 0:

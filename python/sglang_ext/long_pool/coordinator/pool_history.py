@@ -74,7 +74,7 @@ class StepRecord:
     ordered_s: float
     ended_s: float | None = None
     has_failed: bool = False
-    member_times: list[MemberTimes] = field(default_factory=list)  # of those that have done their part, in that order
+    member_times: list[MemberTimes] = field(default_factory=list)  # of members that have done their part, in that order
 
     def record_times(self, instance: int, times: StepTimes, now_s: float) -> None:
         """A member has done its part."""
@@ -125,15 +125,15 @@ class PrefillRecord:
     offered_s: float
     room: BootstrapRoom | None = None  # under which its router knows it
     steps: list[StepRecord] = field(default_factory=list)
-    planned: tuple[NextChunk, ...] = ()  # and not begun; in a status alone
+    planned: tuple[NextChunk, ...] = ()  # and not begun; only in a status
     is_cancelled: bool = False
     computed_s: float | None = None  # when its own instance was informed that all is computed and on its way to decode
     ended_s: float | None = None
     outcome: Outcome | None = None
     transfer_s: float | None = None
     exposed_transfer_s: float | None = None
-    ticket: TicketTimes | None = None  # of one that a router had announced
-    kept_s: float | None = None  # of one that was streamed: when its own instance had it in its prefix cache
+    ticket: TicketTimes | None = None  # where a router had announced it
+    kept_s: float | None = None  # where it was streamed: when its own instance had it in its prefix cache
 
     @property
     def chunks(self) -> list[StepRecord]:
@@ -142,7 +142,7 @@ class PrefillRecord:
 
     @property
     def keep_steps(self) -> StepRecord | None:
-        """Those that bring it to a prefix cache, as one; None before the first."""
+        """Return the steps that bring it to a prefix cache, as one; None before the first."""
         return self.steps[-1] if self.steps and self.steps[-1].kind is StepKind.KEEP else None
 
     @property
@@ -178,7 +178,7 @@ class MemberStatus:
 
 @dataclass(frozen=True, slots=True)
 class FormerMember:
-    """An instance that has gone; one that comes again has another number."""
+    """An instance that has gone; it gets another number if it comes again."""
 
     instance: int
     name: str
@@ -203,7 +203,7 @@ class PoolStatus:
     arrivals_per_s: float  # of offers and announced prompts, in the last minute or so
     former_members: tuple[FormerMember, ...]  # latest last
     tickets_waiting: int = 0  # prompts that a router has announced, and that no instance has been named for
-    requests_kept: int = 0  # of those that were streamed, that have come to the prefix cache of their own instance
+    requests_kept: int = 0  # of streamed requests: how many have come to the prefix cache of their own instance
     requests_keeping: int = 0  # that are on their way there
 
 
@@ -225,8 +225,8 @@ class PoolHistory:
         self.transfers = 0
         self.transfer_s = {"hidden": 0.0, "exposed": 0.0}
         self.keeping: dict[int, PrefillRecord] = {}  # at decode, and perhaps in a prefix cache before long
-        self.kept: Counter[bool] = Counter()  # of these, those that are there now, and those that were dropped
-        self._parts: dict[int, StepRecord] = {}  # by the identity of a step under way: the one that it is a part of
+        self.kept: Counter[bool] = Counter()  # of these: how many are there now, and how many were dropped
+        self._parts: dict[int, StepRecord] = {}  # by the identity of a step under way: the step that it is a part of
         self.members_lost = 0
         self.former_members: deque[FormerMember] = deque(maxlen=_REMEMBERED)
 

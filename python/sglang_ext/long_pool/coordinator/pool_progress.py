@@ -76,7 +76,7 @@ class _Entry:
     end_tokens: int
     end_before_tokens: int  # the last chunk
     is_intact: bool = True
-    members: set[int] = field(default_factory=set)  # those that were ordered to send
+    members: set[int] = field(default_factory=set)  # members that were ordered to send
 
 
 class StreamLedger:

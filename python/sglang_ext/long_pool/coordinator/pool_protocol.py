@@ -59,9 +59,9 @@ from sglang_ext.long_pool.messages import (
 )
 from sglang_ext.long_pool.step_clock import StepTimes
 
-# An engine that has done nothing for so long is not counted upon; one that is idle looks around more often.
+# An engine that has done nothing for this long is not counted upon; an idle engine looks around more often.
 SILENT_S = 2.0
-# A member whose engine hangs may hold KV of others' prompts, or be waited for: so many times what it was believed to
+# A member whose engine hangs may hold KV of others' prompts, or be waited for: this many times what it was believed to
 # do takes longer than it ever should.
 _HUNG_AFTER = 2.0
 

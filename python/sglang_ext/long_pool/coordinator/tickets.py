@@ -110,7 +110,7 @@ class OpenTickets:
         return is_there
 
     def end_all(self) -> list[BootstrapRoom]:
-        """The pool is no more: those that no instance was named for."""
+        """The pool is no more: return the tickets that no instance was named for."""
         rooms = list(self._waiting)
         self.ends[TicketEnd.UNSERVED] += len(rooms)
         self.ends[TicketEnd.UNCLAIMED] += len(self._bound)

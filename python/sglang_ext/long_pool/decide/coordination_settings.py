@@ -13,11 +13,12 @@ class CoordinationSettings(NamedTuple):
     layers: int  # of the model: every layer of a transfer has a tag
     page_tokens: int = 1
     interleaving: Interleaving = Interleaving.ZIGZAG
-    max_attempts: int = 3  # failed chunks of a request, one after the other, before its own instance computes it alone
-    room_timeout_s: float = 30.0  # so long it waits for a group that can hold it, while others are computed
+    # Failed chunks of a request, one after the other, before its own instance computes it by itself.
+    max_attempts: int = 3
+    room_timeout_s: float = 30.0  # this long it waits for a group that can hold it, while others are computed
     report_timeout_s: float = 5.0  # reports of what is free may be so late: to refuse a prompt they must be newer
-    bind_ahead_s: float = 0.05  # a prompt is given to an instance so long before its turn, and
-    bind_timeout_s: float = 5.0  # is forgotten when that instance has not offered it after so long
+    bind_ahead_s: float = 0.05  # a prompt is given to an instance this long before its turn, and
+    bind_timeout_s: float = 5.0  # is forgotten when that instance has not offered it after this long
     ttft_slo_s: float = 1.0  # objective of an announced prompt that brings none of its own, or
     slo_stretch: float = 5.0  # this many times its time on an idle pool if that is more
     short_backlog_s: float = 0.05  # ordinary work that keeps no chunk waiting; longer work does, but
@@ -26,4 +27,4 @@ class CoordinationSettings(NamedTuple):
     chunk_overheads: float = 10.0  # this many times what every chunk on its group costs again if that is more
     keeps_prefixes: bool = False  # KV of streamed prompts comes to their owner's prefix cache when nothing else is done
     keep_step_s: float = 0.05  # longest step of that, as measured recently
-    keep_timeout_s: float = 5.0  # so long it waits for its next step before it is dropped
+    keep_timeout_s: float = 5.0  # this long it waits for its next step before it is dropped

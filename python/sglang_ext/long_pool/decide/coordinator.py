@@ -7,11 +7,11 @@ orders go out. Nothing waits here and nothing is sent: a driver does both, over 
   can wait for each other: there is no deadlock to avoid.
 - What has not been ordered is decided again at every event (`pool_schedule`).
 - A prompt may be announced before any instance has it (a ticket): it is bound to one when its turn has come.
-- Whatever fails, positions that a member holds are kept, and only lost ones are computed again. A request that keeps
-  failing goes back to the instance that it came to, which computes it alone, or cannot.
+- After any failure, positions that a member holds are kept, and only lost ones are computed again. A request that keeps
+  failing goes back to the instance that it came to, which computes it by itself, or cannot.
 - A request whose KV leaves while it is computed is done with its last chunk; any other one is collected at its owner.
 
-A failure concerns the members of its step, and a change of membership only what the one that comes or goes takes part
+A failure concerns the members of its step, and a change of membership only what that member takes part
 in: connections are made between two members that need one. An instance that others could not reach is left out of
 groups for a while, the longer the more often.
 """
@@ -254,7 +254,7 @@ class Coordinator:
         return self.cancel(request, now_s)
 
     def done(self, instance: int, sequence: int, now_s: float, free_kv_tokens: int | None = None) -> list[Order]:
-        """A member has done its part of a step, and has so much free KV now."""
+        """A member has done its part of a step, and has this much free KV now."""
         self._members.record_free(instance, sequence, free_kv_tokens)
         return self.done_together((instance,), sequence, now_s)
 
@@ -295,7 +295,7 @@ class Coordinator:
         return [*self._answer(instance, sequence, now_s, is_done=False), *self.plan(now_s)]
 
     def plan(self, now_s: float) -> list[Order]:
-        """Order whatever can start now. Called by every event; call it also when reports have changed."""
+        """Order everything that can start now. Called by every event; call it also when reports have changed."""
         self._room.freed_s = min(self._room.freed_s, now_s)
         return [*self._plan_prefills(now_s), *self._keeping.plan(now_s)]
 
@@ -533,7 +533,7 @@ class Coordinator:
         return [*self._forget(prefill), Decline(prefill.offer.request, prefill.offer.owner, reason)]
 
     def _forget(self, prefill: SharedPrefill) -> list[Order]:
-        # Also those that hold nothing any more: they may still be sending of it.
+        # Also members that hold nothing any more: they may still be sending of it.
         del self._requests[prefill.offer.request]
         self._room.freed_s = math.inf
         for instance in prefill.involved:

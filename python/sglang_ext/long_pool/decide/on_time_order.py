@@ -1,11 +1,12 @@
 """The order in which waiting long prefills take instances: by deadline; a prompt that costs others theirs is put back.
 
 Moore's and Hodgson's rule: in the order of deadlines, while all prefills so far would be on time; where one would not,
-the longest so far is put back. So that no prefill pays for that without bound, the number of those that are put back
-is a share of the arrivals, and one that has waited for two deadlines comes first. One without a deadline comes last,
-until it has waited for a minute: then it comes first in its turn among its like, one of them for every fifty arrivals.
+the longest so far is put back. So that no prefill pays for that without bound, the number of prefills put back
+is a share of the arrivals, and a prefill that has waited for two deadlines comes first. Without a deadline it comes
+last, until it has waited for a minute: then it comes first in its turn among its like, one of them for every fifty
+arrivals.
 
-What is late on any group is placed by the price alone, as if it had no deadline: if each of several such took its
+What is late on any group is placed only by the price, as if it had no deadline: if each of several such took its
 fastest group, which takes the most instance-seconds, the queue would grow by that, and more would be late. A lone one
 may hurry.
 """
@@ -26,17 +27,17 @@ class OnTimeOptions:
     """ValueError naming the field."""
 
     put_back_share: float = 0.02  # of the arrivals, at most, with
-    put_back_burst: int = 50  # so many at once
+    put_back_burst: int = 50  # this many at once
     planned_share: float = 0.9  # of the time to a deadline that may be planned with
     work_factor: float = (
         1.1  # what a queue takes, over the least work in it: groups are not always of the cheapest size
     )
     due_share: float = 0.95  # of the time to a deadline: later ends cost
-    put_back_due_share: float = 2.85  # the same for one that is put back
+    put_back_due_share: float = 2.85  # the same for a prefill that is put back
     promoted_after: float = 2.0  # deadlines: then it comes first
     max_hurrying: int = 1  # late on any group, of which each still takes its fastest one
     age_s: float = 60.0  # after which one without a deadline comes first,
-    arrivals_per_aged: int = 50  # one for so many arrivals
+    arrivals_per_aged: int = 50  # one for this many arrivals
 
     def __post_init__(self) -> None:
         if not 0 <= self.put_back_share <= 1:
@@ -88,7 +89,7 @@ class OnTimeOrder:
         return self._put_back
 
     def record_arrival(self) -> None:
-        """One more prefill: a share of one more may be put back, and of one that has aged may come first."""
+        """One more prefill: a share of one more may be put back, and of an aged one may come first."""
         options = self._options
         self._allowance = min(float(options.put_back_burst), self._allowance + options.put_back_share)
         self._arrivals += 1
@@ -98,7 +99,7 @@ class OnTimeOrder:
     ) -> list[OrderedPrefill]:
         """Return all of `waiting` in their order. `running_s`: instance-seconds until all that runs has ended."""
         options = self._options
-        # One that waits no more has started, or its client has gone: what it was allowed is used.
+        # A prefill that waits no more has started, or its client has gone: what it was allowed is used.
         keys = {waiting_prompt.key for waiting_prompt in waiting}
         self._put_back &= keys
         self._aged &= keys
@@ -107,7 +108,7 @@ class OnTimeOrder:
             key=lambda waiting_prompt: (waiting_prompt.deadline_s, waiting_prompt.arrival_s, waiting_prompt.key),
         )
         late = {prefill.key for prefill in by_deadline if now_s + prefill.fastest_s > prefill.deadline_s}
-        # Who has waited so long goes first, and who has KV already: to wait any longer would keep it.
+        # Who has waited this long goes first, and who has KV already: to wait any longer would keep it.
         first = [
             prefill
             for prefill in by_deadline
@@ -143,7 +144,7 @@ class OnTimeOrder:
         ]
 
     def _record_aged(self, now_s: float, by_deadline: Sequence[PendingPrefill]) -> None:
-        """The oldest of those without a deadline comes first, where it has waited so long and it is its turn."""
+        """The oldest of those without a deadline comes first, where it has waited this long and it is its turn."""
         options = self._options
         if self._arrivals >= options.arrivals_per_aged:
             for prefill in by_deadline:

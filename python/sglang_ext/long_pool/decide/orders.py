@@ -18,7 +18,7 @@ class Offer(NamedTuple):
     arrival_s: float
     deadline_s: float  # absolute; infinity where there is none
     is_streamed: bool = False  # members send their KV straight to where it is wanted: it need not come to the owner
-    fits_owner: bool = True  # the owner has the memory to compute it alone
+    fits_owner: bool = True  # the owner has the memory to compute it by itself
 
 
 class PromptTicket(NamedTuple):

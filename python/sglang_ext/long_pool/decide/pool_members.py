@@ -36,7 +36,7 @@ class LongInstance:
     step_ends_s: float = 0.0  # predicted
     reported_s: float | None = None
     max_free_tokens: int = 0  # of KV, in any report
-    claims: dict[int, _Claim] = field(default_factory=dict)  # by step, of those that its last report does not know of
+    claims: dict[int, _Claim] = field(default_factory=dict)  # by step, of steps that its last report does not know of
     shunned_until_s: float = -math.inf  # others could not reach it
     times_unreachable: int = 0  # since it last took part in a chunk that was done
     learned_chunk_tokens: float = math.inf  # that it can compute at once: for twice as many it had no memory
@@ -66,12 +66,12 @@ class LongInstance:
         self.times_unreachable += 1
 
     def record_out_of_memory(self, tokens: int) -> None:
-        """It had no memory for so many tokens of a chunk: it gets half as many from now on."""
+        """It had no memory for this many tokens of a chunk: it gets half as many from now on."""
         if tokens:
             self.learned_chunk_tokens = max(_LEAST_CHUNK_TOKENS, tokens // 2)
 
     def claim(self, sequence: int, request: int, tokens: int) -> None:
-        """A step is ordered that takes so many tokens of KV there."""
+        """A step is ordered that takes this many tokens of KV there."""
         self.claims[sequence] = _Claim(request, tokens)
 
     def free_claimed(self, request: int) -> None:
@@ -142,8 +142,8 @@ class PoolMembers:
             member.record_begun(begun_step)
             member.max_free_tokens = max(member.max_free_tokens, report.free_kv_tokens)
 
-    def most_tokens(self) -> int:
-        """Return what the largest of them has held, as far as is known: no longer prompt fits one alone."""
+    def max_tokens(self) -> int:
+        """Return what the largest of them has held, as far as is known: no longer prompt fits a single instance."""
         return max((member.max_free_tokens for member in self._members.values()), default=0)
 
     def free_s(self, group: Iterable[int], now_s: float) -> float:
@@ -152,7 +152,7 @@ class PoolMembers:
         return max((step.step_ends_s for step in steps), default=now_s)
 
     def fit_chunk(self, group: Collection[int], tokens: int, compute_s: float, page_tokens: int) -> tuple[int, float]:
-        """Return so much of a chunk, and of its time, that each of its group has memory for its part, besides KV.
+        """Return this much of a chunk, and of its time, that each of its group has memory for its part, besides KV.
 
         A part is two runs of positions, each of which may be a page larger than its share. Shares are whole pages
         wherever they can be: what is left of a page is lost to others.
@@ -209,8 +209,8 @@ class PoolMembers:
     ) -> PrefillSnapshot:
         """Delays are the rest of the running step and the ordinary work behind it, if that is not short.
 
-        An instance that is in a step is not free before it has answered, whatever has been predicted, and one that is
-        `kept` not before the time given. `promised`: tokens that will come to it.
+        An instance that is in a step is not free before it has answered, even if that was predicted, and an instance
+        that is `kept` not before the time given. `promised`: tokens that will come to it.
         """
         nodes, delays_s, free_tokens = [], [], []
         for instance in self._order:

@@ -103,12 +103,12 @@ class SharedPrefill:
 
     @property
     def fits_owner(self) -> bool:
-        """Return whether its owner could compute it alone."""
+        """Return whether its owner could compute it by itself."""
         return self.offer.fits_owner
 
     @property
     def promised_tokens(self) -> int:
-        """Slots that its owner needs beyond those that it has, if all of it shall come there."""
+        """Slots that its owner needs in addition to its own, if all of it shall come there."""
         owned = sum(segment.tokens for segment in self.held.get(self.offer.owner, ()) if not segment.is_borrowed)
         return max(0, self.offer.tokens - self.offer.cached_tokens - owned)
 

@@ -68,7 +68,7 @@ class PoolRoom:
         )
         is_busy = is_working or is_sent or works or is_report_due
         waits_on = (
-            now_s <= prefill.no_room_s + self._settings.room_timeout_s or prefill.tokens > self._members.most_tokens()
+            now_s <= prefill.no_room_s + self._settings.room_timeout_s or prefill.tokens > self._members.max_tokens()
         )
         return is_known and is_busy and waits_on
 
@@ -165,7 +165,7 @@ class PrefixKeeping:
         )
 
     def _step(self, prefill: SharedPrefill, now_s: float) -> list[Order]:
-        """The next part of it; nothing while those that it needs have something else to do."""
+        """The next part of it; nothing while the members that it needs have something else to do."""
         owner, cached_tokens = prefill.offer.owner, prefill.offer.cached_tokens
         # Its cached prefix is still in the owner's cache, also where others hold a copy.
         moves = [move for move in gather(prefill.held, owner) if move.positions[-1][-1] >= cached_tokens]

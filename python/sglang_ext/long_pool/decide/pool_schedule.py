@@ -76,7 +76,7 @@ class PoolLoad:
         self._work = 0.0  # of all these
 
     def record_arrival(self, now_s: float, work_s: float) -> None:
-        """A prefill of so many instance-seconds; infinity where its cost is not known, which counts as none."""
+        """A prefill of this many instance-seconds; infinity where its cost is not known, which counts as none."""
         work_s = work_s if work_s < math.inf else 0.0
         self._arrivals.append((now_s, work_s))
         self._work += work_s
@@ -88,7 +88,7 @@ class PoolLoad:
         return len(self._arrivals) / self._window_s(now_s)
 
     def _trust(self) -> float:
-        """A few arrivals say little of those that will come: one long prompt would look like a full pool."""
+        """A few arrivals say little of those to come: one long prompt would look like a full pool."""
         return len(self._arrivals) / (len(self._arrivals) + _DOUBTED_ARRIVALS)
 
     def arrivals_until_empty(self, now_s: float, left_s: float, instances: int) -> float:
@@ -115,7 +115,7 @@ class PoolSchedule:
     load: PoolLoad = field(default_factory=PoolLoad)
 
     def record_arrival(self, now_s: float, work_s: float) -> None:
-        """A prefill of so many instance-seconds has arrived."""
+        """A prefill of this many instance-seconds has arrived."""
         self.load.record_arrival(now_s, work_s)
         self.order.record_arrival()
 

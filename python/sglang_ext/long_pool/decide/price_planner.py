@@ -1,8 +1,8 @@
 """Decides which instances compute which part of which prompt next: group sizes by what an instance-second costs the
 others.
 
-An instance-second that a prompt takes delays the prompts behind it and those that arrive before the queue is empty. So
-a prompt takes the group, of all sizes, that minimises
+An instance-second that a prompt takes delays the prompts behind it and the prompts that arrive before the queue is
+empty. So a prompt takes the group, of all sizes, that minimises
 
     end + price * instance-seconds,    price = (prompts waiting behind + arrivals until the queue has gone) / N
 
@@ -44,8 +44,9 @@ class PriceOptions:
     candidates: tuple[SpCandidate, ...]  # in any order
     min_chunk_tokens: int = 512  # where a prompt grows, its chunk and what is left are at least this long
     page_tokens: int = 1  # KV slots are taken in pages of this size on each instance
-    cross_node_factor: float = 1.1  # a group over more nodes than it needs takes so many times as long; inf: none does
-    tardiness_weight: float = 1000.0  # a second after the deadline counts as so many
+    # A group over more nodes than it needs takes this many times as long; inf: none does.
+    cross_node_factor: float = 1.1
+    tardiness_weight: float = 1000.0  # a second after the deadline counts as this many
     min_price: float = 0.01  # of an instance-second, in seconds: what an idle pool does not share for less
     max_considered: int = 64  # prompts in a decision: more hardly start now, and count as arrivals
 

@@ -110,7 +110,7 @@ def split_positions(
 
 
 def _cuts(positions: Positions, pieces: int, page_tokens: int) -> list[int]:
-    """Return where the pieces of so many tokens begin and end, as counts of tokens."""
+    """Return where the pieces of this many tokens begin and end, as counts of tokens."""
     tokens = count_tokens(positions)
     cuts = [tokens * number // pieces for number in range(pieces + 1)]
     if tokens >= pieces * page_tokens:

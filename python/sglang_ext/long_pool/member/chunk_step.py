@@ -31,7 +31,7 @@ STEP_ERRORS = (MeshError, KvPoolFullError, LayoutMismatchError, StreamError, Wor
 def step_errors(ranks: Ranks) -> tuple[type[Exception], ...]:
     """The same, and memory that the model could not have although it could before.
 
-    Of several ranks one alone would leave the others waiting in the model's collectives: there it ends the process.
+    Of several ranks a single one would leave the others waiting in the model's collectives: there it ends the process.
     """
     return STEP_ERRORS if ranks.size > 1 else (*STEP_ERRORS, torch.OutOfMemoryError)
 
@@ -56,8 +56,8 @@ class Engine(Protocol):
         """
 
     def try_workspace(self, rows: int, held_tokens: int) -> None:
-        """Allocate, and free at once, about what `forward` needs for so many rows of a prompt, of which so many tokens
-        are held here. Raises torch.OutOfMemoryError."""
+        """Allocate, and free at once, about what `forward` needs for this many rows of a prompt, of which this many
+        tokens are held here. Raises torch.OutOfMemoryError."""
 
 
 def run_chunk(

@@ -157,7 +157,7 @@ class KvStreams:
             stream.restart(reason)
 
     def abandon(self, reason: str) -> None:
-        """The same of all requests that are not done with; those that come have numbers of their own."""
+        """The same of all requests that are not done with; new requests have numbers of their own."""
         for stream in self._streams.values():
             if not stream.is_closed:
                 stream.restart(reason)

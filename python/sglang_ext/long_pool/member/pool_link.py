@@ -1,4 +1,4 @@
-"""A member's connection to its coordinator: one that is made again whenever it ends, and what each rank sees of it.
+"""A member's connection to its coordinator: made again whenever it ends, and what each rank sees of it.
 
 Threads do what blocks: one connects, reads, and connects again when the connection has ended; one writes. The engine's
 loop only takes from and puts into queues, and may sleep on a descriptor that becomes readable.
@@ -164,7 +164,7 @@ class TcpLink:
             self._give_up(None)
             turns = self._turns
             self._waker.notify()
-            # A session that was short may be followed by another one that is.
+            # A session that was short may be followed by another short one.
             is_long = time.monotonic() >= began_s + _LONG_SESSION_S
             retry_s = _FIRST_RETRY_S if is_long else min(_LAST_RETRY_S, 2 * retry_s)
             if not self._is_closed.is_set():

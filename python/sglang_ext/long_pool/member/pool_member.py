@@ -137,7 +137,7 @@ class PoolMember:
         self._cached_tokens: dict[int, int] = {}  # of requests that this member has offered
         self._kept: dict[int, int] = {}  # cached tokens of such requests that are at decode, until the pool drops them
         self._logits: dict[int, torch.Tensor] = {}  # of last rows of such requests that were computed here
-        self._last_chunk: int | None = None  # its number; later steps moved KV alone
+        self._last_chunk: int | None = None  # its number; later steps moved only KV
         self._begun_step = 0  # the last one
         self._steps: deque[ChunkOrder | CollectOrder] = deque()
         self._meshes.enter(None if session is None else Membership(bytes.fromhex(session.pool_id), session.instance))
@@ -158,7 +158,7 @@ class PoolMember:
 
     @property
     def held_tokens(self) -> int:
-        """KV slots that shards have taken from the engine's pool, also those that are only read any more."""
+        """KV slots that shards have taken from the engine's pool, also slots that are only read any more."""
         owned = sum(shard.owned_tokens for shard in self._shards.values())
         return owned + self._streams.pool.deferred_tokens
 
@@ -179,7 +179,7 @@ class PoolMember:
 
         `prefix_slots` of its cached prefix must stay valid until then. `destinations`: where members send what they
         compute, `targets` the same for this member. `room`: under which a router may have announced it. `fits_owner`:
-        whether this instance could compute it alone.
+        whether this instance could compute it by itself.
         """
         if self._session is None:
             raise RuntimeError("offered without a coordinator")
@@ -317,7 +317,7 @@ class PoolMember:
         members = what.layout.group if isinstance(what, RunChunk) else what.members
         addresses = {member: peer[self.ranks.rank] for member, peer in zip(members, step.peers, strict=True)}
         clock = StepClock()
-        # Before anything that may fail on one rank alone.
+        # Before anything that may fail only on one rank.
         reading = self._streams.announce()
         try:
             with ExitStack() as stack:

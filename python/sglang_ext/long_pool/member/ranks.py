@@ -1,6 +1,6 @@
 """The tensor-parallel ranks of one instance, which take part in a long pool as one member.
 
-The first rank alone talks to the coordinator. What it has received and what it decides travels to the others in the
+Only the first rank talks to the coordinator. What it has received and what it decides travels to the others in the
 same turn, and a step counts only where every rank has done it. Each rank computes its own heads, over a mesh of its own
 with the same ranks of the other members.
 """
@@ -34,7 +34,7 @@ class Ranks(Protocol):
     def size(self) -> int: ...
 
     def share(self, decide: Callable[[], T]) -> T:
-        """Return what `decide` returns on the first rank, where alone it is called; equal on all, but not the same
+        """Return what `decide` returns on the first rank, the only one that calls it; equal on all, but not the same
         object."""
 
     def all(self, is_so: bool) -> bool:
@@ -120,7 +120,7 @@ class GroupRanks:
 
 @contextmanager
 def all_ranks_or_raise(ranks: Ranks, *failures: type[Exception]) -> Iterator[None]:
-    """Return what happens inside succeeds on every rank or on none: those that have not failed themselves raise
+    """Return what happens inside succeeds on every rank or on none: ranks that have not failed themselves raise
     MeshError.
 
     `failures` are the errors that count; any other ends the process, and with it the instance.
@@ -135,7 +135,8 @@ def all_ranks_or_raise(ranks: Ranks, *failures: type[Exception]) -> Iterator[Non
         if failure is not None:
             raise failure
     finally:
-        # Its traceback holds this frame, and in a cycle whatever the step has used would live on: its connections, too.
+        # Its traceback holds this frame, and in a cycle everything that the step has used would live on: its
+        # connections, too.
         failure = None
     if not is_done:
         raise MeshError("another rank of this instance has failed")

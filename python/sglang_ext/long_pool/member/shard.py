@@ -139,10 +139,10 @@ class Shard:
         self._segments = [held for held in self._segments if held.segment.positions]
 
     def take_slots(self, start: int) -> torch.Tensor:
-        """Hand over the slots of the positions from `start` on, in order, up to the first one that is missing.
+        """Hand over the slots of the positions from `start` on, in order, up to the first missing one.
 
         They are whole pages in which position follows position, as an engine's prefix cache wants them; `start` and
-        the number of slots are multiples of the page size, whatever is left over is freed. What does not lie in such a
+        the number of slots are multiples of the page size, the rest is freed. What does not lie in such a
         page is copied into one, piece by piece, so that little more room is needed than it has. Raises KvPoolFullError,
         with nothing changed, where there is not even that.
         """
@@ -239,7 +239,7 @@ class Rebalancing:
         shard.compact()
 
     def start(self, layer: int) -> None:
-        """Send and receive one layer; a layer beyond the last, or one that was started, changes nothing."""
+        """Send and receive one layer; a layer beyond the last, or a started one, changes nothing."""
         if layer >= self._pool.layers or layer in self._under_way:
             return
         began_s = self._clock.now_s()

@@ -1,4 +1,4 @@
-"""The order of work on a device: what computes, what moves bytes beside it, and who comes behind whom.
+"""The order of work on a device: what computes, what moves bytes next to it, and who comes behind whom.
 
 A call that starts work on a device returns before it is done. What another stream, or the host, does with the result
 comes behind a *mark* that was made behind the work.
@@ -13,7 +13,7 @@ import torch
 
 
 class Mark(Protocol):
-    """A place in what a stream has been told to do."""
+    """A place in the work of a stream."""
 
     def wait(self) -> None:
         """What the caller computes next comes behind it; returns at once."""
@@ -26,20 +26,20 @@ class Mark(Protocol):
 
 
 class SideStream(Protocol):
-    """Work in an order of its own, beside the stream that computes."""
+    """Work in an order of its own, next to the stream that computes."""
 
     @property
     def handle(self) -> int:
         """Return the stream's handle as libraries of the device take it."""
 
     def follow(self) -> None:
-        """What it is told next comes behind all that has been told to the stream that computes."""
+        """Work given to it next comes behind all work of the stream that computes."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy between device and host, or within the device. Keeps the memory of both until the copy is done."""
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """It is used by what this stream has been told: its memory goes to nothing else before that is done."""
+        """Work of this stream uses it: its memory goes to nothing else before that is done."""
 
     def mark(self) -> Mark:
         """Return a mark behind all work of this stream."""

@@ -1,4 +1,4 @@
-"""Point-to-point calls between the members of a step, beside the engine's own process groups.
+"""Point-to-point calls between the members of a step, next to the engine's own process groups.
 
 A step agrees on which members send to each other under which tags. How its calls travel is another module's:
 `peer_links` for host memory, `nccl_mesh` and `staged_mesh` for GPUs.
@@ -79,7 +79,7 @@ class Meshes(Protocol):
     def step(self, sequence: int, addresses: Mapping[int, PeerAddress]) -> AbstractContextManager[Mesh]:
         """Take part in a step with these instances, this one among them. Steps of a member rise. Raises MeshError.
 
-        Where it fails inside, the others are told.
+        Where it fails inside, the others are informed.
         """
 
     def record_activity(self) -> None:
@@ -89,7 +89,7 @@ class Meshes(Protocol):
         """A chunk has been computed here: what its first one makes, as compiled kernels, is there."""
 
     def give_up(self, sequence: int, reason: str) -> None:
-        """A step has come to nothing: whatever waits for it, now or later, fails; from any thread."""
+        """A step has come to nothing: every wait for it, now or later, fails; from any thread."""
 
 
 def first_line(error: Exception) -> str:

@@ -1,7 +1,7 @@
 """Describes what of NCCL connects GPUs in pairs, by its C interface: communicators that never block the host.
 
 PyTorch's process groups meet through a store, end the process at a timeout, and cannot be given up while they connect.
-Here whatever takes time is asked for, and then looked at (`is_ready`): so a step can be given up at any moment.
+Here everything that takes time is asked for, and then looked at (`is_ready`): so a step can be given up at any moment.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Nccl(Protocol):
         """A communicator that is not ready yet; all ranks do this. Raises NcclError."""
 
     def is_ready(self, communicator: int) -> bool:
-        """Return whether all that it was told is on its streams. Raises NcclError where it has failed."""
+        """Return whether all its calls are on its streams. Raises NcclError where it has failed."""
 
     def begin_group(self) -> None:
-        """What is told to communicators from now on is one call. Raises NcclError."""
+        """Calls of communicators from now on are one call. Raises NcclError."""
 
     def end_group(self) -> None:
         """The call begins; see `is_ready`. Raises NcclError."""
@@ -52,7 +52,7 @@ class Nccl(Protocol):
         """Raises NcclError."""
 
     def abort(self, communicator: int) -> None:
-        """End it and all that it was told, whatever other ranks do; also while it connects. Its number is used up."""
+        """End it and all its calls, independent of other ranks; also while it connects. Its number is used up."""
 
 
 class _UniqueId(ctypes.Structure):
@@ -95,7 +95,7 @@ _SIGNATURES: dict[str, list[Any]] = {
 
 
 class NcclLibrary:
-    """The library that PyTorch has loaded. Raises NcclError where there is none, or one that is too old."""
+    """The library that PyTorch has loaded. Raises NcclError where there is none, or it is too old."""
 
     def __init__(self, path: str | None = None) -> None:
         try:

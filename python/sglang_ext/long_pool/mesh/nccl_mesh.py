@@ -5,9 +5,9 @@
 
 Words travel over the links, bulk by NCCL. A group has a communicator for each lane, on a stream of its own: NCCL runs
 what a pair has started in the order in which both have started it, so the ring does not wait for earlier KV that
-moves. Communicators are kept for later steps of the group. Where a step is given up, or fails, those that it uses are
-aborted: what waits for a peer on the device ends, and the group makes others next time. Which ones a member has left
-does not matter, as the first member asks for their names in each step.
+moves. Communicators are kept for later steps of the group. Where a step is given up, or fails, the communicators that
+it uses are aborted: what waits for a peer on the device ends, and the group makes others next time. Which ones a member
+has left does not matter, as the first member asks for their names in each step.
 
 Starting a call, and waiting for one, returns at once; only `settle` blocks.
 """
@@ -48,8 +48,8 @@ _TAG = 2**32 - 1
 class Agreement(NamedTuple):
     """Describes what the first member of a group says at the beginning of a step."""
 
-    name: bytes  # of the group's communicators; `_NO_NAME`: links alone
-    unique_ids: tuple[bytes, ...]  # by lane, of new ones; empty: use those that are there
+    name: bytes  # of the group's communicators; `_NO_NAME`: only links
+    unique_ids: tuple[bytes, ...]  # by lane, of new ones; empty: use the existing communicators
 
     def packed(self) -> bytes:
         ids = b"".join(self.unique_ids).ljust(len(Lane) * UNIQUE_ID_BYTES, b"\0")
@@ -138,7 +138,7 @@ class NcclMeshes:
         self._unconnected.clear()
 
     def _meet(self, links: LinkMesh) -> Agreement:
-        """Return what all members of a step are told by the first one."""
+        """Return what the first member of a step sends to all."""
         own, first = links.own.instance, links.members[0]
         known = self._groups.get(links.members)
         name = _NO_NAME if known is None else known.name
@@ -223,7 +223,7 @@ class Communicator:
         self._handle: int | None = nccl.begin_connect(unique_id, rank, size)
 
     def abort(self) -> None:
-        """End it and all that it was told."""
+        """End it and all its calls."""
         with self._lock:
             handle, self._handle = self._handle, None
         if handle is not None:
@@ -253,7 +253,7 @@ class Communicator:
         self.wait_ready(links)
 
     def wait_ready(self, links: LinkMesh) -> None:
-        """Return once all that it was told is on its streams: at once but where it connects. Raises NcclError,
+        """Return once all its calls are on its streams: at once but where it connects. Raises NcclError,
         MeshError."""
         deadline_s = time.monotonic() + links.timeout_s
         while True:

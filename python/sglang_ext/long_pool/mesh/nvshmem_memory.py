@@ -76,7 +76,7 @@ class NvshmemMemory:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         with torch.cuda.stream(self._stream):
             target.copy_(source)
-        # Of the two the one that is no mailbox may be freed as soon as its owner has let go of it.
+        # The buffer that is no mailbox may be freed as soon as its owner has let go of it.
         for tensor in (target, source):
             tensor.record_stream(self._stream)
 

@@ -80,7 +80,7 @@ class LinkCall:
         self._under_way.release()
 
     def has_ended_within(self, timeout_s: float) -> bool:
-        """Wait for its end, at most so long."""
+        """Wait for its end, at most this long."""
         if not self._under_way.acquire(timeout=max(0.0, timeout_s)):
             return False
         self._under_way.release()

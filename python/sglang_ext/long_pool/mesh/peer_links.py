@@ -6,7 +6,7 @@ Each rank of an instance has links to the same ranks of others, and its first ra
 comes first connects, the other one waits for it. Both prove that they know the pool's key (`shared_key`).
 
 A message names its step and a tag, and goes straight into the tensor that was posted for it. A step is given up by
-word: every call of it fails at once, here and at the peers that are told; what is still on its way of that step is
+word: every call of it fails at once, here and at the informed peers; what is still on its way of that step is
 read and thrown away. So a failed step costs no connection. A link ends when its connection does, with all calls that
 use it; the next call makes another one.
 """
@@ -43,7 +43,7 @@ _RETRY_S = 0.05
 _MOST_REMEMBERED = 64
 _BEAT_S = 0.5
 _MEETING_TAG = 2**31  # orders have smaller ones
-_LAST_BEATS = 4  # a rank from which none of so many has come does not count
+_LAST_BEATS = 4  # a rank from which none of this many has come does not count
 
 
 class LinkMesh:
@@ -141,7 +141,8 @@ class LinkMesh:
         self._links.record_activity()
 
     def broken(self, reason: str, instance: int | None = None) -> MeshError:
-        """The error for a call that has failed. The others are told at once: the step may go on for a while here."""
+        """The error for a call that has failed. The others are informed at once: the step may go on for a while
+        here."""
         if not self._is_told:
             self._is_told = True
             self._links.tell(self.members, self.sequence, reason)
@@ -197,7 +198,7 @@ class PeerLinks:
         self._membership: Membership | None = None
         self._links: dict[PeerId, PeerLink] = {}
         self._step: LinkMesh | None = None
-        self._last_step = 0  # the last one that is over
+        self._last_step = 0  # the last step that is over
         self._given_up: dict[int, str] = {}
         self._beats: dict[int, tuple[float, bool]] = {}  # by rank: when it last sent one, whether it was waiting
         self._active_s = clock()
@@ -262,7 +263,7 @@ class PeerLinks:
     def step(self, sequence: int, addresses: Mapping[int, PeerAddress]) -> Iterator[Mesh]:
         """Take part in a step with these instances, this one among them. Steps of a member rise. Raises MeshError.
 
-        Where it fails inside, the others are told.
+        Where it fails inside, the others are informed.
         """
         mesh = LinkMesh(self, sequence, addresses)
         with self._lock:
@@ -288,7 +289,7 @@ class PeerLinks:
             self.record_activity()
 
     def give_up(self, sequence: int, reason: str) -> None:
-        """A step has come to nothing: whatever waits for it, now or later, fails. The other ranks are told."""
+        """A step has come to nothing: every wait for it, now or later, fails. The other ranks are informed."""
         self._abandon(sequence, reason)
         with self._lock:
             own = None if self._membership is None or self.rank else self._membership.instance

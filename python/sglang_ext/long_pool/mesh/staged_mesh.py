@@ -3,7 +3,7 @@
     computing ──mark──▶ copied to the host ──mark──▶ the link's writer sends it
     the link's reader has received it ──▶ copied to the device ──mark──▶ computing goes on
 
-It is what connects GPUs that NCCL cannot connect, and needs nothing beside the links. The thread that computes waits
+It is what connects GPUs that NCCL cannot connect, and needs nothing besides the links. The thread that computes waits
 for what others send, so it is at most one message ahead of the device.
 """
 

@@ -22,7 +22,7 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 
 def sample(scheduler: Any, request: Any, logits: torch.Tensor) -> tuple[Any, Any]:
-    """Return a batch of this request alone, and its result: the first token, from `logits`, float32 [vocabulary]."""
+    """Return a batch of only this request, and its result: the first token, from `logits`, float32 [vocabulary]."""
     runner = scheduler.tp_worker.model_runner
     batch = ScheduleBatch.init_new(
         [request],

@@ -269,8 +269,8 @@ def _carrier(streams: DeviceStreams | None, mesh: MeshKind) -> tuple[MeshOver, s
 
 
 def max_chunk_tokens(scheduler: Any, options: CdspOptions) -> int:
-    """Return how many tokens this instance computes at once: as it was told, else as many as SGLang's own batches may
-    have."""
+    """Return how many tokens this instance computes at once: the option's number, else as many as SGLang's own batches
+    may have."""
     return int(options.max_chunk_tokens or scheduler.max_prefill_tokens)
 
 

@@ -8,7 +8,7 @@ A long request that has arrived is offered to the pool's coordinator and leaves 
   transfer's end, without any KV of it here. Where the transfer fails it goes back into the pool, to be collected.
 
 A prompt that does not fit the memory of this instance can only be computed by the pool and sent to decode from there;
-it is refused where that cannot be. Of any other one, whatever fails on the way costs time and nothing else. Sampling,
+it is refused where that cannot be. Of any other prefill, a failure on the way costs time and nothing else. Sampling,
 structured output and the transfer to decode are SGLang's own.
 
 Between two batches of its own the scheduler takes part in at most one chunk of any member's request.
@@ -64,7 +64,8 @@ class SequenceParallelScheduler(LengthAwareScheduler):
     _member: PoolMember | None = None  # None until everything that it needs has been set up
     _min_tokens = 0
     _max_chunk_tokens: int | None = None
-    _own_input_tokens: int | None = None  # prompts of so many tokens or more are the pool's; None: SGLang refuses them
+    # Prompts of this many tokens or more are the pool's; None: SGLang refuses them.
+    _own_input_tokens: int | None = None
     max_req_len: int
     max_req_input_len: int
     disagg_prefill_inflight_queue: list[Any]
@@ -267,7 +268,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         _send_the_rest(request.disagg_kv_sender, shared, outcome, is_taken_twice=is_taken_twice)
         self.tree_cache.unlock(shared.lock)
         match_kv_cache(request, self.tree_cache)
-        # Decode may get it from where it lies, and has been told so, before SGLang takes a lock of its own.
+        # Decode may get it from where it lies, and has been informed, before SGLang takes a lock of its own.
         self._resumed.append((request, self.tree_cache.lock(request.last_node)))
         entry = entry_of(request)
         laps = self._laps
@@ -394,7 +395,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
 
     def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         if batch.forward_mode.is_extend():
-            # Whatever is computed here is sent from here; decode is informed before it is computed.
+            # What is computed here is sent from here; decode is informed before it is computed.
             for request in batch.reqs:
                 sender = getattr(request, "disagg_kv_sender", None)
                 if isinstance(sender, HandshakeKVSender):

@@ -13,7 +13,7 @@ from sglang_ext.planner.profiling.points import PointLimits
 
 Scalar = str | int | float | bool | None
 
-# What changes the time of a prefill, as far as an instance tells it.
+# What changes the time of a prefill, as far as an instance reports it.
 _ARGUMENTS = (
     "dtype",
     "quantization",
@@ -176,7 +176,7 @@ def _limits(server_info: Mapping[object, object]) -> PointLimits:
 def _text(content: Mapping[object, object], name: str) -> str:
     value = content.get(name)
     if not isinstance(value, str) or not value:
-        raise InstanceError(f"this is no SGLang instance that can be profiled: it does not tell its {name}")
+        raise InstanceError(f"this is no SGLang instance that can be profiled: it does not report its {name}")
     return value
 
 
@@ -185,7 +185,7 @@ def _whole(content: Mapping[object, object], name: str, default: int | None = No
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     if default is None:
-        raise InstanceError(f"this is no SGLang instance that can be profiled: it does not tell its {name}")
+        raise InstanceError(f"this is no SGLang instance that can be profiled: it does not report its {name}")
     return default
 
 

@@ -99,8 +99,8 @@ def pipeline_costs(measurements: Measurements, fit: Fit, stages: int, kv_tokens:
 
     The slowest stage takes the same share of every passage. Where the stages are alike what is left is hops, linear in
     the tokens; where it takes more than a passage divided by the stages, the others are faster, each by as much, and
-    hops cannot be told from that. The slowest is taken to be the last one, which has the head, and the longer part of
-    layers that cannot be divided.
+    hops cannot be derived from that. The slowest is taken to be the last one, which has the head, and the longer part
+    of layers that cannot be divided.
     """
     pace = measurements.pace
     if pace is None:
@@ -178,7 +178,7 @@ def _fit_front_end(measurements: Measurements) -> FrontEnd:
 
 
 def _line(samples: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Constant and slope, neither below 0, of times against tokens. Times of 0 or less tell nothing."""
+    """Constant and slope, neither below 0, of times against tokens. Times of 0 or less are ignored."""
     positive = [(tokens, time_s) for tokens, time_s in samples if time_s > 0]
     if not positive:
         return 0.0, 0.0

@@ -165,7 +165,7 @@ class HttpInstance:
         return times
 
     def run_queued_chunks(self) -> list[float]:
-        """Seconds between the end of an iteration and the start of the next one that waits; empty where unknown."""
+        """Seconds between the end of an iteration and the start of the next waiting one; empty where unknown."""
         limits = self.facts.limits
         if limits.chunk_tokens is None or _QUEUED_CHUNKS * limits.chunk_tokens > limits.kv_tokens:
             return []
@@ -186,14 +186,16 @@ class HttpInstance:
         return RunTimes(duration_s, before_s, max(0.0, wall_s - before_s - duration_s))
 
     def run_busy(self) -> BusyRun:
-        """Short prompts over both instances, all at once: what a request costs beside its share of iterations."""
+        """Short prompts over both instances, all at once: what a request costs in addition to its share of
+        iterations."""
         prompts = [self._prompt(0, _BUSY_TOKENS) for _ in range(min(_BUSY_PROMPTS, self.facts.limits.requests))]
         with ThreadPoolExecutor(len(prompts)) as legs:
             stamps = list(legs.map(self._hand_over_beside, prompts))
         return _busy_run(stamps)
 
     def run_pace(self, repeats: int) -> MeasuredPace:
-        """Chunks of the longest length through the stages: `repeats` alone, and as often several behind each other.
+        """Chunks of the longest length through the stages: `repeats` by themselves, and as often several behind each
+        other.
 
         InstanceError where the instance cannot have two more of them under way than it has stages.
         """
@@ -352,5 +354,5 @@ def _stamps(result: object) -> _Stamps:
     received_s, entry_s, finished_s = (float(value) for value in values if isinstance(value, int | float))
     cached_tokens = meta.get("cached_tokens")
     if not isinstance(cached_tokens, int):
-        raise InstanceError("the instance does not tell cached_tokens: start it with --enable-cache-report")
+        raise InstanceError("the instance does not report cached_tokens: start it with --enable-cache-report")
     return _Stamps(received_s, entry_s, finished_s, cached_tokens)

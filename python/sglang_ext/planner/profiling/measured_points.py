@@ -57,7 +57,7 @@ class BusyRun(NamedTuple):
 
 
 class MeasuredPace(NamedTuple):
-    """Chunks of one length in a pipeline of several stages: alone, and one behind the other."""
+    """Chunks of one length in a pipeline of several stages: by themselves, and one behind the other."""
 
     chunk_tokens: int
     passages_s: tuple[float, ...]  # through the empty pipeline

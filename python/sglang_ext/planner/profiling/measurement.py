@@ -63,7 +63,7 @@ def measure(
     on_progress: OnProgress,
     is_pipeline: bool = False,
 ) -> Measurements:
-    """Measure what the notes lack: `points` in groups of equal cached tokens, and hand-overs of so many tokens.
+    """Measure what the notes lack: `points` in groups of equal cached tokens, and hand-overs of this many tokens.
 
     Of a pipeline of several stages the times of points are those of the passage, and its pace is measured, too.
     With `may_skip` a point that the instance cuts is noted as skipped, else its CutError is raised; other errors of
@@ -159,8 +159,8 @@ def gap_s(measurements: Measurements) -> float:
 
 
 def busy_request_s(measurements: Measurements, iteration: IterationCost) -> float:
-    """Return what a request costs an instance that has more of them, beside its share of iterations: taking it in,
-    agreeing with decode, sending. Median over the runs of what their iterations do not explain; 0 where it was not
+    """Return what a request costs an instance that has more of them, in addition to its share of iterations: taking it
+    in, agreeing with decode, sending. Median over the runs of what their iterations do not explain; 0 where it was not
     measured."""
     gap = gap_s(measurements)
     rest_s = [

@@ -45,7 +45,7 @@ SETTINGS = (
     _POINTS("cached_tokens", int, None, "cached tokens before it (0 and powers of four)", is_list=True),
     _POINTS("batch_tokens", int, None, "tokens of each prompt of a batch (up to 256)", is_list=True),
     _POINTS("batch_sizes", int, None, "prompts of a batch (powers of two); 1: no batches", is_list=True),
-    _POINTS("repeats", int, 5, "runs of each point, after one that warms up"),
+    _POINTS("repeats", int, 5, "runs of each point, after a warm-up run"),
     _POINTS("seed", int, 0, "seed of the token ids"),
     _POINTS("timeout_s", float, 300.0, "longest time of one request", dest="timeout"),
     _OUTPUT("plot", Path, None, "the picture (PNG); default: the profile's name with .png"),
@@ -205,7 +205,7 @@ def _stages_line(measurements: Measurements, pipeline: PipelineCosts) -> str:
         f"times are those of a passage through {stages.count} stages. A chunk of {pace.chunk_tokens} tokens passes in "
         f"{1e3 * median(pace.passages_s):.4g} ms; results follow each other every "
         f"{1e3 * median(pace.intervals_s):.4g} ms, so the slowest stage takes {pace.share:.1%} of a passage{others}. "
-        + ("Hops cannot be told from that." if stages.relative else f"A hop takes {hop}.")
+        + ("Hops cannot be derived from that." if stages.relative else f"A hop takes {hop}.")
     )
 
 
@@ -231,8 +231,8 @@ def _merged(
     pipelines.sort(key=lambda measured_point: int(measured_point["stages"]))
     kept = {name: value for name, value in added_to.items() if name not in ("format", "version")}
     if not kept:
-        alone = {name: value for name, value in content.items() if name not in ("sp", "prefill", "iteration")}
-        return {**alone, "pipelines": pipelines, "fit": own["fit"], "provenance": own["provenance"]}
+        common = {name: value for name, value in content.items() if name not in ("sp", "prefill", "iteration")}
+        return {**common, "pipelines": pipelines, "fit": own["fit"], "provenance": own["provenance"]}
     return {**kept, "pipelines": pipelines}
 
 

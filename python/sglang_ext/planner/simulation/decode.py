@@ -191,7 +191,7 @@ class DecodePool:
         if decoder.generation != generation:
             return
         self._advance(decoder)
-        # This event is the end of the first one, whatever rounding says of `steps`.
+        # This event is the end of the first one, even if rounding of `steps` says otherwise.
         decoder.steps = max(decoder.steps, decoder.batch[0][0])
         while decoder.batch and decoder.batch[0][0] <= decoder.steps:
             member = heapq.heappop(decoder.batch)[2]

@@ -45,7 +45,7 @@ class SimEngine(NamedTuple):
     layers: int | None = None  # of the model; None: unknown, any number of stages divides them
 
     def on_stages(self, count: int, hop: Hop | None = None) -> PipelineCosts:
-        """An instance of so many stages: as measured, else each with its layers' share of one instance's iteration.
+        """An instance of this many stages: as measured, else each with its layers' share of one instance's iteration.
 
         The last stages have one layer more where the model's cannot be divided, as SGLang has it. `hop`: from stage to
         stage, where it was not measured or another one is asked for. EngineError for more stages than layers.
@@ -73,7 +73,7 @@ def load_engine(name: str, largest_size: int = 16, *, model: str | None = None) 
     The first two have the SP sizes that are powers of two up to `largest_size` (operators: 8 at most).
 
     A profile with only one of the two parts gives the other: Eq. 1 of Tetris with c = 2d is LAPS's model on SP 1. Of
-    one that knows pipelines alone, one instance takes what all stages of the shortest take together.
+    a profile of only pipelines, one instance takes what all stages of the shortest take together.
     EngineError for a file that is none, or is of another model than `model` (the last part of the names counts).
     """
     if name == TABLE1:

@@ -119,7 +119,7 @@ class PlannedChunks(NamedTuple):
 
 
 class PrefillListener(Protocol):
-    """Is told what a prefill stage does, at the time of the event."""
+    """Receives what a prefill stage does, at the time of the event."""
 
     def on_first_token(self, served: ServedPrefill) -> None: ...
 

@@ -1,7 +1,7 @@
 """Operator times measured on an H200, and the model shapes that they are of; by bench/h200_operators.py.
 
 Source: NVIDIA aiconfigurator (Apache-2.0), SGLang 0.5.14, bfloat16, and its `h200_sxm.yaml`. Matrices and numbers of
-heads that were not measured are interpolated between those that were. Times in milliseconds.
+heads that were not measured are interpolated between measured ones. Times in milliseconds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ModelShape(NamedTuple):
 
 HEAD_SIZE = 128
 MEMORY_BYTES_PER_S = 0.8 * 4.8e12  # what is reached of it
-KERNEL_S = 3e-6  # least time of an operation on memory alone
+KERNEL_S = 3e-6  # minimum time of an operation on memory
 ROWS = (1, 16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384, 32768)
 PROMPT_TOKENS = (1, 16, 32, 64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 10240, 12288, 16384)
 # fmt: off
@@ -78,7 +78,7 @@ GATHERED_ELEMENTS = (
     256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 524288, 1048576, 2097152, 4194304,
     8388608, 16777216, 33554432, 67108864, 134217728, 268435456
 )
-GATHER_MS = {  # all-gather of so many 2-byte elements in all, by devices of one node
+GATHER_MS = {  # all-gather of this many 2-byte elements in all, by devices of one node
     2: (
         0.00536, 0.00508, 0.00513, 0.00524, 0.00618, 0.00611, 0.00596, 0.00618, 0.0063, 0.00738, 0.00824, 0.01128,
         0.01617, 0.0264, 0.03557, 0.05411, 0.09023, 0.1558, 0.2885, 0.5448, 1.042

@@ -1,4 +1,5 @@
-"""Prefill instances that compute each prompt alone: a router in front, a policy in each, iteration by iteration.
+"""Prefill instances that compute each prompt by themselves: a router in front, a policy in each, iteration by
+iteration.
 
 An iteration costs what the coefficients say of the tokens in it, padding included. KV is held from a prompt's first
 chunk to its end; after that its blocks stay in the instance's prefix cache, until others that were used later fill it.
@@ -103,7 +104,7 @@ class SimulatedInstance:
 
 @dataclass(frozen=True, slots=True)
 class InstancesSpec:
-    """Roles of the instances, one each. ValueError for none, or one that does not prefill."""
+    """Roles of the instances, one each. ValueError for none, or a role that does not prefill."""
 
     roles: tuple[Role, ...]
     coefficients: CostCoefficients

@@ -38,7 +38,7 @@ class WorkItem:
 
 
 class Slice(NamedTuple):
-    """Compute so many tokens of this request in the next iteration."""
+    """Compute this many tokens of this request in the next iteration."""
 
     item: WorkItem
     tokens: int

@@ -1,8 +1,8 @@
 """A long pool in simulation: the coordinator that serves, with instances that take as long as the costs say.
 
-    arrive ──ticket──▶ Coordinator ──Bind──▶ an instance offers it ──▶ RunChunk … Collect, or computed alone
+    arrive ──ticket──▶ Coordinator ──Bind──▶ an instance offers it ──▶ RunChunk … Collect, or computed by itself
 
-The orders are those that members of a real pool get; what is left out is the network between them, unless a bandwidth
+The orders are the same as members of a real pool get; what is left out is the network between them, unless a bandwidth
 is given. Chunks may take longer or shorter than predicted.
 """
 
@@ -101,7 +101,7 @@ class _RunningGroup:
 
     key: int
     group: tuple[int, ...]
-    order: RunChunk | None  # None: alone
+    order: RunChunk | None  # None: computed by a single instance
     is_void: bool = False
 
 
@@ -136,7 +136,7 @@ class LongPool:
         self.coordinator = Coordinator(PoolSchedule(planner, options.order()), settings)
         self._held_tokens = [0] * spec.instances
         self._holds: dict[int, dict[int, int]] = {}  # by request: tokens by instance
-        self._alone_s = [0.0] * spec.instances  # until an instance has computed what it computes alone
+        self._alone_s = [0.0] * spec.instances  # until an instance has computed what it computes by itself
         self._progress: dict[int, _Progress] = {}
         self._running: dict[int, _RunningGroup] = {}  # by request
         self._tickets: dict[int, int] = {}  # request by ticket, before it is bound

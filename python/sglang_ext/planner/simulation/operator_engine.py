@@ -79,7 +79,7 @@ class OperatorModel(NamedTuple):
         return tuple(SpCandidate(size, fit_sp_cost(self.samples(size))) for size in sizes)
 
     def coefficients(self) -> CostCoefficients:
-        """LAPS's model of one instance, without a cost of reading cached tokens beside attention."""
+        """LAPS's model of one instance, without a cost of reading cached tokens in addition to attention."""
         samples = [ChunkSample(0, new, self.chunk_s(1, 0, new)) for new in FITTED_PROMPT_TOKENS]
         cost = fit_sp_cost(samples)
         return CostCoefficients(cost.d_s_per_token2, cost.b_s_per_token, 0.0, cost.a_s)

@@ -17,7 +17,7 @@ from sglang_ext.types import Role
 
 WATCH_S = 1.0  # between two looks at the instances
 MAX_FRAMES = 4_000  # of a recording: those of a longer run are further apart
-UTILISATION_S = 5.0  # busy shares are of so long, as an engine's own report has them
+UTILISATION_S = 5.0  # busy shares are of this long, as an engine's own report has them
 
 
 class RecordedRun(NamedTuple):
@@ -29,7 +29,7 @@ class RecordedRun(NamedTuple):
     short_instances: int  # of these, at the beginning; 0: no pools
     boundary_tokens: int
     slo_s: float
-    decode_instances: int = 0  # 0: prefill alone was simulated
+    decode_instances: int = 0  # 0: only prefill was simulated
     decode_kv_tokens: int = 0  # that one of them holds
 
 
@@ -44,7 +44,7 @@ class _Life(NamedTuple):
     transferred_s: float | None
     end_s: float
     instance: str | None
-    decode: str | None  # known of those that have ended
+    decode: str | None  # known where the request has ended
 
 
 def write_recording(outcome: Outcome, run: RecordedRun, path: Path) -> int:
@@ -74,7 +74,7 @@ def messages(outcome: Outcome, run: RecordedRun) -> Iterator[bytes]:
             "A simulated run. Decode was simulated, too; a request that has not ended at the end of the run has no "
             "decode instance here."
             if run.decode_instances
-            else "A simulated run of prefill alone (decode.instances): a request ends with its first token."
+            else "A simulated run of prefill only (decode.instances): a request ends with its first token."
         ],
     )
     lives = _lives(outcome, run)
@@ -190,7 +190,7 @@ def _lives(outcome: Outcome, run: RecordedRun) -> list[_Life]:
     finished = {finished_request.request.key: finished_request for finished_request in outcome.finished}
     instances = {
         key: busy.instance for busy in outcome.timeline for key in chain((busy.key,), busy.others)
-    }  # the last one that worked for it
+    }  # the last instance that worked for it
 
     def life(
         request: SimRequest,

@@ -1,8 +1,8 @@
 """One simulation from a workload to its outcome: a prefill stage, and decode instances behind it if there are any.
 
 What clients see is simulated, too: the way to the scheduler's queue and back takes time that a profile measured. These
-delays depend on a request's length alone and occupy no instance. So the requests are simulated as they reach the queue,
-and the results are told from where the client stands.
+delays depend only on a request's length and occupy no instance. So the requests are simulated as they reach the queue,
+and the results are as the client sees them.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class RunOptions:
     failures: tuple[Failure, ...] = ()
     pressure: PressureSettings | None = None  # the controller of pools: what it goes by
     is_moving: bool = True  # it moves instances between pools; False: it looks, and moves none
-    scaler: ScalerSettings | None = None  # beside the controller, which tells it the load
+    scaler: ScalerSettings | None = None  # next to the controller, which gives it the load
     until_s: float = float("inf")
-    watch_every_s: float | None = None  # of instances that compute each prompt alone: what they have to do
+    watch_every_s: float | None = None  # of instances that compute each prompt by themselves: what they have to do
 
 
 @dataclass(slots=True)
@@ -158,7 +158,7 @@ def simulate(
 
 
 class _Both:
-    """Tells the collector and the decode instances."""
+    """Informs the collector and the decode instances."""
 
     def __init__(self, collector: Collector, decode: DecodePool | None) -> None:
         self._collector = collector

@@ -8,7 +8,7 @@ finishes what it has.
 
 `SCALE_POOLS` gives each pool a scaler of its own. A replica belongs to the pool that it was started for, whichever pool
 the controller has moved it to: so scaler and controller reckon with different numbers, and both answer the same
-queue. `SCALE_TOTAL` is the rule by which they do not fight: the controller alone decides how instances are shared out,
+queue. `SCALE_TOTAL` is the rule by which they do not fight: only the controller decides how instances are shared out,
 the scaler how many there are. It goes by the work of both pools together, changes one of them, the long one, and takes
 longer to add an instance than the controller to move one.
 """
@@ -70,7 +70,7 @@ class Scaling(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Deployment:
-    """The replicas that were started for a pool, whatever they serve now."""
+    """The replicas that were started for a pool, even if they serve another one now."""
 
     pool: LengthClass
     ready: list[SimulatedInstance]
@@ -160,7 +160,7 @@ class SimulatedScaler:
         return [needed for at_s, needed in deployment.needed if at_s >= now_s - window_s] + before
 
     def _start(self, deployment: _Deployment) -> None:
-        """One that was asked for is ready, unless it was taken away before."""
+        """A requested replica is ready, unless it was taken away before."""
         if deployment.starting and deployment.starting[0] <= self._loop.now_s:
             deployment.starting.pop(0)
             deployment.ready.append(self._pool.add_instance(Role(deployment.pool.value)))

@@ -103,7 +103,7 @@ def stage_builder(args: argparse.Namespace, engine: SimEngine, *, is_recorded: b
 
 
 def engine_doubts(policy: str, engine: SimEngine) -> list[str]:
-    """Return what to tell about a profile of which the costs that this policy is simulated with fit badly."""
+    """Return warnings about a profile of which the costs that this policy is simulated with fit badly."""
     used = "sp " if policy == POOL else "iteration"
     return [
         f"the profile's {bad.form} fits badly: relative error {bad.error_p90:.0%} at one point of ten"
@@ -233,11 +233,11 @@ def _instances_builder(args: argparse.Namespace, engine: SimEngine, is_recorded:
 
 
 def _split_builder(args: argparse.Namespace, engine: SimEngine, is_recorded: bool) -> StageBuilder:
-    """LAPS on instances for short prompts alone, and the others as a cluster for long ones."""
+    """LAPS on instances that serve only short prompts, and the others as a cluster for long ones."""
     build_long = _pool_builder(args, engine, is_recorded)
     short = args.short_instances
     policy = _iteration_policy(args, engine)
-    # Whatever the router sends to an instance that serves both, it serves: only short prompts get here.
+    # An instance that serves both serves everything the router sends: only short prompts get here.
     pipeline = _pipeline(args, engine, Role.SHORT)
     spec = InstancesSpec(
         (Role.BOTH,) * short,

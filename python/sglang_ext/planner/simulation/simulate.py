@@ -115,7 +115,7 @@ SETTINGS = (
     _INSTANCES("long_pp", int, 1, "pipeline stages, each a device, of instances that serve long prompts, or all"),
     _INSTANCES("short_pp", int, 1, "pipeline stages of the instances that serve only short prompts"),
     _INSTANCES(
-        "fail", str, (), "INSTANCE:AT:FOR: an instance is down from a second on for so many seconds", is_list=True
+        "fail", str, (), "INSTANCE:AT:FOR: an instance is down from a second on for this many seconds", is_list=True
     ),
     _POLICY("name", str, POOL, "how prefills are scheduled", POLICIES, dest="policy"),
     _POLICY(

@@ -1,7 +1,7 @@
 """The requests of a simulation: from workload files, at the times of a trace or at arrivals drawn from a seed.
 
-Files: Mooncake JSONL, Azure CSV, CSV with `arrived_at`, CSV of lengths alone, and of turns of sessions. The kind is
-told by the file itself: its ending, and the names of its columns.
+Files: Mooncake JSONL, Azure CSV, CSV with `arrived_at`, CSV of lengths only, and of turns of sessions. The kind is
+recognised by the file itself: its ending, and the names of its columns.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Workload(NamedTuple):
     sessions: tuple[tuple[Turn, ...], ...] = ()  # without times
 
     def drawn_lengths(self) -> tuple[tuple[int, int], ...]:
-        """(prompt, output) tokens of every request, whatever else is known of it."""
+        """(prompt, output) tokens of every request, without what else is known of it."""
         timed = tuple((request.prompt_tokens, request.output_tokens) for request in self.requests)
         turns = (turn for session in self.sessions for turn in session)
         return (
@@ -267,7 +267,7 @@ def session_requests(
     """Requests of sessions drawn with replacement, sorted by arrival, `rate_per_s` of them on average.
 
     Sessions begin Poisson, or in bursts. A turn arrives when the answer before it has been written, at 20 ms a token,
-    and its reader has thought about it, exponentially distributed with mean `think_s`: whatever the simulated
+    and its reader has thought about it, exponentially distributed with mean `think_s`: independent of the simulated
     instances do, so that all systems get the same arrivals. A prompt begins with the session so far, blocks of which
     are its prefix. The first `count` arrivals are returned.
     """

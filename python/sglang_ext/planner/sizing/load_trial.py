@@ -1,6 +1,6 @@
 """One layout of pools under a load: simulated, and judged by the objectives.
 
-Every prompt has the same objective in every layout, whatever boundary that has: its first token is due after
+Every prompt has the same objective in every layout, with any boundary: its first token is due after
 `short_ttft_s`, or after `long_stretch` times what it takes on an idle instance of `reference`, if that is more. The
 prompts of the first kind are short, those of the second long. The first token counts when decode has the prompt's KV,
 as a client sees it then.
@@ -118,7 +118,7 @@ class SizedEngine(NamedTuple):
     ring: tuple[SpCandidate, ...] = ()  # how many of one stage may share a prompt; empty: none do
 
     def pipeline(self, stages: int) -> PipelineCosts | None:
-        """An instance of so many stages. KeyError for a number that there is not; None for one."""
+        """An instance of this many stages. KeyError for a number that there is not; None for one."""
         if stages == 1:
             return None
         for pipeline in self.pipelines:
@@ -190,7 +190,7 @@ class TrialSetup:
 
 
 class LoadTrial(NamedTuple):
-    """A layout under so many times the trace's load."""
+    """A layout under this many times the trace's load."""
 
     layout: ClusterLayout
     load: float
@@ -280,7 +280,7 @@ def _prefill_stage(
 
     if not layout.is_ring:
         return instances(roles, policy)
-    # Whatever the router sends to an instance that serves both, it serves: only short prompts get there.
+    # An instance that serves both serves everything the router sends: only short prompts get there.
     short = instances((Role.BOTH,) * layout.short, lambda _: policy(Role.SHORT))
     ring = LongPool(
         loop,

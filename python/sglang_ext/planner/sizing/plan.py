@@ -29,7 +29,7 @@ from sglang_ext.planner.sizing.pool_shape import (
 )
 from sglang_ext.settings import Setting, SettingsError
 
-LAYERS = 32  # where the profile does not tell
+LAYERS = 32  # where the profile does not say
 _LARGEST_RING = 1024
 
 
@@ -143,25 +143,27 @@ def read_pool(text: str) -> PlannedPool:
 
 
 def shape_costs(args: argparse.Namespace, engine: SimEngine, devices: int) -> ShapeCosts:
-    """Return what a chunk costs on so many devices; ring sizes and numbers of stages that were not measured are
+    """Return what a chunk costs on this many devices; ring sizes and numbers of stages that were not measured are
     derived."""
-    alone = one_instance(engine)
+    single = one_instance(engine)
     candidate = next((candidate for candidate in engine.candidates if candidate.size == devices), None)
     return ShapeCosts(
         devices,
-        measured_cost(alone),
+        measured_cost(single),
         engine.on_stages(devices, stage_hop(args, engine, devices)),
-        measured_cost(candidate.cost) if candidate is not None else ring_cost(alone, devices, ring_links(args, engine)),
+        measured_cost(candidate.cost)
+        if candidate is not None
+        else ring_cost(single, devices, ring_links(args, engine)),
     )
 
 
 def ring_candidates(args: argparse.Namespace, engine: SimEngine, most: int) -> tuple[SpCandidate, ...]:
     """SP sizes that are powers of two up to `most`: as measured, else Eq. 1 fitted to what `ring_cost` says."""
-    alone, links = one_instance(engine), ring_links(args, engine)
+    single, links = one_instance(engine), ring_links(args, engine)
     measured = {candidate.size: candidate for candidate in engine.candidates}
     found = []
     for size in (1 << step for step in range(most.bit_length())):
-        cost = ring_cost(alone, size, links)
+        cost = ring_cost(single, size, links)
         samples = [
             ChunkSample(cached, new, cost(new, cached)) for cached in FITTED_CACHED_TOKENS for new in FITTED_NEW_TOKENS
         ]
@@ -195,19 +197,19 @@ def _table(engine: SimEngine, choices: dict[str, list[ShapeChoice]], args: argpa
     sizes = {candidate.size for candidate in engine.candidates}
     stages = {pipeline.stages.count for pipeline in engine.pipelines}
     lines = [
-        f"{engine.name}; chunks {chunks}; first token of a prompt alone in s (chunks), and prompts a minute",
+        f"{engine.name}; chunks {chunks}; first token of a prompt by itself in s (chunks), and prompts a minute",
         f"{'pool':<8} {'devices':>7} {'prompt':>8}  {'one instance':>14} {'/min':>7}  {'pipeline':>14} {'/min':>7}  "
         f"{'ring':>14} {'/min':>7}  better",
     ]
     for name, found in choices.items():
         for choice in found:
-            alone, pipeline, ring = (
+            single, pipeline, ring = (
                 choice.times[shape] for shape in (PoolShape.ALONE, PoolShape.PIPELINE, PoolShape.RING)
             )
-            cells = [f"{times.prompt_s:.3g} ({len(times.chunks)})" for times in (alone, pipeline, ring)]
+            cells = [f"{times.prompt_s:.3g} ({len(times.chunks)})" for times in (single, pipeline, ring)]
             lines.append(
                 f"{name:<8} {choice.devices:>7} {choice.prompt_tokens:>8}  {cells[0]:>14} "
-                f"{60 * alone.prompts_per_s:>7.3g}  {cells[1]:>14} "
+                f"{60 * single.prompts_per_s:>7.3g}  {cells[1]:>14} "
                 f"{60 * pipeline.prompts_per_s:>7.3g}  {cells[2]:>14} {60 * ring.prompts_per_s:>7.3g}  {choice.better}"
             )
     lines += [

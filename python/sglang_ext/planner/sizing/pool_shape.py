@@ -50,7 +50,7 @@ class RingLinks(NamedTuple):
         return moved_bytes / self.bytes_per_s + self.layers * (size - 1) * self.step_s
 
 
-def ring_cost(alone: SpCost, size: int, links: RingLinks) -> ChunkCost:
+def ring_cost(single: SpCost, size: int, links: RingLinks) -> ChunkCost:
     """A chunk on a ring that was not measured, from its cost on one instance.
 
     Each member has 1 / size of the tokens and of the attention, and the fixed cost in full. Attention to what comes
@@ -58,9 +58,9 @@ def ring_cost(alone: SpCost, size: int, links: RingLinks) -> ChunkCost:
     """
 
     def chunk_s(new_tokens: int, cached_tokens: int) -> float:
-        attention_s = new_tokens * (alone.c_s_per_token2 * cached_tokens + alone.d_s_per_token2 * new_tokens) / size
+        attention_s = new_tokens * (single.c_s_per_token2 * cached_tokens + single.d_s_per_token2 * new_tokens) / size
         exposed_s = max(0.0, links.round_s(cached_tokens + new_tokens, size) - attention_s * (size - 1) / size)
-        return alone.a_s + alone.b_s_per_token * new_tokens / size + attention_s + (exposed_s if size > 1 else 0.0)
+        return single.a_s + single.b_s_per_token * new_tokens / size + attention_s + (exposed_s if size > 1 else 0.0)
 
     return chunk_s
 
@@ -74,13 +74,13 @@ class ShapeCosts(NamedTuple):
     """Describes what a chunk costs on the devices of a pool, each way."""
 
     devices: int
-    alone: ChunkCost  # on one of them
+    single: ChunkCost  # on one of them
     pipeline: PipelineCosts  # of as many stages
     ring: ChunkCost
 
 
 class ShapeQuestion(NamedTuple):
-    """A prompt, and how long a chunk may take: or of how many tokens every chunk is, whatever the shape."""
+    """A prompt, and how long a chunk may take: or of how many tokens every chunk is, in any shape."""
 
     prompt_tokens: int
     chunk_s: float
@@ -91,7 +91,7 @@ class ShapeTimes(NamedTuple):
     """Describes what a shape makes of a prompt."""
 
     chunks: tuple[Chunk, ...]
-    prompt_s: float  # alone, from its start to its first token
+    prompt_s: float  # by itself, from its start to its first token
     prompts_per_s: float  # one behind the other
     lost_s: (
         float  # of `prompt_s`: filling a pipeline and its hops; what every chunk of a ring or an instance costs again
@@ -113,7 +113,7 @@ class ShapeChoice(NamedTuple):
 
 
 def choose_shape(costs: ShapeCosts, question: ShapeQuestion) -> ShapeChoice:
-    """The shape with the sooner first token; of two that are alike within 5% the one that carries more prompts.
+    """The shape with the sooner first token; of two that are alike within 5% the shape that carries more prompts.
 
     Instances apart, each with prompts of its own, where the prompt is one chunk on one of them, or neither is sooner.
     ValueError for tokens below 1, a time that is not above 0, or fewer than two devices.
@@ -122,7 +122,7 @@ def choose_shape(costs: ShapeCosts, question: ShapeQuestion) -> ShapeChoice:
         raise ValueError(f"a pipeline or a ring has at least two devices, got {costs.devices}")
     if not question.chunk_s > 0:
         raise ValueError(f"chunk_s must be above 0, got {question.chunk_s:g}")
-    apart = _one_after_the_other(costs.alone, question, _MIN_CHUNK_TOKENS)
+    apart = _one_after_the_other(costs.single, question, _MIN_CHUNK_TOKENS)
     apart = apart._replace(prompts_per_s=costs.devices * apart.prompts_per_s)
     times = {
         PoolShape.ALONE: apart,

@@ -30,12 +30,12 @@ T = TypeVar("T")
 Sizes = tuple[int, ...]  # instances of each pool of a family
 LOAD_STEP = 1.05  # between two loads that are tried
 MOST_LOAD_STEPS = 40  # beyond the load that must hold: seven times as much
-WHOLE_REQUESTS = 4000  # a trace of at most so many is not shortened
+WHOLE_REQUESTS = 4000  # a trace of at most this many is not shortened
 GUESSED_UTILISATION = 0.7
 
 
 class LayoutFamily(NamedTuple):
-    """Layouts that differ in the sizes of their pools alone: short, long and decode, or both and decode."""
+    """Layouts that differ only in the sizes of their pools: short, long and decode, or both and decode."""
 
     boundary_tokens: int
     tp: int
@@ -150,7 +150,7 @@ def cheapest_sizes(
 
 
 def _least(holds: Callable[[int], bool], fails: int, enough: int) -> int:
-    """The least size that holds, between one that does not and one that does."""
+    """The smallest size that holds, between a failing size and a size that holds."""
     while enough - fails > 1:
         middle = (fails + enough) // 2
         if holds(middle):
@@ -161,7 +161,7 @@ def _least(holds: Callable[[int], bool], fails: int, enough: int) -> int:
 
 
 def largest_load_step(holds: Callable[[int], bool], most: int) -> int:
-    """The largest step from 0 to `most` that holds, 0 being known to; nothing holds above one that does not."""
+    """The largest step from 0 to `most` that holds, 0 being known to; nothing holds above a step that does not."""
     step, width = 0, 1
     while step < most:
         further = min(most, step + width)
@@ -253,7 +253,7 @@ class LayoutSearch:
         done = 0
 
         def is_too_dear(gpus: int) -> bool:
-            """Return whether it is beyond as many as are asked for, whatever is found later."""
+            """Return whether it is beyond as many as are asked for, independent of later results."""
             known = sorted(layout.gpus for layout in list(found.values()))
             return len(known) >= self._shown and gpus > known[self._shown - 1]
 

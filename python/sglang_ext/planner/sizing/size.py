@@ -52,7 +52,7 @@ from sglang_ext.settings import REQUIRED, Setting, SettingsError
 T = TypeVar("T")
 BOUNDARIES = (256, 512, 1024, 2048, 4096, 8192)
 LEAST_SHARE = 0.01  # of the prompts, on each side of a boundary that is tried unasked
-KV_TOKENS, CHUNK_TOKENS = 1_000_000, 8192  # where the profile does not tell
+KV_TOKENS, CHUNK_TOKENS = 1_000_000, 8192  # where the profile does not say
 LARGEST_RING = 8  # instances that share a chunk
 MOST_DRAWN = 3  # kinds of layout
 PICTURE_LOADS = (0.5, 1.0)  # times the trace's: what these cost is drawn, too
@@ -198,7 +198,7 @@ def _run(args: argparse.Namespace) -> int:
         has_values = (args.out / "values.yaml").exists()
         print(f"wrote {'values.yaml, ' * has_values}cluster.yaml, layouts.json and cost.png in {args.out}")
         if not has_values:
-            print("no values.yaml: in the chart CPU engines alone share long prompts so far")
+            print("no values.yaml: in the chart only CPU engines share long prompts so far")
     return 0
 
 
@@ -273,7 +273,9 @@ def _engines(args: argparse.Namespace) -> tuple[dict[int, SizedEngine], Measured
         if tp < 1:
             raise SizingError(f"search.profiles {text}: TP must be at least 1")
         if tp in engines:
-            raise SizingError(f"search.profiles {text}: there is another profile of TP {tp}; TP:FILE tells them apart")
+            raise SizingError(
+                f"search.profiles {text}: there is another profile of TP {tp}; TP:FILE distinguishes them"
+            )
         servers[tp] = server
         engines[tp] = sized_engine(name, args.kv_tokens, args.chunk_tokens)
     return dict(sorted(engines.items())), servers[min(servers)]

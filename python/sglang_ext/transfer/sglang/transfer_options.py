@@ -61,8 +61,8 @@ SETTINGS = (
         str,
         None,
         "decode: a prompt of at least this many tokens takes slots when its turn in the prefill instance is near, "
-        f"instead of when it arrives; {_NEVER}: none does. Prefill: its turn is near when no more than so many tokens "
-        f"are to be computed before it (default: {_LATE_SLOTS_TOKENS})",
+        f"instead of when it arrives; {_NEVER}: none does. Prefill: its turn is near when no more than this many "
+        f"tokens are to be computed before it (default: {_LATE_SLOTS_TOKENS})",
         dest="transfer_late_slots_tokens",
     ),
 )

@@ -2,7 +2,7 @@
 
 What Mooncake moves is one piece of memory at a time. Over TCP each costs it some 30 µs, and of more than 2,048 at once
 it refuses some. So rows of host memory are gathered into staging memory, which travels in one piece, and the receiver
-copies them to their places, under a permit. Both staging memories are registered with Mooncake. What the two sides tell
+copies them to their places, under a permit. Both staging memories are registered with Mooncake. What the two sides send
 each other goes over a socket of its own:
 
     `TransportGreeting` with the size of the staging memory   sender to receiver, once

@@ -173,7 +173,7 @@ def test_kv_parallel_decode_is_passed_on_to_gpus_alone() -> None:
     assert gpus_of(plan) == ["0", "1,2,3,4"]
     assert plan.instances[1].command[-4:] == ("--tp-size", "4", "--dcp-size", "2")
     assert "--dcp-size" not in plan.instances[0].command
-    with pytest.raises(ConfigError, match=r"^pools.decode.dcp: is 2, which SGLang has for GPUs alone$"):
+    with pytest.raises(ConfigError, match=r"^pools.decode.dcp: is 2, which SGLang has only for GPUs$"):
         plan_of(config)
 
 

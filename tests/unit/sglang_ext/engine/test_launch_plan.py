@@ -187,7 +187,7 @@ def test_kv_parallel_decode_is_passed_on() -> None:
     ("changes", "machine", "problem"),
     [
         ({"role": Role.LONG}, CUDA, "only decode shares out its KV among ranks"),
-        ({}, CPU, "SGLang has it for GPUs alone"),
+        ({}, CPU, "SGLang has it only for GPUs"),
         ({"transfer_backend": "handshake"}, CUDA, "--transfer-backend handshake sends every rank the whole KV"),
         ({"transfer_backend": "sglang_ext_tcp"}, CUDA, "--transfer-backend sglang_ext_tcp sends every rank"),
         ({"engine_arguments": ("--tp", "3", "--dcp-size=2")}, CUDA, "--tp-size 3 is not a multiple of it"),
@@ -200,7 +200,7 @@ def test_kv_parallel_decode_is_passed_on() -> None:
         (
             {"engine_arguments": ("--tp", "2", "--dcp-size=2", "--attention-backend", "fa3")},
             CUDA,
-            "--attention-backend fa3 may ignore it; name one that has it: flashinfer, ",
+            "--attention-backend fa3 may ignore it; name a backend that has it: flashinfer, ",
         ),
         (
             {

@@ -91,7 +91,7 @@ def test_a_run_without_decode_says_so(recording: Path, tmp_path: Path) -> None:
     assert main(["simulate", *sets(f"workload.file={workload}", "instances.prefill=8"), "--record", str(out)]) == 0
     recorded = read_recording(out)
     assert all(one.decode is None for one in recorded.requests.values())
-    assert "prefill alone" in recorded.hello["notes"][0]
+    assert "of prefill only" in recorded.hello["notes"][0]
 
 
 def test_a_run_of_a_cluster_that_shares_prompts_and_a_warm_up_are_recorded(tmp_path: Path) -> None:

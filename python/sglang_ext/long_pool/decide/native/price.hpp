@@ -17,7 +17,7 @@ struct SizeCost {
 struct PriceRules {
     Tokens min_chunk_tokens;
     Tokens page_tokens;
-    double cross_node_factor;  // at least 1: a group takes so many times as long where one node could hold it but does not
+    double cross_node_factor;  // at least 1: a group takes this many times as long where one node could hold it but does not
     double tardiness_weight;    // per second after the deadline
     double least_price;
     std::int32_t most_considered;
@@ -58,7 +58,7 @@ struct Placement {
 //
 //     end + price * instance-seconds + tardiness_weight * max(0, end - due)
 //
-// among: a group of any size that waits until its members are free; one of idle members that ends before those that
+// among: a group of any size that waits until its members are free; one of idle members that ends before the members that
 // wait for them begin (a gap); and a chunk on a smaller idle group until the larger one is free. Who waits for a group
 // reserves it. Equal ones: the earlier one in this text, the smaller size, the smaller node, the smaller position.
 class PriceSearch {
@@ -171,7 +171,7 @@ class PriceSearch {
         const double compute_s = one.cost.seconds(prompt.cached_tokens, prompt.new_tokens) * factor;
         const double work_s = one.size * compute_s;
         if (!(compute_s < kInfinity)) return;
-        // No group of this size is better than one that is idle; growing may be.
+        // No group of this size is better than an idle group; growing may be.
         if (!may_grow_ && score_of(prompt, compute_s, work_s) >= best_.score) return;
         const Tokens share = share_of(prompt.cached_tokens + prompt.new_tokens, one.size);
         double start_s = 0.0;
@@ -291,7 +291,7 @@ class PriceSearch {
         return made;
     }
 
-    // Those that become free last and still in time: others may be needed before.
+    // Instances that become free last and still in time: others may be needed before.
     void add_waiting(std::vector<std::int32_t> &group, std::int32_t count) {
         candidates_.clear();
         for (const std::int32_t i : in(best_.place))
@@ -307,7 +307,7 @@ class PriceSearch {
         add(group, count, [this](std::int32_t i) { return gap_s_[std::size_t(i)]; });
     }
 
-    // Those that nobody waits for before the larger group is free.
+    // Instances that nobody waits for before the larger group is free.
     void add_idle(std::vector<std::int32_t> &group, std::int32_t count) {
         candidates_.clear();
         for (const std::int32_t i : in(best_.place))

@@ -48,7 +48,7 @@ inline void store_past_cache(char *target, const char *source, std::size_t size)
 #endif
 }
 
-// Before another thread or process is told that the bytes are there.
+// Before another thread or process learns that the bytes are there.
 inline void end_of_stores() {
 #if defined(__SSE2__)
     _mm_sfence();

@@ -75,13 +75,13 @@ def test_some_steps() -> None:
 
 
 def test_one_that_is_given_holds() -> None:
-    boundary = ClassBoundary(100, most_tokens=64)
+    boundary = ClassBoundary(100, max_tokens=64)
     assert set(run(boundary, new_fit(), Random(1), COST, 400)) == {100}
     assert not boundary.is_fitted
 
 
 def test_it_is_what_takes_half_of_the_objective() -> None:
-    boundary, fit = ClassBoundary(None, most_tokens=8192), new_fit()
+    boundary, fit = ClassBoundary(None, max_tokens=8192), new_fit()
     seen = run(boundary, fit, Random(2), COST, 200)
     assert seen[0] == 512
     assert boundary.is_fitted
@@ -105,14 +105,14 @@ def test_what_launches_and_memory_bound_is_short_whatever_the_objective() -> Non
 
 
 def test_no_iteration_computes_more() -> None:
-    boundary = ClassBoundary(None, most_tokens=200)
+    boundary = ClassBoundary(None, max_tokens=200)
     assert boundary.tokens == 200
     run(boundary, new_fit(), Random(4), COST, 200)
     assert boundary.tokens == 192
 
 
 def test_one_length_says_nothing() -> None:
-    boundary, fit = ClassBoundary(None, most_tokens=8192), new_fit()
+    boundary, fit = ClassBoundary(None, max_tokens=8192), new_fit()
     for _ in range(400):
         fit.add(IterationSample(4096.0, 64, 0, 1, COST.chunk_s(64, 0)))
         boundary.record_iteration(fit, None, OBJECTIVE_S)
@@ -121,7 +121,7 @@ def test_one_length_says_nothing() -> None:
 
 
 def test_a_machine_that_is_faster_and_slower_in_turn_does_not_make_it_flap() -> None:
-    boundary, fit, random = ClassBoundary(None, most_tokens=8192), new_fit(), Random(5)
+    boundary, fit, random = ClassBoundary(None, max_tokens=8192), new_fit(), Random(5)
     run(boundary, fit, random, COST, 600)
     seen = []
     for turn in range(20):
@@ -130,7 +130,7 @@ def test_a_machine_that_is_faster_and_slower_in_turn_does_not_make_it_flap() -> 
 
 
 def test_a_start_beside_others_does_not_decide_for_long() -> None:
-    boundary, fit, random = ClassBoundary(None, most_tokens=8192), new_fit(), Random(8)
+    boundary, fit, random = ClassBoundary(None, max_tokens=8192), new_fit(), Random(8)
     run(boundary, fit, random, COST.times(4), 64)
     assert boundary.tokens < 128
     run(boundary, fit, random, COST, 320)
@@ -138,7 +138,7 @@ def test_a_start_beside_others_does_not_decide_for_long() -> None:
 
 
 def test_a_machine_that_has_become_slower_for_good_is_followed_once() -> None:
-    boundary, fit, random = ClassBoundary(None, most_tokens=8192), new_fit(), Random(6)
+    boundary, fit, random = ClassBoundary(None, max_tokens=8192), new_fit(), Random(6)
     run(boundary, fit, random, COST, 200)
     slower = COST.times(3)
     seen = run(boundary, fit, random, slower, 1500)
@@ -149,7 +149,7 @@ def test_a_machine_that_has_become_slower_for_good_is_followed_once() -> None:
 def test_a_length_at_a_step_does_not_make_it_flap() -> None:
     """The value lies on a step itself, and noise puts it above and below."""
     at_step = COST._replace(token_s=(OBJECTIVE_S / 2 - COST.kappa_s - 5e-8 * 384 * 384) / 384)
-    boundary, fit, random = ClassBoundary(None, most_tokens=8192), new_fit(), Random(7)
+    boundary, fit, random = ClassBoundary(None, max_tokens=8192), new_fit(), Random(7)
     run(boundary, fit, random, at_step, 200)
     assert changes(run(boundary, fit, random, at_step, 3000)) == 0
 
@@ -165,7 +165,7 @@ def known_fit(cost: CostCoefficients) -> CostFit:
 
 
 def test_eight_looks_in_a_row_must_contradict() -> None:
-    boundary, right, wrong = ClassBoundary(None, most_tokens=8192), known_fit(COST), known_fit(COST.times(3))
+    boundary, right, wrong = ClassBoundary(None, max_tokens=8192), known_fit(COST), known_fit(COST.times(3))
 
     def look(fit: CostFit, times: int) -> int:
         for _ in range(32 * times):

@@ -163,7 +163,7 @@ def test_stages_of_unequal_speed(pipeline: TimedInstance, tmp_path: Path, capsys
     (costs,) = load_profile(out).pipelines
     assert costs.stages.relative == pytest.approx((0.75, 0.75, 1.0), rel=0.02)
     assert costs.stage_s(512, 1024) == pytest.approx(ONE_STAGE.iteration_s([(512, 1024)]), rel=0.02)
-    assert "Hops cannot be told from that." in capsys.readouterr().out
+    assert "Hops cannot be derived from that." in capsys.readouterr().out
 
 
 @pytest.mark.full

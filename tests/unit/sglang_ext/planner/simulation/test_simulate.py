@@ -75,11 +75,11 @@ def test_short_is_what_instances_of_the_engine_would_find(lengths: str, capsys: 
         *sets(f"workload.file={lengths}", "workload.rate=2", "workload.requests=50", "policy.name=laps"),
     ]
     engine = load_engine("table1", largest_size=8, model=None)
-    for more, objective_s, most_tokens in (
+    for more, objective_s, max_tokens in (
         ((), 1.0, 8192),
         (sets("policy.slo_s=0.4", "instances.chunk_tokens=1000"), 0.4, 1000),
     ):
-        expected = expected_boundary_tokens(engine.coefficients, objective_s, most_tokens)
+        expected = expected_boundary_tokens(engine.coefficients, objective_s, max_tokens)
         assert main([*arguments, *more]) == 0
         found = capsys.readouterr().out
         assert f"short: up to {expected} new tokens" in found
