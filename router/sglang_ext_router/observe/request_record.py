@@ -158,6 +158,30 @@ class RequestRecord:
             self.attempts,
         )
 
+    def events(self) -> list[tuple[float, str]]:
+        """Return what happened to the request, in order: seconds from its arrival, and what. Of several attempts the
+        last one's events."""
+        request, route, length_class = self.request, self.route, self.length_class
+        happened: list[tuple[float | None, str]] = [(self.started_s, f"arrived: {self.path.decode()}")]
+        if self.is_admitted and request is not None:
+            admitted = f"admitted: {request.prompt_tokens} prompt tokens"
+            happened.append((self.started_s, admitted + (", offered to the long pool" if self.is_offered else "")))
+        if route is not None:
+            decision = route.decision
+            kind = "" if length_class is None else f"{length_class.value}, "
+            decode = "" if route.decode is None else f", then decode {route.decode.name}"
+            sent = f"sent: {kind}{decision.cached_tokens} tokens cached, prefill {route.prefill.name}{decode}"
+            happened.append((self.sent_s, sent + ("" if self.attempts == 1 else f", attempt {self.attempts}")))
+        happened.append((self.prefilled_s, "prefilled"))
+        happened.append((self.first_token_s, "first token"))
+        happened.append((self.first_byte_s, "first byte sent to the client"))
+        if self.ended_s is not None:
+            error = f": {self.error}" if self.error else ""
+            happened.append((self.ended_s, f"ended: {self.outcome}, status {self.status}{error}"))
+        known = [(at_s - self.started_s, what) for at_s, what in happened if at_s is not None]
+        known.sort(key=_when)
+        return known
+
     def access_entry(self) -> AccessEntry:
         """Return the request's line in the access log, once the record is closed."""
         path, request_id, outcome = self.path.decode(), self.request_id.decode("latin-1"), self.outcome or "ok"
@@ -187,3 +211,7 @@ class RequestRecord:
             first_byte_s=None if self.first_byte_s is None else self.first_byte_s - started_s,
             error=self.error,
         )
+
+
+def _when(event: tuple[float, str]) -> float:
+    return event[0]

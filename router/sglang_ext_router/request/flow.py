@@ -574,6 +574,9 @@ class RequestFlow:
         """Close the record and hand it to everything that is made of it."""
         services, record = self._services, self.record
         record.close(services.loop.time())
+        if logger.isEnabledFor(logging.DEBUG):
+            for at_s, what in record.events():
+                logger.debug("request %s: %8.3f s %s", record.request_id.decode("latin-1"), at_s, what)
         services.metrics.record_end(record)
         if services.access_log is not None:
             services.access_log.add(record.access_entry())

@@ -1,0 +1,49 @@
+"""At log level debug the router prints what happened to each request, in order."""
+
+from __future__ import annotations
+
+import logging
+import re
+
+import pytest
+
+from support.router_process import cluster
+from support.scripted_engine import DONE, event, status, stream
+
+LINE = re.compile(r"request (\S+): +(\d+\.\d{3}) s (.*)")
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[tuple[str, float, str]]:
+    """Request id, seconds from the arrival, and event of each line."""
+    matches = (LINE.fullmatch(record.getMessage()) for record in caplog.records)
+    return [(match[1], float(match[2]), match[3]) for match in matches if match is not None]
+
+
+async def test_the_events_of_a_request_are_printed_in_order(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="sglang_ext_router.request.flow")
+    tokens = [event({"meta_info": {"prompt_tokens": 3, "completion_tokens": count}}) for count in (1, 2)]
+    async with cluster() as served:
+        served.short[0].script = stream(tokens[0], DONE)
+        served.decode[0].script = stream(*tokens, DONE, delay_s=0.02)
+        served.decode[0].plan(status(503))  # the first attempt comes to nothing
+        client = await served.connect()
+        body = {"input_ids": [1, 2, 3], "stream": True}
+        await client.ask("POST", "/generate", body, {"x-request-id": "mine"})
+        prefill, decode = served.short[0].url.partition("://")[2], served.decode[0].url.partition("://")[2]
+    events = logged(caplog)
+    assert {name for name, _, _ in events} == {"mine"}
+    assert [at_s for _, at_s, _ in events] == sorted(at_s for _, at_s, _ in events)
+    texts = [text for _, _, text in events]
+    assert texts[0] == "arrived: /generate"
+    assert texts[1] == "admitted: 3 prompt tokens"
+    assert texts[2] == f"sent: short, 0 tokens cached, prefill {prefill}, then decode {decode}, attempt 2"
+    assert texts[-1] == "ended: ok, status 200"
+    assert {"prefilled", "first token", "first byte sent to the client"} <= set(texts)
+
+
+async def test_nothing_is_printed_at_another_level(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="sglang_ext_router.request.flow")
+    async with cluster() as served:
+        client = await served.connect()
+        await client.ask("POST", "/generate", {"input_ids": [1, 2, 3]})
+    assert logged(caplog) == []
