@@ -1,5 +1,4 @@
-"""Describes what a long pool has under way: ordered steps that are not all answered, and KV on its way straight to
-decode."""
+"""Describes what a long pool has under way: records of ordered steps, and KV on its way straight to decode."""
 
 from __future__ import annotations
 
@@ -12,61 +11,16 @@ from sglang_ext.long_pool.messages import AddressedMessage, Destination, OfferMe
 
 @dataclass(slots=True)
 class OpenStep:
-    """One of them."""
+    """The record of an ordered step; who has answered for it is known to the coordinator (`RunningStep`)."""
 
     order: RunChunk | Collect
     record: StepRecord
-    waiting: set[int]  # members that have not answered
-    failed_s: float | None = None  # when the first one has failed
-    is_unsent: bool = True  # nothing of it has gone to decode, as far as has been answered
+    failed_s: float | None = None  # when the first member has failed
 
-
-class OpenSteps:
-    """All of them, by sequence."""
-
-    def __init__(self) -> None:
-        self._steps: dict[int, OpenStep] = {}
-
-    def begin(self, order: RunChunk | Collect, record: StepRecord) -> None:
-        """A step has been ordered."""
-        self._steps[order.sequence] = OpenStep(order, record, set(record.members))
-
-    def answer(self, sequence: int, instance: int, now_s: float, *, is_done: bool) -> OpenStep | None:
-        """The step that a member has answered for, with `record.ended_s` where it was the last one to.
-
-        None for an answer that is late, comes twice or from a member that was not asked.
-        """
-        step = self._steps.get(sequence)
-        if step is None or instance not in step.waiting:
-            return None
-        step.waiting.discard(instance)
-        if not is_done:
-            self._fail(step, now_s)
-        self._close(sequence, step, now_s)
-        return step
-
-    def lose(self, instance: int, now_s: float) -> list[OpenStep]:
-        """A member has gone: the steps that it was in have failed, also where it had answered."""
-        concerned = [(sequence, step) for sequence, step in self._steps.items() if instance in step.record.members]
-        for sequence, step in concerned:
-            step.waiting.discard(instance)
-            self._fail(step, now_s)
-            self._close(sequence, step, now_s)
-        return [step for _, step in concerned]
-
-    def stuck(self, failed_before_s: float) -> list[int]:
-        """Members that have not answered for steps in which another one failed before this time."""
-        late = (step for step in self._steps.values() if step.failed_s is not None and step.failed_s < failed_before_s)
-        return [instance for step in late for instance in sorted(step.waiting)]
-
-    def _fail(self, step: OpenStep, now_s: float) -> None:
-        step.record.has_failed = True
-        step.failed_s = now_s if step.failed_s is None else step.failed_s
-
-    def _close(self, sequence: int, step: OpenStep, now_s: float) -> None:
-        if not step.waiting:
-            step.record.ended_s = now_s
-            del self._steps[sequence]
+    def record_failure(self, now_s: float) -> None:
+        """A member has failed, or has gone."""
+        self.record.has_failed = True
+        self.failed_s = now_s if self.failed_s is None else self.failed_s
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ from sglang_ext.long_pool.coordinator.pool_history import (
     PrefillEnd,
     PrefillRecord,
 )
-from sglang_ext.long_pool.coordinator.pool_progress import OpenStep, OpenSteps, StreamLedger
+from sglang_ext.long_pool.coordinator.pool_progress import OpenStep, StreamLedger
 from sglang_ext.long_pool.coordinator.pool_settings import Identity, PoolSettings, new_coordinator, planner_of
 from sglang_ext.long_pool.coordinator.tickets import Announcement, BoundPrompt, OpenTickets, TicketError, TicketProblem
 from sglang_ext.long_pool.decide.coordinator import Coordinator
@@ -131,7 +131,7 @@ class PoolProtocol:
         self._nodes: dict[str, int] = {}
         self._token_ids: dict[int, array[int]] = {}  # by request
         self._logits: dict[int, array[float]] = {}  # by request, of its last row
-        self._steps = OpenSteps()
+        self._steps: dict[int, OpenStep] = {}  # by sequence
         self._streams = StreamLedger()
         self._next_instance = 0
         self._beat_s = -math.inf
@@ -181,8 +181,9 @@ class PoolProtocol:
         self._events.lost.append(Lost(instance, reason))
         self.history.record_lost(instance, peer.hello.name, reason, now_s)
         self._streams.lost(instance)
-        for step in self._steps.lose(instance, now_s):
-            self._record_step(step, now_s)
+        for step in [step for step in self._steps.values() if instance in step.record.members]:
+            step.record_failure(now_s)
+            self._record_step(pool.coordinator, step, now_s, gone=instance)
         out = self._carry_out(pool.coordinator.lose(instance, now_s), now_s)
         if not self._peers:
             self._pool = None
@@ -213,10 +214,10 @@ class PoolProtocol:
                     self.history.running[request].is_cancelled = True
                 return core.cancel(request, now_s)
             case StepDone(sequence, times, free_kv_tokens, logits):
-                self._answered(sequence, instance, now_s, times, logits)
+                self._answered(core, sequence, instance, now_s, times, logits)
                 return core.done(instance, sequence, now_s, free_kv_tokens)
             case StepFailed(sequence, _, unreachable, is_out_of_memory, free_kv_tokens, is_unsent):
-                self._answered(sequence, instance, now_s, None, is_unsent=is_unsent)
+                self._answered(core, sequence, instance, now_s, None, is_unsent=is_unsent)
                 if is_out_of_memory:
                     core.out_of_memory(instance, sequence)
                 return core.failed(instance, sequence, now_s, unreachable, free_kv_tokens, is_unsent=is_unsent)
@@ -339,9 +340,20 @@ class PoolProtocol:
         ]
         stuck = [
             Lost(instance, f"has not answered for a step that failed {settings.stuck_s:g} s ago")
-            for instance in self._steps.stuck(now_s - settings.stuck_s)
+            for instance in self._stuck(now_s - settings.stuck_s)
         ]
         return [*silent, *stuck, *self._hung(now_s)]
+
+    def _stuck(self, failed_before_s: float) -> list[int]:
+        """Members that have not answered for steps in which another one failed before this time."""
+        if self._pool is None:
+            return []
+        found: list[int] = []
+        for sequence, step in self._steps.items():
+            running = self._pool.coordinator.running_step(sequence)
+            if running is not None and step.failed_s is not None and step.failed_s < failed_before_s:
+                found += sorted(running.waiting)
+        return found
 
     def _hung(self, now_s: float) -> list[Lost]:
         """Connected members whose engine does nothing while others need it: they wait in a step, or for KV there."""
@@ -367,7 +379,7 @@ class PoolProtocol:
         for order in orders:
             if isinstance(order, RunChunk | Collect):
                 record = self.history.record_order(order, now_s)
-                self._steps.begin(order, record)
+                self._steps[order.sequence] = OpenStep(order, record)
             if isinstance(order, RunChunk):
                 out += self._chunk_orders(order)
             elif isinstance(order, Finish):
@@ -401,6 +413,7 @@ class PoolProtocol:
 
     def _answered(
         self,
+        core: Coordinator,
         sequence: int,
         instance: int,
         now_s: float,
@@ -409,21 +422,26 @@ class PoolProtocol:
         *,
         is_unsent: bool = False,
     ) -> None:
-        """A member has answered for a step; without times it has failed, and has possibly sent nothing of it."""
-        is_done = times is not None
-        step = self._steps.answer(sequence, instance, now_s, is_done=is_done)
-        if step is None:
+        """A member answers for a step; without times it has failed, and has possibly sent nothing of it.
+
+        The coordinator has not been informed yet. Ignored: an answer that is late, comes twice or from a member that
+        was not asked.
+        """
+        running, step = core.running_step(sequence), self._steps.get(sequence)
+        if running is None or step is None or instance not in running.waiting:
             return
-        if times is not None:
+        is_done = times is not None
+        if times is None:
+            step.record_failure(now_s)
+        else:
             step.record.record_times(instance, times, now_s)
         order = step.order
         if logits is not None:
             self._logits[order.request] = logits
-        step.is_unsent &= is_unsent
         if step.record.has_failed and isinstance(order, RunChunk):
-            if not step.is_unsent:
+            if not (running.is_unsent and is_unsent):
                 self._streams.broken(order.request)
-            elif step.record.ended_s is not None:
+            elif running.waiting == {instance}:
                 self._streams.taken_back(order.request)
         is_collected = isinstance(order, Collect) and order.owner == instance and order.is_last and is_done
         record = self.history.running.get(order.request)
@@ -432,12 +450,16 @@ class PoolProtocol:
             self._end(order.request, outcome, now_s)
         elif is_collected:
             self.history.record_kept(order.request, now_s)
-        self._record_step(step, now_s)
+        self._record_step(core, step, now_s, gone=instance)
 
-    def _record_step(self, step: OpenStep, now_s: float) -> None:
+    def _record_step(self, core: Coordinator, step: OpenStep, now_s: float, gone: int) -> None:
+        """Record the end of a step that waits for nobody but the member that has answered, or has `gone`."""
         record, order = step.record, step.order
-        if record.ended_s is None:
+        running = core.running_step(order.sequence)
+        if running is not None and not running.waiting <= {gone}:
             return
+        del self._steps[order.sequence]
+        record.ended_s = now_s
         self.history.record_step_end(record)
         if isinstance(order, Collect) or record.has_failed or self._pool is None:
             return

@@ -121,6 +121,11 @@ class Coordinator:
         prefill = self._requests.get(request)
         return () if prefill is None or prefill.planned is None else (prefill.planned,)
 
+    def running_step(self, sequence: int) -> RunningStep | None:
+        """Return an ordered step that not all of its members have answered for; None where it has ended."""
+        prefill = self._steps.get(sequence)
+        return None if prefill is None else prefill.running
+
     # -- membership --------------------------------------------------------------------------------------------------
 
     def join(self, instance: int, node: int, report: MemberReport, now_s: float) -> list[Order]:
