@@ -155,6 +155,9 @@ class Supervisor:
             self._forks = ForkClient(self._fork_log, environment)
             self._execute_after_s = time.monotonic() + min(IMPORT_TIMEOUT_S, self._start_timeout_s / 2)
             self._tell_watchdog(self._forks.process.pid)
+            for member in self.backends:
+                if member.program.role is not None:
+                    self._listener(member, "waits until SGLang has been imported, once for all instances")
         while not self._all_ready():
             if self._is_cancelled():
                 return False
