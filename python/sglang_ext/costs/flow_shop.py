@@ -87,48 +87,18 @@ class Stages:
         return chunk.time_s * sum(self.shares) + (self.count - 1) * self.hop.time_s(chunk.tokens)
 
 
-def makespan_s(chunks: Sequence[Chunk], stages: Stages) -> float:
-    """Seconds from the first chunk's start to the end of the last one on the last stage.
-
-    Equal stages by the formula above, others by the recurrence (which has no closed form). As many chunks are under way
-    as come.
-    """
-    if not chunks:
-        return 0.0
-    if not stages.relative:
-        slowest_s = max(chunk.time_s + stages.hop.time_s(chunk.tokens) for chunk in chunks)
-        return sum(chunk.time_s for chunk in chunks) + (stages.count - 1) * slowest_s
-    return _passed(chunks, stages, len(chunks))[-1]
-
-
 def completions_s(chunks: Sequence[Chunk], stages: Stages) -> list[float]:
     """Return when each chunk has left the last stage, with as many under way as there are stages: what SGLang takes."""
-    return _passed(chunks, stages, stages.count)
-
-
-def _passed(chunks: Sequence[Chunk], stages: Stages, max_under_way: int) -> list[float]:
     free_s = [0.0] * stages.count  # by stage: when it has done the chunk before
     left_s: list[float] = []
     for number, chunk in enumerate(chunks):
-        handed_s = left_s[number - max_under_way] if number >= max_under_way else 0.0
+        handed_s = left_s[number - stages.count] if number >= stages.count else 0.0
         hop_s = stages.hop.time_s(chunk.tokens)
         for stage, share in enumerate(stages.shares):
             free_s[stage] = max(free_s[stage], handed_s) + chunk.time_s * share
             handed_s = free_s[stage] + hop_s
         left_s.append(free_s[-1])
     return left_s
-
-
-def hop_stall_s(chunks: Sequence[Chunk], stages: Stages) -> float:
-    """Return what the formula lacks at most of one prompt whose chunks do not become shorter, all but the last.
-
-    A chunk leaves P equal times and P - 1 hops after it has entered, while the first stage needs P times for the chunks
-    between: P - 1 hops are lost for every P chunks.
-    """
-    if not chunks:
-        return 0.0
-    longest_s = max(stages.hop.time_s(chunk.tokens) for chunk in chunks)
-    return (len(chunks) - 1) // stages.count * (stages.count - 1) * longest_s
 
 
 def prompts_per_s(chunks: Sequence[Chunk]) -> float:

@@ -98,10 +98,6 @@ class GgufLlama:
         )
 
     @property
-    def tensor_count(self) -> int:
-        return len(self._reader.tensors)
-
-    @property
     def has_tied_embeddings(self) -> bool:
         """Return whether the output projection is the embedding table."""
         return all(tensor.name != "output.weight" for tensor in self._reader.tensors)

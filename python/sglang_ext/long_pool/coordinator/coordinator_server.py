@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import orjson
 from aiohttp import web
@@ -298,12 +298,6 @@ class StatusEncoder:
             if text is not None:
                 self._ended[record.request] = state, text
         return latest[::-1]
-
-
-def describe_status(status: PoolStatus) -> dict[str, Any]:
-    """The same for who reads it here."""
-    described: dict[str, Any] = orjson.loads(StatusEncoder().encode(status))
-    return described
 
 
 def _encode(record: PrefillRecord) -> bytes:

@@ -69,19 +69,6 @@ def count_tokens(positions: Positions) -> int:
     return sum(map(len, positions))
 
 
-def split_chunk(
-    start: int, tokens: int, members: int, interleaving: Interleaving, page_tokens: int = 1
-) -> tuple[Positions, ...]:
-    """Deal the positions [start, start + tokens) out to `members`; each member's are ascending.
-
-    Zigzag pieces end at multiples of `page_tokens` where the chunk is long enough for it, so that what lies in one
-    page of a member also lies in one page of its next holder. ValueError for numbers below 1 (start: below 0).
-    """
-    if start < 0 or tokens < 1 or members < 1 or page_tokens < 1:
-        raise ValueError(f"cannot deal {tokens} tokens from {start} out to {members} in pages of {page_tokens}")
-    return split_positions((range(start, start + tokens),), members, interleaving, page_tokens)
-
-
 def split_positions(
     positions: Positions, members: int, interleaving: Interleaving, page_tokens: int = 1
 ) -> tuple[Positions, ...]:

@@ -17,10 +17,9 @@ from sglang_ext.costs.flow_shop import (
     completions_s,
     equal_time_chunks,
     even_chunks,
-    hop_stall_s,
-    makespan_s,
     prompts_per_s,
 )
+from support.flow_shop import hop_stall_s, makespan_s
 
 TIMES_S = st.lists(st.floats(0.001, 10.0), min_size=1, max_size=6)
 RELATIVE = st.lists(st.floats(0.05, 1.0), min_size=1, max_size=4)

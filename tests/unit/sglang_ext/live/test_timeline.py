@@ -25,7 +25,7 @@ from sglang_ext.live.timeline import (
     timeline_of,
     timeline_of_stages,
 )
-from sglang_ext.long_pool.coordinator.coordinator_server import describe_status
+from sglang_ext.long_pool.coordinator.coordinator_server import StatusEncoder
 from sglang_ext.long_pool.coordinator.pool_cost import PoolCosts, prior_candidates
 from sglang_ext.long_pool.coordinator.pool_history import (
     FormerMember,
@@ -39,6 +39,12 @@ from sglang_ext.long_pool.coordinator.pool_history import (
 from sglang_ext.long_pool.coordinator.pool_protocol import PoolProtocol
 from sglang_ext.long_pool.coordinator.pool_settings import PoolSettings
 from sglang_ext.long_pool.step_clock import StepTimes
+
+
+def described(status: PoolStatus) -> dict[str, Any]:
+    """The status as a coordinator's HTTP answer has it."""
+    answer: dict[str, Any] = json.loads(StatusEncoder().encode(status))
+    return answer
 
 
 def status(**changes: object) -> dict[str, Any]:
@@ -62,8 +68,8 @@ def status(**changes: object) -> dict[str, Any]:
     full = PoolStatus(
         *(120.0, "m", members, (second,), (never, first), 1, 0, 0, 2, 1.0, 0.05, former),
     )
-    assert set(describe_status(pool)) == set(describe_status(full))
-    return {**json.loads(json.dumps(describe_status(full))), **changes}
+    assert set(described(pool)) == set(described(full))
+    return {**described(full), **changes}
 
 
 def test_bars_are_where_the_time_went() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from sglang_ext.identifiers import pool_request
 from sglang_ext.long_pool.coordinator import coordinator_server
-from sglang_ext.long_pool.coordinator.coordinator_server import StatusEncoder, describe_status
+from sglang_ext.long_pool.coordinator.coordinator_server import StatusEncoder
 from sglang_ext.long_pool.coordinator.pool_cost import PoolCosts
 from sglang_ext.long_pool.coordinator.pool_history import (
     FormerMember,
@@ -116,7 +116,7 @@ def test_a_prompt_from_offer_to_end() -> None:
 def test_the_rest_of_a_chunk_that_is_cut_is_shown_as_planned() -> None:
     pool = Pool("a", "b", settings=SETTINGS._replace(max_chunk_s=1.0))
     pool.offer(1, owner=0)
-    status = json.loads(json.dumps(describe_status(pool.protocol.status(pool.now_s))))
+    status = json.loads(StatusEncoder().encode(pool.protocol.status(pool.now_s)))
     (one,) = status["requests"]
     (step,), (chunk,) = one["steps"], one["planned"]
     assert 0 < step["new_tokens"] < 400

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from sglang_ext.long_pool.decide.orders import MemberReport
 from sglang_ext.long_pool.decide.pool_members import PoolMembers
-from sglang_ext.long_pool.decide.sharding import Interleaving, count_tokens, split_chunk
+from sglang_ext.long_pool.decide.sharding import Interleaving, count_tokens
+from support.sharding import split_chunk
 
 PAGES_AT_LEAST = 4  # of a bound: below, it is about as much
 

@@ -24,11 +24,11 @@ from sglang_ext.long_pool.decide.sharding import (
     lay_out,
     positions_of,
     rebalance,
-    split_chunk,
     split_positions,
     tail,
     without,
 )
+from support.sharding import split_chunk
 
 
 def every(positions: Positions) -> list[int]:
@@ -71,13 +71,6 @@ def test_causal_work_is_even(interleaving: Interleaving) -> None:
 def test_zigzag_cuts_at_pages() -> None:
     cuts = [part.start for member in split_chunk(32, 500, 3, Interleaving.ZIGZAG, 16) for part in member]
     assert all(cut % 16 == 0 for cut in cuts)
-
-
-@pytest.mark.parametrize("numbers", [(-1, 1, 1, 1), (0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 0)])
-def test_impossible_numbers(numbers: tuple[int, int, int, int]) -> None:
-    start, tokens, members, page_tokens = numbers
-    with pytest.raises(ValueError, match="cannot deal"):
-        split_chunk(start, tokens, members, Interleaving.ZIGZAG, page_tokens)
 
 
 def test_head_and_tail() -> None:

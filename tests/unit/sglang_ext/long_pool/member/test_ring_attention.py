@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.long_pool.decide.sharding import Interleaving, Positions, count_tokens, split_chunk
+from sglang_ext.long_pool.decide.sharding import Interleaving, Positions, count_tokens
 from sglang_ext.long_pool.member.ring_attention import as_tensor, attend_, visible_blocks
 from sglang_ext_kernels.block_attention import attention_block_reference
+from support.sharding import split_chunk
 
 HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 8
 

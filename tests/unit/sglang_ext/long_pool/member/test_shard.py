@@ -7,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.long_pool.decide.sharding import Interleaving, KvMove, KvSegment, count_tokens, head, split_chunk, tail
+from sglang_ext.long_pool.decide.sharding import Interleaving, KvMove, KvSegment, count_tokens, head, tail
 from sglang_ext.long_pool.member.kv_streams import PinnedPool
 from sglang_ext.long_pool.member.ring_attention import as_tensor
 from sglang_ext.long_pool.member.shard import KvPoolFullError, LayoutMismatchError, Shard
+from support.sharding import split_chunk
 from support.toy_engine import LAYERS, ToyPool
 
 PAGES = pytest.mark.parametrize("page_tokens", [1, 4])

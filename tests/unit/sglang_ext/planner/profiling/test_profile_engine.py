@@ -315,7 +315,7 @@ def test_the_key_is_sent_and_not_written(
         ({"enable_metrics": False}, [], "start it with --enable-metrics"),
         ({"disaggregation_mode": "decode"}, [], "this is a decode instance"),
         ({"dp_size": 2}, [], "several data-parallel ranks"),
-        ({"max_total_num_tokens": None}, [], "it does not tell its max_total_num_tokens"),
+        ({"max_total_num_tokens": None}, [], "it does not report its max_total_num_tokens"),
         ({}, ["--decode", "http://127.0.0.1:9"], "--decode needs a prefill instance"),
         ({}, [*sets("output.plot=/nowhere/p.png"), *QUICK], "output.plot /nowhere/p.png: the folder does not exist"),
     ],

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.costs.engine_profile import PipelineCosts
-from sglang_ext.costs.flow_shop import NO_HOP, Chunk, Hop, Stages, completions_s, even_chunks, hop_stall_s, makespan_s
+from sglang_ext.costs.flow_shop import NO_HOP, Chunk, Hop, Stages, completions_s, even_chunks
 from sglang_ext.graphs.decide.graph_grid import GraphGrid
 from sglang_ext.laps.decide.cost_model import CostCoefficients
 from sglang_ext.laps.decide.options import LapsOptions
@@ -24,6 +24,7 @@ from sglang_ext.planner.simulation.instances import InstancePool, InstancesSpec,
 from sglang_ext.planner.simulation.iteration_policies import ChunkedPrefill, IterationPolicy, LapsPolicy, QueueOrder
 from sglang_ext.planner.simulation.run import Outcome, RunOptions, simulate
 from sglang_ext.types import Role
+from support.flow_shop import hop_stall_s, makespan_s
 
 WHOLE = CostCoefficients(alpha_s=2e-9, token_s=1e-5, read_s=0.0, kappa_s=0.002)  # of an instance of one stage
 CHUNK_TOKENS = 2048
