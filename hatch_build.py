@@ -44,9 +44,10 @@ class CompileHotPath(BuildHookInterface):  # type: ignore[type-arg]
         if command is None:
             self.app.display_warning("no C++ compiler: this wheel plans in Python and moves KV by numpy")
             return []
-        for module in NATIVE_MODULES:
+        modules = [module for module in NATIVE_MODULES if module.root != "bench"]  # a benchmark's is of no use there
+        for module in modules:
             build(module, command, Path(self._folder) / module.built())
-        return [module.built() for module in NATIVE_MODULES]
+        return [module.built() for module in modules]
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         folder = getattr(self, "_folder", None)
