@@ -70,7 +70,7 @@ ROLES = (Role.SHORT, Role.LONG, Role.DECODE, Role.DECODE)
 
 
 class LinkedStandIn:
-    """Describes what a link needs of its router: the real registry and planner, and no requests but those that are made
+    """Describes what a link needs of its router: the real registry and planner, and no requests except those made
     up."""
 
     def __init__(self, config: RouterConfig) -> None:

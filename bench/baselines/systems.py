@@ -41,7 +41,7 @@ class ClusterSystem(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SystemOptions:
-    """Describes what a system is told besides the costs."""
+    """Settings of a system besides the costs."""
 
     system: ClusterSystem
     improvement_rate: float = 0.5  # of the paper's systems

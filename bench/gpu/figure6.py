@@ -236,7 +236,7 @@ def serve(
 
 @contextmanager
 def entry_point_folder() -> Iterator[str]:
-    """Return what an installation would have told SGLang of this project's plugin; nothing where there is one."""
+    """Return how an installation would have registered the plugin with SGLang; nothing where there is one."""
     if entry_points(group="sglang.srt.plugins", name="sglang_ext"):
         yield ""
         return

@@ -42,7 +42,7 @@ _GRAPH_S = 0.5
 # A server captures SGLang's own prefill graphs for 50 or so numbers of tokens, whatever else it does.
 _STOCK_CAPTURE_S = 25.0
 _JIT_S = 60.0
-# A run on the host beside the device's time: the batch and its requests are built again.
+# A run on the host in addition to the device's time: the batch and its requests are built again.
 _HOST_S = 0.02
 _SLOWER_THAN_FLOOR = 1.6
 # Of a tiny model: its imports, and the capture of a few shapes.

@@ -37,7 +37,7 @@ class Costs(NamedTuple):
         return cls(cost.a_s, cost.b_s_per_token, cost.d_s_per_token2)
 
     def profile(self, sizes: Sequence[int], efficiency: float) -> dict[str, object]:
-        """As `sglang-ext profile` writes it; several instances divide the work at this efficiency."""
+        """Return a profile of `sglang-ext profile`; several instances divide the work at this efficiency."""
         rows = []
         for size in sizes:
             share = 1.0 if size == 1 else 1.0 / (size * efficiency)

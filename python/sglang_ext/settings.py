@@ -162,7 +162,7 @@ def _find(known: Mapping[str, Mapping[str, Setting]], name: str, where: str) -> 
 
 
 def _parsed(text: str, wanted: type) -> Any:
-    """Return the value that a text stands for, or the text where it is none of that type."""
+    """Return the value that a text stands for, or the text itself where it has another type."""
     if wanted is bool:
         return {"true": True, "false": False}.get(text, text)
     try:

@@ -155,7 +155,10 @@ class SliceTable:
 
     @property
     def endpoints(self) -> dict[str, Endpoint]:
-        """By URL. An endpoint in several slices serves if any of them says so, in the role of that one."""
+        """Return the endpoints by URL.
+
+        An endpoint in several slices serves if any of them says so, in the role of that one.
+        """
         merged: dict[str, Endpoint] = {}
         for endpoints in self._slices.values():
             for endpoint in endpoints:

@@ -30,6 +30,7 @@ class RequestRecord:
     """
 
     __slots__ = (
+        "admitted_s",
         "attempts",
         "ended_s",
         "error",
@@ -37,7 +38,6 @@ class RequestRecord:
         "first_byte_s",
         "first_token_s",
         "has_left",
-        "is_admitted",
         "is_broken",
         "is_offered",
         "known_prompt_tokens",
@@ -63,7 +63,7 @@ class RequestRecord:
         self.request_id = b""  # as the client sees it: its own, or the one made of the latest attempt's room
         self.request: PreparedRequest | None = None  # once its body has been read
         self.started_s = started_s  # when it arrived
-        self.is_admitted = False
+        self.admitted_s: float | None = None  # when there was a place for it among the running requests
         self.is_offered = False  # to the coordinator of the long pool
         self.queue_s = 0.0  # from its arrival until it was sent for the first time
         # The latest attempt
@@ -101,6 +101,11 @@ class RequestRecord:
             outcome = "error_before"
         self.outcome = outcome
         self.ended_s = now_s if self.reply_end_s is None or outcome != "ok" else self.reply_end_s
+
+    @property
+    def is_admitted(self) -> bool:
+        """Return whether there was a place for it among the running requests."""
+        return self.admitted_s is not None
 
     @property
     def length_class(self) -> LengthClass | None:
@@ -159,13 +164,15 @@ class RequestRecord:
         )
 
     def events(self) -> list[tuple[float, str]]:
-        """Return what happened to the request, in order: seconds from its arrival, and what. Of several attempts the
-        last one's events."""
+        """Return what happened to the request, in order: seconds from its arrival, and the event.
+
+        Only the last of several attempts is described.
+        """
         request, route, length_class = self.request, self.route, self.length_class
         happened: list[tuple[float | None, str]] = [(self.started_s, f"arrived: {self.path.decode()}")]
-        if self.is_admitted and request is not None:
+        if request is not None:
             admitted = f"admitted: {request.prompt_tokens} prompt tokens"
-            happened.append((self.started_s, admitted + (", offered to the long pool" if self.is_offered else "")))
+            happened.append((self.admitted_s, admitted + (", offered to the long pool" if self.is_offered else "")))
         if route is not None:
             decision = route.decision
             kind = "" if length_class is None else f"{length_class.value}, "

@@ -252,7 +252,7 @@ class RequestFlow:
         """Begin to run: there is a place. A coordinator is asked first which instance shall get a long prompt."""
         services = self._services
         self._is_queued = False
-        self.record.is_admitted = True
+        self.record.admitted_s = now_s
         services.running[self] = None
         offers = services.pool_offers
         if offers is not None and offers.wants(self._request):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import socket
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 from hypothesis import given
@@ -29,15 +27,6 @@ def parse(*arguments: str) -> RouterConfig:
 
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-def load_tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"tools/{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 BAD: list[tuple[str, ...]] = [

@@ -453,7 +453,7 @@ class PoolProtocol:
         self._record_step(core, step, now_s, gone=instance)
 
     def _record_step(self, core: Coordinator, step: OpenStep, now_s: float, gone: int) -> None:
-        """Record the end of a step that waits for nobody but the member that has answered, or has `gone`."""
+        """Record the end of a step once only the member `gone`, which has answered or left, was awaited."""
         record, order = step.record, step.order
         running = core.running_step(order.sequence)
         if running is not None and not running.waiting <= {gone}:

@@ -215,7 +215,7 @@ class LongPool:
             self._record_plans()
 
     def _record_plans(self) -> None:
-        """What has been decided again."""
+        """Record the chunks that are planned now, of prompts whose plan has changed."""
         planned = {key: chunks for key in self._progress if (chunks := self.coordinator.planned(key))}
         for key in planned | self._planned:
             if planned.get(key) != self._planned.get(key):

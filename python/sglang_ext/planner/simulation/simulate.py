@@ -58,7 +58,7 @@ HOP_SETTINGS = (
         f"bytes from stage to stage (4 for each value of the hidden state, else {ACTIVATION_BYTES_PER_TOKEN})",
     ),
 )
-"""What activations take from stage to stage; `scenario.stage_hop` reads it."""
+"""Settings of the links between pipeline stages; `scenario.stage_hop` reads them."""
 
 DECODE_SETTINGS = (
     _DECODE("kv_tokens", int, 1_000_000, "KV tokens that a decode instance holds", dest="decode_kv_tokens"),
@@ -70,9 +70,17 @@ DECODE_SETTINGS = (
     _DECODE("transfer_gb_per_s", float, 25.0, "bandwidth of a transfer"),
     _DECODE("transfer_backends", int, 4, "transfers at a time into one instance"),
 )
-"""What a decode instance is; `scenario.decode_spec` reads it."""
+"""Settings of a decode instance; `scenario.decode_spec` reads them."""
 
 _WORKLOAD = partial(Setting, "workload")
+ARRIVAL_SETTINGS = (
+    _WORKLOAD("requests", int, None, "requests: drawn from lengths (2000), or the first of a trace (all)"),
+    _WORKLOAD("burst_shape", float, 1.0, "gamma shape of the gaps; 1 is Poisson, less is bursty"),
+    _WORKLOAD("think_s", float, 30.0, "turns of sessions: mean time between an answer and the next turn"),
+    _WORKLOAD("seed", int, 0, "seed of all that is drawn"),
+)
+"""Settings of the requests that are made of a workload; `scenario.make_requests` reads them."""
+
 _INSTANCES = partial(Setting, "instances")
 _POLICY = partial(Setting, "policy")
 _SCALER = partial(Setting, "scaler")
@@ -93,10 +101,7 @@ SETTINGS = (
         is_list=True,
         dest="rates",
     ),
-    _WORKLOAD("requests", int, None, "requests: drawn from lengths (2000), or the first of a trace (all)"),
-    _WORKLOAD("burst_shape", float, 1.0, "gamma shape of the gaps; 1 is Poisson, less is bursty"),
-    _WORKLOAD("think_s", float, 30.0, "turns of sessions: mean time between an answer and the next turn"),
-    _WORKLOAD("seed", int, 0, "seed of all that is drawn"),
+    *ARRIVAL_SETTINGS,
     _WORKLOAD("warm_up", float, 0.0, "share of the requests, the first, that is not counted"),
     _INSTANCES("engine", str, "table1", f"{ENGINE_NAMES}, or a profile (JSON file)"),
     _INSTANCES("model", str, None, "name or folder of the model that the engine must be of"),

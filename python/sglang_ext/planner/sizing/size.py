@@ -32,7 +32,7 @@ from sglang_ext.planner.simulation.scenario import (
     make_requests,
     stage_hop,
 )
-from sglang_ext.planner.simulation.simulate import DECODE_SETTINGS
+from sglang_ext.planner.simulation.simulate import ARRIVAL_SETTINGS, DECODE_SETTINGS
 from sglang_ext.planner.simulation.workload import WorkloadError, load_workload
 from sglang_ext.planner.sizing.deployment import DeployedModel, cluster_config, helm_values, write_cluster, write_values
 from sglang_ext.planner.sizing.load_trial import (
@@ -69,10 +69,7 @@ _INSTANCES = partial(Setting, "instances")
 SETTINGS = (
     _WORKLOAD("file", Path, REQUIRED, "a workload, as for `simulate`", dest="trace"),
     _WORKLOAD("rate", float, None, "requests per second: needed for lengths without times"),
-    _WORKLOAD("requests", int, None, "requests: drawn from lengths (2000), or the first of a trace (all)"),
-    _WORKLOAD("burst_shape", float, 1.0, "gamma shape of drawn arrivals, as for `simulate`"),
-    _WORKLOAD("think_s", float, 30.0, "time between turns of sessions, as for `simulate`"),
-    _WORKLOAD("seed", int, 0, "seed of all that is drawn"),
+    *ARRIVAL_SETTINGS,
     _OBJECTIVES("short_ms", float, REQUIRED, "time to first token of short prompts", dest="slo_short_ms"),
     _OBJECTIVES(
         "long_stretch",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 
 import pytest
 
 from support.router_process import cluster
-from support.scripted_engine import DONE, event, status, stream
+from support.scripted_engine import DONE, event, hang, status, stream
 
 LINE = re.compile(r"request (\S+): +(\d+\.\d{3}) s (.*)")
 
@@ -47,3 +48,28 @@ async def test_nothing_is_printed_at_another_level(caplog: pytest.LogCaptureFixt
         client = await served.connect()
         await client.ask("POST", "/generate", {"input_ids": [1, 2, 3]})
     assert logged(caplog) == []
+
+
+async def test_a_request_that_waits_is_admitted_when_its_turn_comes(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="sglang_ext_router.request.flow")
+    waited_s = 0.05
+    async with cluster(max_concurrent_requests=1) as served:
+        served.decode[0].plan(hang())
+        first, second = [await served.connect() for _ in range(2)]
+        body = {"input_ids": [1, 2, 3]}
+        holding = asyncio.create_task(first.ask("POST", "/generate", body, {"x-request-id": "first"}))
+        await served.until(lambda: len(served.router.running) == 1)
+        waiting = asyncio.create_task(second.ask("POST", "/generate", body, {"x-request-id": "second"}))
+        await served.until(lambda: served.router.requests_queued == 1)
+        await asyncio.sleep(waited_s)
+        first.close()
+        await waiting
+        holding.cancel()
+    events = logged(caplog)
+    (admitted_s,) = (at_s for name, at_s, text in events if name == "second" and text.startswith("admitted"))
+    assert admitted_s >= waited_s
+    assert [text.partition(":")[0] for name, _, text in events if name == "second"][:3] == [
+        "arrived",
+        "admitted",
+        "sent",
+    ]

@@ -307,7 +307,7 @@ class PriceSearch {
         add(group, count, [this](std::int32_t i) { return gap_s_[std::size_t(i)]; });
     }
 
-    // Instances that nobody waits for before the larger group is free.
+    // Instances that no prompt waits for before the larger group is free.
     void add_idle(std::vector<std::int32_t> &group, std::int32_t count) {
         candidates_.clear();
         for (const std::int32_t i : in(best_.place))
