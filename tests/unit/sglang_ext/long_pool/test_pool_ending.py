@@ -30,6 +30,7 @@ from sglang_ext.long_pool.messages import (
     Hello,
     OfferMessage,
     StepDone,
+    StepFailed,
     Streamed,
     StreamFailed,
     ToMember,
@@ -48,8 +49,8 @@ REQUEST = pool_request(0, 1)
 LOGITS = array("f", [0.5, -math.inf, 2.0])
 
 
-def computed(**settings: bool) -> tuple[PoolProtocol, list[AddressedMessage]]:
-    """A pool of two that has computed a prompt of member 0; what the coordinator has sent after the last answer."""
+def begun(**settings: bool) -> tuple[PoolProtocol, int]:
+    """A pool of two that computes a prompt of member 0 as one chunk; the sequence of that step."""
     costs = PoolCosts([SpCandidate(size, SpCost(0.0, 0.01 / size, 0.0, 0.0)) for size in (1, 2)])
     pool = PoolProtocol(PoolSettings(min_chunk_tokens=16)._replace(**settings), costs)
     for name in ("a", "b"):
@@ -60,7 +61,12 @@ def computed(**settings: bool) -> tuple[PoolProtocol, list[AddressedMessage]]:
     out = pool.take(0, OfferMessage(REQUEST, IDS, 0, 0.0, None, WHERE), 3.0)
     chunks = [one.message for one in out if isinstance(one.message, ChunkOrder)]
     assert len(chunks) == 2
-    sequence = chunks[0].chunk.sequence
+    return pool, chunks[0].chunk.sequence
+
+
+def computed(**settings: bool) -> tuple[PoolProtocol, list[AddressedMessage]]:
+    """A pool of two that has computed a prompt of member 0; what the coordinator has sent after the last answer."""
+    pool, sequence = begun(**settings)
     pool.take(0, StepDone(sequence, TIMES, 9000), 4.0)
     return pool, pool.take(1, StepDone(sequence, TIMES, 9000, LOGITS), 5.0)
 
@@ -86,6 +92,32 @@ def test_what_did_not_arrive_is_collected_and_its_member_is_told_not_to_rely_on_
         pool.take(instance, StepDone(collects[0].message.collect.sequence, TIMES, 9000), 6.0)  # type: ignore[union-attr]
     status = pool.status(6.0)
     assert (status.requests_streamed, status.requests_collected) == (0, 1)
+
+
+INTACT, BROKEN, AS_BEFORE = Streamed(REQUEST, 400, True), Streamed(REQUEST, 400, False), Streamed(REQUEST, 0, True)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        # By answer: what the prompt's own member is sent. A chunk of which nothing was sent is ordered again.
+        (("unsent", "unsent"), ([], [AS_BEFORE, INTACT])),
+        (("unsent", "sent"), ([], [BROKEN])),
+        (("sent", "unsent"), ([BROKEN], [])),
+        (("done", "unsent"), ([], [BROKEN])),
+        (("unsent", "done"), ([], [BROKEN])),
+        (("done", "done"), ([], [])),
+    ],
+)
+def test_what_a_failed_chunk_means_for_the_stream_depends_on_what_was_sent(
+    answers: tuple[str, str], expected: tuple[list[Streamed], list[Streamed]], first: int
+) -> None:
+    pool, sequence = begun()
+    for instance, answer, wanted in zip((first, 1 - first), answers, expected, strict=True):
+        message = StepFailed(sequence, "no memory", is_unsent=answer == "unsent")
+        out = pool.take(instance, StepDone(sequence, TIMES, 9000) if answer == "done" else message, 4.0)
+        assert [one.message for one in out if isinstance(one.message, Streamed)] == wanted
 
 
 def test_given_up_while_it_is_on_its_way() -> None:
