@@ -15,13 +15,15 @@ from support.laps_checks import Counters, clean_pair, were_aborted
 
 pytestmark = pytest.mark.integration
 
+BATCH_TOKENS = 32
 TWO_RANKS = EngineSpec(
     Role.BOTH,
     shape=SHAPE,
-    arguments=("--tp", "2", "--chunked-prefill-size", "32"),
+    arguments=("--tp", "2", "--chunked-prefill-size", str(BATCH_TOKENS)),
     worker_options=(
         *("--laps-boundary-tokens", "64", "--set", "laps.min_chunk_tokens=16", "--set", "laps.preempt_margin=0.1"),
-        *("--set", "laps.w_min_ms=600", "--set", "laps.w_max_ms=700", "--set", "laps.t_max_ms=2000"),
+        # A window lasts until a batch is full, however slowly its requests come, or until a deadline is near.
+        *("--set", "laps.w_min_ms=20000", "--set", "laps.w_max_ms=20000", "--set", "laps.t_max_ms=30000"),
     ),
 )
 SHORT_TOKENS = 24
@@ -75,8 +77,7 @@ def test_a_window_fills_one_batch(pair: Pair) -> None:
     before = Counters.of(pair.prefill)
     shorts = []
     for number in range(4):
-        # All of them fit into the 32 tokens that this engine computes at once.
-        shorts.append(pair.send(4 + number, seed=1050 + number, slo_ms=NO_HURRY_MS))
+        shorts.append(pair.send(BATCH_TOKENS // 4, seed=1050 + number, slo_ms=NO_HURRY_MS))
         time.sleep(0.02)
     assert all(short.is_exact() for short in shorts)
     change = Counters.of(pair.prefill).since(before)

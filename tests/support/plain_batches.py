@@ -55,6 +55,11 @@ class PlainBatch:
         tokens = sum(one.request.new_tokens for one in members)
         return tokens <= self.bounds.max_tokens and self.kv_tokens(members) <= self.bounds.free_kv_tokens
 
+    def has_room_for_a_token(self) -> bool:
+        tokens = sum(one.request.new_tokens for one in self.members)
+        page = self.bounds.page_tokens
+        return tokens < self.bounds.max_tokens and self.kv_tokens(self.members) + page <= self.bounds.free_kv_tokens
+
     def is_in_time(self, members: Sequence[RankedPrefill]) -> bool:
         time_s = self.time_s(members)
         return time_s <= self.bounds.budget_s and self.now_s + self.stretch * time_s <= self.kept_s
@@ -197,6 +202,6 @@ def plain_form_batch(
         batch.work(members),
         batch.time_s(members),
         batch.shape(members),
-        batch.lacks_room or len(members) >= batch.max_requests,
+        batch.lacks_room or len(members) >= batch.max_requests or not batch.has_room_for_a_token(),
         batch.kept_s,
     )

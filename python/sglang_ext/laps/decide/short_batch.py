@@ -41,7 +41,7 @@ class FormedBatch(NamedTuple):
     attention_work: float  # sum over its requests of L (L + 2 H)
     predicted_s: float
     shape: GraphShape | None
-    is_full: bool  # at its largest size, or a request was left behind that did not fit
+    is_full: bool  # at its largest size, or so near to it that a request was left behind or none can follow
     deadline_s: float  # the earliest of the members that end on time; infinite where none has one
 
 
@@ -94,7 +94,7 @@ def form_batch(
         float(forming.work),
         forming.time_s,
         grid.by_tokens[forming.shape_at] if forming.shape_at >= 0 else None,
-        forming.lacks_room or forming.requests >= forming.max_requests,
+        forming.is_full(),
         forming.end_s,
     )
 
@@ -184,6 +184,16 @@ class _Forming:
         self.work = 0  # sum of L (L + 2 H): exact
         self.time_s = 0.0
         self.shape_at = -1  # of its captured shape in the grid; -1: it runs on the ordinary kernels
+
+    def is_full(self) -> bool:
+        """Return whether a request was left behind that did not fit, or even one of a single token would not."""
+        bounds = self._bounds
+        return (
+            self.lacks_room
+            or self.requests >= self.max_requests
+            or self.new_tokens >= bounds.max_tokens
+            or self.kv_tokens + bounds.page_tokens > bounds.free_kv_tokens
+        )
 
     def take_class(self, ranked: Sequence[RankedPrefill]) -> None:
         """Let the requests of one class join, in the steps of `form_batch`."""

@@ -84,6 +84,24 @@ def test_the_heads_bucket_comes_first() -> None:
     assert formed.shape == GraphShape(64, 4)
 
 
+@pytest.mark.parametrize(
+    ("bounds", "is_full"),
+    [
+        (BOUNDS, False),
+        (BOUNDS._replace(max_tokens=40), True),
+        (BOUNDS._replace(max_tokens=41), False),
+        (BOUNDS._replace(free_kv_tokens=40), True),
+        (BOUNDS._replace(free_kv_tokens=41), False),
+        (BOUNDS._replace(free_kv_tokens=79, page_tokens=16), True),  # 32 for each of the two; 15 are no page
+        (BOUNDS._replace(free_kv_tokens=80, page_tokens=16), False),
+    ],
+)
+def test_a_batch_that_not_even_one_token_could_join_is_full(bounds: BatchBounds, is_full: bool) -> None:
+    formed = form([20, 20], bounds=bounds)
+    assert keys(formed) == [0, 1]
+    assert formed.is_full is is_full
+
+
 def test_neighbours_join_only_while_padding_pays() -> None:
     assert keys(form([8, 256], COMPUTE_BOUND)) == [0]
     assert keys(form([8, 256], OVERHEAD_BOUND)) == [0, 1]
