@@ -8,8 +8,7 @@ Llama whose prefill is computation. Each policy has a prefill server of its own.
 1. **Tuning.** Each of SGLang's policies has the chunk size that suits it best, of 256, 512, 1024 and 2048 tokens: the
    one with the lowest share of requests that miss their objective (in whole percent) at the near-saturated load, ties
    by the lower P90 of long prompts. All sizes serve one short workload, the best two a second one. Ours runs with its
-   default options, and so do LAPS's batches of a single class, as in its paper (with `--full`
-   Medha's mixed batch, too).
+   default options. (The papers' own batches are compared in simulated time: `bench/papers.py`.)
 2. **Comparison.** Rounds of the near-saturated load, each with requests of its own: every policy serves them, one
    after the other in a changing order, and then a closed loop (sixteen requests in the system, the same prompts for
    all) shows what it can do at most. With `--full` under light and medium load, too.
@@ -38,7 +37,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from sglang_ext.laps.decide.round_plan import Composition
 from support.engines import BenchEngine, EngineStartError
 from support.idle_ttft import IdleTtft, measure_idle_ttft
 from support.mixed_load import Replayer, TraceMix, load_mix, percentile
@@ -68,9 +66,6 @@ PEERS: dict[str, tuple[str, ...]] = {  # SGLang's own, by engine arguments
     "hrrn": ("--schedule-policy", "hrrn"),
     "shortest-prefill-first": ("--schedule-policy", "shortest-prefill-first"),
 }
-# The papers' ways to compose a batch.
-SEPARATE = "laps, separate batches"  # as in its paper
-COMPOSITIONS = {SEPARATE: Composition.SEPARATE, "medha": Composition.MEDHA}
 STOCK_CHUNK_TOKENS = 512
 CHUNKS_TOKENS = (256, STOCK_CHUNK_TOKENS, 1024, 2048)
 IN_SYSTEM = 16
@@ -97,7 +92,6 @@ class Plan(NamedTuple):
     parts: int  # rounds of a load with one seed
     loads: tuple[Load, ...]
     chunks_tokens: tuple[int, ...]
-    compositions: tuple[str, ...]
     end_s: float  # after the start; rounds that would end later are left out
 
 
@@ -181,7 +175,7 @@ class Bench:
         self._model = scratch / "model"
         self._engines: list[BenchEngine] = []
         self._stock: dict[tuple[str, int], BenchEngine] = {}
-        self._own: dict[str, BenchEngine] = {}
+        self._own: BenchEngine
         self.policies: dict[str, Replayer] = {}
         self._token_seed = 0
 
@@ -213,7 +207,7 @@ class Bench:
             progress(f"{load.name}, seed {seed}, part {part + 1}, after {passed_s:.0f} s")
             rounds[load.name].append(self._round(number, load, 10 * seed + part))
             round_s = time.monotonic() - self._began_s - passed_s
-        return Result(rounds, chunk_tokens, tuning, idle, self._first_per_s, self._own[OURS].get("/laps"))
+        return Result(rounds, chunk_tokens, tuning, idle, self._first_per_s, self._own.get("/laps"))
 
     def _start(self) -> dict[tuple[str, int], Replayer]:
         """All servers. The peers' come back by policy and chunk size, the others are in `policies`."""
@@ -222,7 +216,7 @@ class Bench:
         # At the end all at once: ending takes an instance some seconds.
         self._stack.callback(lambda: [engine.terminate() for engine in self._engines])
         decode = self._engine("decode")
-        stock = {
+        self._stock = {
             (peer, tokens): self._engine(
                 "both",
                 ("--laps-mode", "off"),
@@ -231,22 +225,20 @@ class Bench:
             for peer, arguments in PEERS.items()
             for tokens in self._plan.chunks_tokens
         }
-        self._own = {
-            name: self._engine("both", options) for name, options in _own_policies(self._plan.compositions).items()
-        }
+        self._own = self._engine("both", ("--laps-mode", "both"))
         for engine in self._engines:
             engine.wait_ready()
-        for prefill in (*stock.values(), *self._own.values()):
+        for prefill in (*self._stock.values(), self._own):
             prefill.pin({self._cores[0]})
         decode.pin({self._cores[1]})
         os.sched_setaffinity(0, {self._cores[1]})
-        progress(f"{len(stock) + len(self._own)} prefill instances and one decode instance are up")
+        progress(f"{len(self._stock) + 1} prefill instances and one decode instance are up")
 
         def replayer(prefill: BenchEngine) -> Replayer:
             return Replayer(decode.url, MODEL.vocabulary, OUTPUT_TOKENS, prefill)
 
-        self.policies = {name: replayer(engine) for name, engine in self._own.items()}
-        return {key: replayer(engine) for key, engine in stock.items()}
+        self.policies = {OURS: replayer(self._own)}
+        return {key: replayer(engine) for key, engine in self._stock.items()}
 
     def _engine(
         self, role: str, worker_options: Sequence[str] = (), engine_arguments: Sequence[str] = ()
@@ -264,7 +256,7 @@ class Bench:
             engine.stop()
 
     def _warm_up(self, replayer: Replayer) -> None:
-        count_s = 10.0 if replayer in self.policies.values() else 3.0  # these policies learn what iterations cost
+        count_s = 10.0 if replayer in self.policies.values() else 3.0  # ours learns what iterations cost
         self._closed(replayer, count_s, seed=999, in_system=8)
 
     def _closed(self, replayer: Replayer, count_s: float, seed: int, in_system: int = IN_SYSTEM) -> float:
@@ -329,17 +321,6 @@ class Bench:
             capacity[policy] = self._closed(self.policies[policy], 8.0, seed=seed) * slowdown
         progress("  closed loop: " + ", ".join(f"{policy} {value:.2f}" for policy, value in capacity.items()))
         return Round(runs, capacity)
-
-
-def _own_policies(compositions: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Ours, and these compositions of a batch, by worker options."""
-    return {
-        OURS: ("--laps-mode", "both"),
-        **{
-            name: ("--laps-mode", "both", "--set", f"laps.composition={COMPOSITIONS[name].value}")
-            for name in compositions
-        },
-    }
 
 
 @contextmanager
@@ -439,11 +420,11 @@ def _draw(path: Path, measured: Result) -> None:
 def _plan(arguments: argparse.Namespace) -> Plan:
     if arguments.trial:
         chunks_tokens = (STOCK_CHUNK_TOKENS, CHUNKS_TOKENS[-1])
-        return Plan(1, 1, (NEAR._replace(duration_s=4.0),), chunks_tokens, (SEPARATE,), END_S)
+        return Plan(1, 1, (NEAR._replace(duration_s=4.0),), chunks_tokens, END_S)
     if arguments.full:
         loads = (*EASIER_LOADS, NEAR)
-        return Plan(2 * arguments.seeds, 2, loads, CHUNKS_TOKENS, tuple(COMPOSITIONS), 3.2 * END_S)
-    return Plan(arguments.seeds, 2, (NEAR,), CHUNKS_TOKENS, (SEPARATE,), END_S)
+        return Plan(2 * arguments.seeds, 2, loads, CHUNKS_TOKENS, 3.2 * END_S)
+    return Plan(arguments.seeds, 2, (NEAR,), CHUNKS_TOKENS, END_S)
 
 
 def _arguments() -> argparse.Namespace:

@@ -30,8 +30,8 @@ PACKAGES = {"sglang_ext": ROOT / "python", "sglang_ext_router": ROOT / "router"}
 HOT_MODULES = (
     "sglang_ext/graphs/decide/graph_grid.py",
     *(f"sglang_ext/laps/decide/{name}.py" for name in (
-        *("boundary", "cost_model", "instance_model", "long_prefill", "nnls", "on_time", "packed_batch"),
-        *("packed_choice", "policy", "prefill_queue", "round_plan", "short_batch", "slack", "time_sharing"),
+        *("boundary", "cost_model", "instance_model", "nnls", "on_time", "packed_batch"),
+        *("packed_choice", "policy", "prefill_queue", "round_plan", "short_batch", "time_sharing", "urgency"),
         "wait_depth",
     )),
     *(f"sglang_ext/live/decide/{name}.py" for name in ("encoding", "view")),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from sglang_ext.laps.decide.slack import relative_slack
 from sglang_ext.long_pool.decide.on_time_order import OrderedPrefill, PendingPrefill
 
 Urgency = Callable[[PendingPrefill, float], float]
@@ -31,13 +30,18 @@ class UrgencyOrder:
         return [OrderedPrefill(prefill, math.inf) for prefill in in_order]
 
 
+def relative_slack(deadline_s: float, now_s: float, remaining_s: float, total_s: float) -> float:
+    """Medha's rho (section 4.1): infinite without a deadline, negative when the deadline cannot be met any more."""
+    return (deadline_s - now_s - remaining_s) / total_s
+
+
 def arrival(prefill: PendingPrefill, now_s: float) -> float:
     """First come, first served."""
     return prefill.arrival_s
 
 
 def slack(prefill: PendingPrefill, now_s: float) -> float:
-    """Lowest relative slack first: (deadline - now - remaining) / total (Medha, section 4.1)."""
+    """Lowest relative slack first: how much of its own length a prefill can still afford to wait."""
     if not (prefill.deadline_s < math.inf and prefill.total_s < math.inf):
         return math.inf
     return relative_slack(prefill.deadline_s, now_s, prefill.fastest_s, prefill.total_s)

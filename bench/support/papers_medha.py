@@ -21,7 +21,7 @@ time if that is more. Above 0.75/s only the baselines, `lars` and `ours` are run
 16.
 
 Stream pipeline parallelism, whose instances mix short and long prefills in one batch: `spp-medha` is one pipeline of
-16 stages for all prompts with Medha's own composition (LAPS's policy object, `medha`), `spp` the same with ours
+16 stages for all prompts with Medha's own composition (`baselines/laps_compositions.py`), `spp` the same with ours
 (packed), `spp-2x8` two of 8 stages, `ours-spp` keeps one instance for chat prompts, as `ours`, and makes one pipeline
 of the other 15, `ours-spp-3x5` three. A stage takes its layers' share of one instance's time by the same fit (32
 layers: three on the last two of 15 stages and two on the others, so that it computes at most 71% of the time); a hop
@@ -44,6 +44,7 @@ from random import Random
 from statistics import fmean
 from typing import NamedTuple
 
+from baselines.laps_compositions import MAX_SHARE, MEDHA
 from baselines.prefill_orders import edf, fcfs, lars, srpt
 from baselines.systems import ClusterSystem, SystemOptions, build_cluster
 from sglang_ext.costs.flow_shop import Hop
@@ -51,8 +52,8 @@ from sglang_ext.graphs.decide.graph_grid import GraphGrid
 from sglang_ext.laps.decide.cost_model import CostCoefficients
 from sglang_ext.laps.decide.options import LapsOptions
 from sglang_ext.laps.decide.packed_batch import packed_round_s
-from sglang_ext.laps.decide.policy import Laps
-from sglang_ext.laps.decide.round_plan import Composition, InstanceLimits, LapsMode
+from sglang_ext.laps.decide.policy import PACKED, Laps
+from sglang_ext.laps.decide.round_plan import InstanceLimits, LapsMode
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
 from sglang_ext.long_pool.decide.table1 import fitted_candidates, fitted_cost
 from sglang_ext.planner.simulation.cluster_spec import ClusterSpec
@@ -96,7 +97,7 @@ class Pipelines(NamedTuple):
 
     count: int
     stages: int
-    composition: Composition = Composition.PACKED
+    is_medha: bool = False  # Medha's composition
 
 
 class System(NamedTuple):
@@ -183,7 +184,7 @@ def systems() -> dict[str, System]:
         "pool": System(pool, spared),
         "ours-lars": System(replace(pool, order=lars), spared, short_instances=1),
         OURS: System(pool, spared, short_instances=1),
-        "spp-medha": System(pool, spared, pipelines=Pipelines(1, 16, Composition.MEDHA)),
+        "spp-medha": System(pool, spared, pipelines=Pipelines(1, 16, is_medha=True)),
         "spp": System(pool, spared, pipelines=Pipelines(1, 16)),
         "spp-2x8": System(pool, spared, pipelines=Pipelines(2, 8)),
         "ours-spp": System(pool, spared, short_instances=1, pipelines=Pipelines(1, 15)),
@@ -255,14 +256,13 @@ def _short_pool(instances: int, loop: EventLoop, listener: PrefillListener) -> I
 
 def _pipelines(pipelines: Pipelines, loop: EventLoop, listener: PrefillListener) -> InstancePool:
     engine, stages = load_engine(TABLE1), pipelines.stages
-    is_medha = pipelines.composition is Composition.MEDHA
     costs = engine.on_stages(stages, HOP)._replace(kv_tokens=stages * KV_TOKENS)
     options = LapsOptions(
         boundary_tokens=CHAT_TOKENS,
         short_ttft_slo_ms=1e3 * SLO_S,
-        composition=pipelines.composition,
+        rho_max=MAX_SHARE if pipelines.is_medha else LapsOptions().rho_max,
         # Ours has its own for this many stages; Medha's composition knows only of one.
-        round_ms=1e3 * packed_round_s(costs.coefficients.kappa_s, SLO_S, stages) if is_medha else None,
+        round_ms=1e3 * packed_round_s(costs.coefficients.kappa_s, SLO_S, stages) if pipelines.is_medha else None,
     )
     limits = InstanceLimits(1, MOST_ROUND_TOKENS, MOST_ROUND_TOKENS, 64, stages=stages)
     spec = InstancesSpec(
@@ -270,7 +270,8 @@ def _pipelines(pipelines: Pipelines, loop: EventLoop, listener: PrefillListener)
     )
 
     def policy(_: Role) -> IterationPolicy:
-        return LapsPolicy(Laps(options, GraphGrid(), costs.coefficients, limits))
+        composition = MEDHA if pipelines.is_medha else PACKED
+        return LapsPolicy(Laps(options, GraphGrid(), costs.coefficients, limits, composition))
 
     return InstancePool(loop, spec, LeastLoaded(), policy, listener, 0, False)
 

@@ -21,7 +21,7 @@ SHORT_TOKENS = 24
 ABORT_LIMIT_S = 3.0
 SMALL_KV_TOKENS = 4096
 SMALL_CHUNKS = ("--chunked-prefill-size", str(CHUNK_TOKENS))
-LAPS_OPTIONS = ("--laps-boundary-tokens", "64", "--set", "laps.min_chunk_tokens=16", "--set", "laps.preempt_margin=0.1")
+LAPS_OPTIONS = ("--laps-boundary-tokens", "64", "--set", "laps.min_chunk_tokens=16")
 
 
 def prefill_spec(*arguments: str) -> EngineSpec:

@@ -36,7 +36,7 @@ PREFILL = EngineSpec(
     shape=SHAPE,
     arguments=("--chunked-prefill-size", "32", "--laps-boundary-tokens", "64"),
     worker_options=(
-        *("--set", "laps.min_chunk_tokens=16", "--set", "laps.preempt_margin=0.1"),
+        *("--set", "laps.min_chunk_tokens=16"),
         *("--set", f"laps.w_min_ms={WINDOW_S * 1e3}", "--set", f"laps.w_max_ms={WINDOW_S * 1e3 + 500}"),
         *("--set", f"laps.t_max_ms={WINDOW_S * 1e3 + 1000}"),
     ),

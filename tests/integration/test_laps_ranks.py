@@ -21,7 +21,7 @@ TWO_RANKS = EngineSpec(
     shape=SHAPE,
     arguments=("--tp", "2", "--chunked-prefill-size", str(BATCH_TOKENS)),
     worker_options=(
-        *("--laps-boundary-tokens", "64", "--set", "laps.min_chunk_tokens=16", "--set", "laps.preempt_margin=0.1"),
+        *("--laps-boundary-tokens", "64", "--set", "laps.min_chunk_tokens=16"),
         # A window lasts until a batch is full, however slowly its requests come, or until a deadline is near.
         *("--set", "laps.w_min_ms=20000", "--set", "laps.w_max_ms=20000", "--set", "laps.t_max_ms=30000"),
     ),

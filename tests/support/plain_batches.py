@@ -9,7 +9,7 @@ from math import inf
 from sglang_ext.graphs.decide.graph_grid import GraphGrid, GraphShape
 from sglang_ext.laps.decide.cost_model import CostCoefficients
 from sglang_ext.laps.decide.short_batch import DUE_AFTER, SPARE, BatchBounds, FormedBatch, apart_s
-from sglang_ext.laps.decide.slack import RankedPrefill
+from sglang_ext.laps.decide.urgency import RankedPrefill
 
 
 class PlainBatch:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from sglang_ext.graphs.decide.graph_grid import GraphGrid
 from sglang_ext.laps.decide.cost_model import CostCoefficients, IterationSample
 from sglang_ext.laps.decide.options import LapsOptions
-from sglang_ext.laps.decide.policy import Laps
+from sglang_ext.laps.decide.policy import PACKED, Composition, Laps
 from sglang_ext.laps.decide.round_plan import (
     InstanceLimits,
     PrefillBatch,
@@ -83,10 +83,14 @@ class Outcome:
 
 
 def policy(
-    truth: CostCoefficients = CPU, grid: GraphGrid | None = None, limits: InstanceLimits = LIMITS, **options: object
+    truth: CostCoefficients = CPU,
+    grid: GraphGrid | None = None,
+    limits: InstanceLimits = LIMITS,
+    composition: Composition = PACKED,
+    **options: object,
 ) -> Laps:
     chosen = LapsOptions(**{"boundary_tokens": 256} | options)  # type: ignore[arg-type]
-    return Laps(chosen, grid or GraphGrid(), truth, limits)
+    return Laps(chosen, grid or GraphGrid(), truth, limits, composition)
 
 
 def mixed(random: Random, count: int, load: float, truth: CostCoefficients, long_share: float = 0.25) -> list[Arrival]:

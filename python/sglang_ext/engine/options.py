@@ -14,7 +14,7 @@ from typing import Any
 from sglang_ext.engine.device import Device
 from sglang_ext.graphs.sglang.graph_options import Capture, GraphOptions
 from sglang_ext.laps.decide.options import Batching, LapsOptions
-from sglang_ext.laps.decide.round_plan import Composition, LapsMode
+from sglang_ext.laps.decide.round_plan import LapsMode
 from sglang_ext.long_pool.sglang.cdsp_options import CdspOptions, MeshKind
 from sglang_ext.transfer.sglang.transfer_options import TransferOptions
 from sglang_ext.types import Role
@@ -89,5 +89,5 @@ def _graph_options(fields: dict[str, Any] | None) -> GraphOptions | None:
 def _laps_options(fields: dict[str, Any] | None) -> LapsOptions | None:
     if fields is None:
         return None
-    kinds = {"mode": LapsMode, "composition": Composition, "batching": Batching}
+    kinds = {"mode": LapsMode, "batching": Batching}
     return LapsOptions(**{**fields, **{name: kind(fields[name]) for name, kind in kinds.items()}})

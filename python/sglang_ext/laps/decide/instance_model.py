@@ -1,7 +1,7 @@
 """Describes what the policy of one prefill instance knows: options, limits, measured costs, arrivals, the windows of
 its batches.
 
-The compositions (`packed_choice`, `separate_choice`) decide with it; `Laps` feeds it.
+`packed_choice` decides with it; `Laps` feeds it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from sglang_ext.laps.decide.cost_model import CostCoefficients, CostFit, Iterati
 from sglang_ext.laps.decide.options import Batching, LapsOptions
 from sglang_ext.laps.decide.packed_batch import packed_round_s
 from sglang_ext.laps.decide.round_plan import (
-    Composition,
     DispatchReason,
     InstanceLimits,
     LapsMode,
@@ -23,8 +22,8 @@ from sglang_ext.laps.decide.round_plan import (
     QueuedPrefill,
 )
 from sglang_ext.laps.decide.short_batch import FormedBatch, apart_s, joined_s
-from sglang_ext.laps.decide.slack import RankedPrefill
-from sglang_ext.laps.decide.time_sharing import TimeAccount, automatic_round_s
+from sglang_ext.laps.decide.time_sharing import TimeAccount
+from sglang_ext.laps.decide.urgency import RankedPrefill
 from sglang_ext.laps.decide.wait_depth import (
     AdaptiveWaitDepth,
     ArrivalRate,
@@ -90,17 +89,13 @@ class InstanceModel:
         """Return whether clients with deadlines are near, though none waits."""
         return now_s <= self.online_s + _ONLINE_FOR_S
 
-    def round_s(self, cached_tokens: int, long_backlog_s: float) -> float:
-        """Time budget of a round while this much long work waits and the next chunk follows `cached_tokens`."""
+    def round_s(self, cached_tokens: int) -> float:
+        """Time budget of a round whose next chunk of a long prefill follows `cached_tokens`."""
         options = self.options
         if options.round_ms is not None:
             return options.round_ms / 1e3
         cost = self.fit.coefficients
-        fixed_s = cost.kappa_s + cost.read_s * cached_tokens
-        if options.composition is Composition.PACKED:
-            return packed_round_s(fixed_s, self.short_slo_s, self.limits.stages)
-        longest_short_s = cost.chunk_s(self.boundary.tokens, 0)
-        return automatic_round_s(fixed_s, long_backlog_s, self.short_slo_s, longest_short_s)
+        return packed_round_s(cost.kappa_s + cost.read_s * cached_tokens, self.short_slo_s, self.limits.stages)
 
     def yield_s(self) -> float:
         """Time budget of work without deadlines while there are requests with some: these wait for its end."""
@@ -117,7 +112,7 @@ class InstanceModel:
 
     def max_share(self) -> float:
         """The largest share of the time that shorts take while a long prefill that is late waits."""
-        share = self.options.max_share
+        share = self.options.rho_max
         return 1 - share if self.mode is LapsMode.SHORT else share
 
     def verdict(self, now_s: float, batch: FormedBatch, deadline_s: float, *, has_longs: bool) -> Verdict:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from math import isfinite
 
-from sglang_ext.laps.decide.round_plan import Composition, LapsMode
+from sglang_ext.laps.decide.round_plan import LapsMode
 
 
 class Batching(StrEnum):
@@ -44,18 +44,11 @@ class LapsOptions:
             "half of --laps-short-ttft-slo-ms, and 512 until some have run."
         },
     )
-    composition: Composition = field(
-        default=Composition.PACKED,
-        metadata={
-            "help": "What a batch holds while both classes wait: shorts and long prefills in one time budget (packed), "
-            "a single class (separate, as in LAPS), or shorts within their share and one long chunk (medha)."
-        },
-    )
     batching: Batching = field(
         default=Batching.SLA,
         metadata={
             "help": "What a short batch waits for: the latest moment that keeps its deadlines and pays (sla), or "
-            "laps.token_max tokens, for work without deadlines (token-max)."
+            "8192 tokens, for work without deadlines (token-max)."
         },
     )
     w_min_ms: float = field(
@@ -93,19 +86,9 @@ class LapsOptions:
             "Default: from the cost model and the long work that waits."
         },
     )
-    rho_max: float | None = field(
-        default=None,
-        metadata={
-            "help": "Largest share of the time that short prefills take while a long one waits (default: 0.75 packed, "
-            "0.4 otherwise)."
-        },
-    )
-    rho_min: float = field(
-        default=0.3,
-        metadata={
-            "help": "Share of the time that short prefills keep while a long one waits that is late already "
-            "(0: none, but for the more urgent ones)."
-        },
+    rho_max: float = field(
+        default=0.75,
+        metadata={"help": "Largest share of the time that short prefills take while a long one waits."},
     )
     min_chunk_tokens: int = field(
         default=64, metadata={"help": "Smallest chunk of a long prefill, unless less is left of it."}
@@ -119,13 +102,6 @@ class LapsOptions:
     )
     max_parked: int = field(
         default=4, metadata={"help": "Most long prefills that are started and wait while another one runs."}
-    )
-    preempt_margin: float = field(
-        default=1.0,
-        metadata={
-            "help": "How much lower the relative slack of another long prefill must be for it to park the current one. "
-            "At 1, of two that arrive together the shorter parks the longer and never the other way round."
-        },
     )
     age_s: float = field(
         default=10.0,
@@ -150,7 +126,7 @@ class LapsOptions:
         for name in ("round_ms", "kv_bandwidth_gb_per_s"):
             if getattr(self, name) is not None:
                 self._require_above_zero(name)
-        for name in ("w_min_ms", "sigma_ms", "delta_ms", "preempt_margin"):
+        for name in ("w_min_ms", "sigma_ms", "delta_ms"):
             value = getattr(self, name)
             if not (isfinite(value) and value >= 0):
                 raise ValueError(f"{option_name(name)} must be at least 0, got {value:g}")
@@ -169,28 +145,15 @@ class LapsOptions:
             raise ValueError(f"{option_name('max_parked')} must be at least 0, got {self.max_parked}")
         if not (isfinite(self.long_slo_stretch) and self.long_slo_stretch >= 1):
             raise ValueError(f"{option_name('long_slo_stretch')} must be at least 1, got {self.long_slo_stretch:g}")
-        for name in ("rho_max", "rho_min"):
-            share = getattr(self, name)
-            if share is not None and not 0 <= share < 1:
-                raise ValueError(f"{option_name(name)} must be at least 0 and below 1, got {share:g}")
+        if not 0 <= self.rho_max < 1:
+            raise ValueError(f"{option_name('rho_max')} must be at least 0 and below 1, got {self.rho_max:g}")
         self._require_order("w_min_ms", "w_max_ms")
         self._require_order("w_max_ms", "t_max_ms")
-        if self.rho_min > self.max_share:
-            raise ValueError(
-                f"{option_name('rho_min')} {self.rho_min:g} is larger than {option_name('rho_max')} {self.max_share:g}"
-            )
         if (self.kv_bytes_per_token is None) is not (self.kv_bandwidth_gb_per_s is None):
             given, missing = ("kv_bytes_per_token", "kv_bandwidth_gb_per_s")
             if self.kv_bytes_per_token is None:
                 given, missing = missing, given
             raise ValueError(f"{option_name(given)} needs {option_name(missing)} too")
-
-    @property
-    def max_share(self) -> float:
-        """The largest share of the time that short prefills take while a long one waits."""
-        if self.rho_max is not None:
-            return self.rho_max
-        return 0.75 if self.composition is Composition.PACKED else 0.4
 
     @property
     def write_s(self) -> float | None:

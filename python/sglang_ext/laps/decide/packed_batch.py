@@ -12,10 +12,9 @@ from math import ceil, sqrt
 from typing import NamedTuple
 
 from sglang_ext.laps.decide.cost_model import CostCoefficients
-from sglang_ext.laps.decide.long_prefill import choose_chunk
 from sglang_ext.laps.decide.round_plan import Cut
 from sglang_ext.laps.decide.short_batch import FormedBatch
-from sglang_ext.laps.decide.slack import RankedPrefill
+from sglang_ext.laps.decide.urgency import RankedPrefill
 
 _OVERHEADS = 8.0  # a batch takes this many times what every batch costs again, which is an eighth of the time then
 _LEAST_OF_SLO = 0.2
@@ -200,3 +199,42 @@ def run_shorts_alone(
 def cut_of(parts: LongParts) -> Cut | None:
     """The request of which tokens are left."""
     return None if parts.cut is None else Cut(parts.cut.request.key, parts.cut_tokens)
+
+
+def choose_chunk(
+    cost: CostCoefficients,
+    remaining_tokens: int,
+    cached_tokens: int,
+    budget_s: float,
+    page_tokens: int,
+    min_tokens: int,
+    max_tokens: int,
+) -> int:
+    """Tokens of the next chunk: the largest multiple of `page_tokens` whose predicted time is within `budget_s`.
+
+    It shrinks as the cache grows (Medha, section 3.2). At least `min_tokens`, at most `max_tokens`; all that is
+    left, of any number, if that fits. What would stay behind as a last chunk below `min_tokens` is left a little
+    longer, or taken along.
+    """
+    pages_max = max(1, max_tokens // page_tokens)
+    pages_min = min(pages_max, -(-min_tokens // page_tokens))
+    if remaining_tokens <= pages_min * page_tokens:
+        return remaining_tokens
+    if remaining_tokens <= max_tokens and cost.chunk_s(remaining_tokens, cached_tokens) <= budget_s:
+        return remaining_tokens
+    low, high = pages_min, min(pages_max, remaining_tokens // page_tokens)
+    while low < high:  # the largest that fits is in [low, high]
+        middle = (low + high + 1) // 2
+        if cost.chunk_s(middle * page_tokens, cached_tokens) <= budget_s:
+            low = middle
+        else:
+            high = middle - 1
+    chunk_tokens = low * page_tokens
+    least_tokens = pages_min * page_tokens
+    if remaining_tokens - chunk_tokens < least_tokens:
+        shorter_tokens = (remaining_tokens - least_tokens) // page_tokens * page_tokens
+        if shorter_tokens >= least_tokens:
+            return shorter_tokens
+        if remaining_tokens <= max_tokens:
+            return remaining_tokens
+    return chunk_tokens

@@ -21,7 +21,7 @@ from sglang_ext.laps.decide.packed_batch import (
 from sglang_ext.laps.decide.prefill_queue import Group, PrefillQueue
 from sglang_ext.laps.decide.round_plan import DispatchReason, LapsMode, PrefillBatch, RoundPlan
 from sglang_ext.laps.decide.short_batch import BatchBounds, FormedBatch, form_batch, lone_batch
-from sglang_ext.laps.decide.slack import RankedPrefill
+from sglang_ext.laps.decide.urgency import RankedPrefill
 
 _MOST_SHORTS = 128  # candidates
 _SPARE_SHORTS = 16  # more than a batch holds: some are put back
@@ -118,7 +118,7 @@ def _round_s(
     backlog_s = queue.long_work_s[_ONLINE]
     if not is_online:
         backlog_s += queue.long_work_s[_OFFLINE]
-    round_s = model.round_s(longs[0].request.cached_tokens if longs else 0, backlog_s)
+    round_s = model.round_s(longs[0].request.cached_tokens if longs else 0)
     if model.options.round_ms is not None:
         return round_s
     if group is _OFFLINE:

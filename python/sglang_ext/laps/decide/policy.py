@@ -2,23 +2,23 @@
 
 Short prefills gather into batches (`wait_depth`, `short_batch`) on captured graphs (`graph_grid`); long ones fill what
 a batch leaves of its time budget (`packed_choice`, `packed_batch`). All of it rests on what iterations cost
-(`cost_model`). LAPS's own composition and Medha's are there to compare with (`separate_choice`).
+(`cost_model`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import ceil, inf, isfinite
+from typing import NamedTuple
 
 from sglang_ext.graphs.decide.graph_grid import GraphGrid
 from sglang_ext.laps.decide.cost_model import CostCoefficients, IterationSample
 from sglang_ext.laps.decide.instance_model import InstanceModel
 from sglang_ext.laps.decide.options import Batching, LapsOptions
 from sglang_ext.laps.decide.packed_choice import choose_packed
-from sglang_ext.laps.decide.prefill_queue import PrefillQueue
+from sglang_ext.laps.decide.prefill_queue import PrefillQueue, is_batched
 from sglang_ext.laps.decide.round_plan import (
     ClassReport,
-    Composition,
     InstanceLimits,
     LapsMode,
     LapsReport,
@@ -28,9 +28,30 @@ from sglang_ext.laps.decide.round_plan import (
     RoundPlan,
     RoundSnapshot,
 )
-from sglang_ext.laps.decide.separate_choice import Survey, choose_separate, is_batched, survey, verdict_of
-from sglang_ext.laps.decide.slack import SlaDeviation
+from sglang_ext.laps.decide.urgency import RankedPrefill, SlaDeviation
 from sglang_ext.types import LengthClass
+
+
+class TimeShare(NamedTuple):
+    """How the time is shared between the classes while a batch leaves."""
+
+    has_longs: bool  # a long prefill waits
+    short_share: float  # of the time, for short prefills
+    round_s: float  # time budget of a round
+
+
+class Composition(NamedTuple):
+    """Decides what the batches of an instance hold. Both functions are given the queue, the time and the free KV."""
+
+    choose: Callable[[InstanceModel, PrefillQueue, float, int], RoundPlan]
+    time_share: Callable[[InstanceModel, PrefillQueue, float, int], TimeShare]
+
+
+def _packed_time_share(model: InstanceModel, queue: PrefillQueue, now_s: float, free_kv_tokens: int) -> TimeShare:
+    return TimeShare(queue.has_longs(), model.max_share(), model.round_s(0))
+
+
+PACKED = Composition(choose_packed, _packed_time_share)
 
 
 class Laps:
@@ -39,11 +60,20 @@ class Laps:
     The queue is kept from round to round: `put` takes a request in and says what has become of it, `remove` takes it
     out, `record_dispatch` does both for those of a batch. `choose` changes nothing but the classes of requests that
     have waited long; `choose_of` decides on a queue that is given whole, and does not touch the kept one. `grid` is
-    that of the engine's runner, which may leave shapes out of it between two decisions.
+    that of the engine's runner, which may leave shapes out of it between two decisions. A `composition` other than
+    `PACKED` serves to compare with.
     """
 
-    def __init__(self, options: LapsOptions, grid: GraphGrid, prior: CostCoefficients, limits: InstanceLimits) -> None:
+    def __init__(
+        self,
+        options: LapsOptions,
+        grid: GraphGrid,
+        prior: CostCoefficients,
+        limits: InstanceLimits,
+        composition: Composition = PACKED,
+    ) -> None:
         self._model = InstanceModel(options, grid, prior, limits)
+        self._composition = composition
         self._deviation = {length_class: SlaDeviation() for length_class in LengthClass}
         self.queue = self._empty_queue()
         self._free_kv_tokens = 0  # at the last decision
@@ -85,7 +115,7 @@ class Laps:
         if length_class is LengthClass.SHORT:
             return arrival_s + short_slo_s
         cost = self._model.cost
-        ideal_s = cost.prefill_s(new_tokens, cached_tokens, self._model.round_s(cached_tokens, 0.0))
+        ideal_s = cost.prefill_s(new_tokens, cached_tokens, self._model.round_s(cached_tokens))
         return arrival_s + max(short_slo_s, options.long_slo_stretch * ideal_s)
 
     def record_arrival(
@@ -150,27 +180,29 @@ class Laps:
 
     def report(self, snapshot: RoundSnapshot) -> LapsReport:
         """Return the report for metrics and for the pool controller. Looks at the whole queue."""
-        model = self._model
-        state = survey(model, self._queue_of(snapshot), snapshot.now_s, snapshot.free_kv_tokens)
-        rate_per_s = model.rate.per_s(state.now_s)
+        model, now_s = self._model, snapshot.now_s
+        queue = self._queue_of(snapshot)
+        rate_per_s = model.rate.per_s(now_s)
         window_s = model.awd.window_s(rate_per_s)
-        if state.batch is not None:
-            wake_s = verdict_of(model, state, state.batch).wake_s
-            window_s = max(0.0, wake_s - min(member.request.arrival_s for member in state.batch.members))
-        started = sum(ranked.request.is_started for ranked in state.longs)
-        current = sum(ranked.request.is_started and ranked.request.is_current for ranked in state.longs)
+        arrivals_s = [ranked.request.arrival_s for ranked in queue if is_batched(ranked.request)]
+        plan = self._composition.choose(model, queue, now_s, snapshot.free_kv_tokens)
+        if arrivals_s and isfinite(plan.wake_s):
+            window_s = max(0.0, plan.wake_s - min(arrivals_s))
+        started = [ranked.request for ranked in queue.started.values()]
+        current = next((request for request in started if request.is_current), None)
+        share = self._composition.time_share(model, queue, now_s, snapshot.free_kv_tokens)
         return LapsReport(
             mode=model.mode,
             window_s=window_s,
             depth=model.awd.depth,
             short_rate_per_s=rate_per_s,
             short_share=model.account.short_share(),
-            round_s=state.round_s,
+            round_s=share.round_s,
             boundary_tokens=model.boundary.tokens,
             boundary_is_fitted=model.boundary.is_fitted,
-            parked=started - current,
-            short=self._class_report(state, LengthClass.SHORT),
-            long=self._class_report(state, LengthClass.LONG),
+            parked=len(started) - (current is not None),
+            short=self._class_report(queue, now_s, LengthClass.SHORT),
+            long=self._class_report(queue, now_s, LengthClass.LONG),
             fit=model.fit.report(),
         )
 
@@ -187,48 +219,41 @@ class Laps:
         return queue
 
     def _put(self, queue: PrefillQueue, request: QueuedPrefill, now_s: float) -> None:
-        queue.put(request, now_s, self._model.cost, self._model.round_s(0, 0.0))
+        queue.put(request, now_s, self._model.cost, self._model.round_s(0))
 
     def _choose(self, queue: PrefillQueue, now_s: float, free_kv_tokens: int) -> RoundPlan:
         self._free_kv_tokens = free_kv_tokens
-        if self._model.options.composition is Composition.PACKED:
-            return choose_packed(self._model, queue, now_s, free_kv_tokens)
-        return choose_separate(self._model, queue, now_s, free_kv_tokens)
+        return self._composition.choose(self._model, queue, now_s, free_kv_tokens)
 
     def _learn_dispatch(self, queue: PrefillQueue, now_s: float, batch: PrefillBatch) -> None:
         """The account of the classes' time, and the depth of short batches."""
         model = self._model
         model.busy.add(now_s, batch.predicted_s)
-        if model.options.composition is Composition.PACKED:
-            has_longs = queue.has_longs()
-            share, round_s = model.max_share(), model.round_s(0, 0.0)
-        else:
-            has_longs = any(not is_batched(ranked.request) for ranked in queue)
-            state = survey(model, queue, now_s, self._free_kv_tokens)
-            share, round_s = state.share, state.round_s
+        share = self._composition.time_share(model, queue, now_s, self._free_kv_tokens)
         if not batch.is_short:
-            model.account.earn(batch.predicted_s, share, model.max_share(), round_s)
+            model.account.earn(batch.predicted_s, share.short_share, model.max_share(), share.round_s)
             return
-        if has_longs:
-            model.account.spend(batch.predicted_s, round_s)
+        if share.has_longs:
+            model.account.spend(batch.predicted_s, share.round_s)
         else:
             model.account.clear()
         model.learn_depth(now_s, batch.reason, [queue.get(key).request for key in batch.whole])
 
-    def _class_report(self, state: Survey, length_class: LengthClass) -> ClassReport:
-        ranked = [item for item in (*state.shorts, *state.longs) if item.request.length_class is length_class]
+    def _class_report(self, queue: PrefillQueue, now_s: float, length_class: LengthClass) -> ClassReport:
+        ranked: list[RankedPrefill] = [item for item in queue if item.request.length_class is length_class]
         requests: list[QueuedPrefill] = [item.request for item in ranked]
         backlog_s = sum(item.remaining_s for item in ranked)
         if length_class is LengthClass.SHORT and ranked:  # in batches, which share kappa
             kappa_s = self._model.cost.kappa_s
             backlog_s -= kappa_s * len(ranked)
-            backlog_s += kappa_s * max(ceil(len(ranked) / self._model.max_requests), ceil(backlog_s / state.round_s))
+            rounds = ceil(backlog_s / self._model.round_s(0))
+            backlog_s += kappa_s * max(ceil(len(ranked) / self._model.max_requests), rounds)
         deviation = self._deviation[length_class]
         return ClassReport(
             requests=len(requests),
             new_tokens=sum(request.new_tokens for request in requests),
             backlog_s=backlog_s,
-            oldest_wait_s=max((state.now_s - request.arrival_s for request in requests), default=0.0),
-            slo_violation_rate=deviation.slo_violation_rate(state.now_s),
-            tardiness=deviation.tardiness(state.now_s),
+            oldest_wait_s=max((now_s - request.arrival_s for request in requests), default=0.0),
+            slo_violation_rate=deviation.slo_violation_rate(now_s),
+            tardiness=deviation.tardiness(now_s),
         )

@@ -20,7 +20,7 @@ from typing import Any
 
 from sglang_ext.laps.decide.cost_model import CostCoefficients
 from sglang_ext.laps.decide.round_plan import QueuedPrefill
-from sglang_ext.laps.decide.slack import RankedPrefill, Urgency, aged_class
+from sglang_ext.laps.decide.urgency import RankedPrefill, Urgency, aged_class
 from sglang_ext.types import LengthClass
 
 _NEAR = 4  # of requests that leave together, those so near each other in the list are cut out at once
@@ -51,7 +51,7 @@ class _Waiting:
         urgency, request = ranked.urgency, ranked.request
         self.ranked = ranked
         self.next_lift_s = request.arrival_s + (int(request.priority) - urgency.aged_class + 1) * self.lift_s
-        self.turn: _Turn = (-urgency.aged_class, -urgency.relative_slack, -urgency.arrival_s, -urgency.key)
+        self.turn: _Turn = (-urgency.aged_class, -urgency.sort_value, -urgency.arrival_s, -urgency.key)
 
 
 class _Lists:
@@ -197,22 +197,22 @@ class PrefillQueue:
 
     def _insert(self, request: QueuedPrefill, remaining_s: float, total_s: float, lift_s: float, lifted: int) -> None:
         has_deadline = isfinite(request.deadline_s)
-        is_batched = request.length_class is LengthClass.SHORT and not request.is_started
+        runs_whole = is_batched(request)
         by_s = remaining_s
-        if is_batched:
+        if runs_whole:
             by_s = request.deadline_s - remaining_s if has_deadline else request.arrival_s
         waiting = _Waiting(
             RankedPrefill(Urgency(lifted, by_s, request.arrival_s, request.key), request, remaining_s, total_s),
             lift_s,
             Group.WITH_DEADLINE if has_deadline else Group.WITHOUT_DEADLINE,
-            is_batched,
+            runs_whole,
         )
         self._waiting[request.key] = waiting
         heappush(self._lifts, (waiting.next_lift_s, request.key))
         if request.is_started:
             self.started[request.key] = waiting.ranked
         lists = self._lists[waiting.group]
-        if is_batched:
+        if runs_whole:
             insort(lists.shorts, waiting.turn)
         else:
             insort(lists.longs, waiting.turn)
@@ -226,7 +226,7 @@ class PrefillQueue:
         lists = self._lists[waiting.group]
         turns = lists.shorts if waiting.is_batched else lists.longs
         del turns[bisect_left(turns, waiting.turn)]
-        urgency = Urgency(lifted, urgency.relative_slack, urgency.arrival_s, urgency.key)
+        urgency = Urgency(lifted, urgency.sort_value, urgency.arrival_s, urgency.key)
         waiting.rank(RankedPrefill(urgency, request, ranked.remaining_s, ranked.total_s))
         insort(turns, waiting.turn)
         if request.is_started:
@@ -241,6 +241,11 @@ class PrefillQueue:
         del lists.longs[bisect_left(lists.longs, waiting.turn)]
         # Without longs, exactly 0: what is left of adding and taking away would grow.
         self.long_work_s[waiting.group] = self.long_work_s[waiting.group] - ranked.remaining_s if lists.longs else 0.0
+
+
+def is_batched(request: QueuedPrefill) -> bool:
+    """Return whether it runs in a short batch. A short prefill that the engine has cut goes on as a long one."""
+    return request.length_class is LengthClass.SHORT and not request.is_started
 
 
 def _cut_out(turns: list[_Turn], leaving: list[_Turn]) -> None:

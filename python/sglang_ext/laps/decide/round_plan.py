@@ -23,14 +23,6 @@ class LapsMode(StrEnum):
     BOTH = "both"
 
 
-class Composition(StrEnum):
-    """Describes what a batch is made of while both classes wait."""
-
-    PACKED = "packed"  # shorts, then long prefills in what is left of one time budget
-    SEPARATE = "separate"  # a single class (LAPS)
-    MEDHA = "medha"  # shorts in their share of the budget, one chunk of the most urgent long prefill in the rest
-
-
 class PriorityClass(IntEnum):
     """Lower is more urgent. Waiting long enough lifts a request by one class, and again (ageing)."""
 

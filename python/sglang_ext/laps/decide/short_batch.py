@@ -15,7 +15,7 @@ from typing import NamedTuple
 from sglang_ext.graphs.decide.graph_grid import GraphGrid, GraphShape
 from sglang_ext.laps.decide.cost_model import CostCoefficients
 from sglang_ext.laps.decide.on_time import BatchCost, BatchSums, Contender, max_on_time
-from sglang_ext.laps.decide.slack import RankedPrefill
+from sglang_ext.laps.decide.urgency import RankedPrefill
 
 DUE_AFTER = 5.0  # times its objective: a late prefill that has waited this long goes first
 SPARE = 0.25  # of its objective: most time that late prefills add to a batch with others that are on time

@@ -1,44 +1,13 @@
-"""Sharing an instance's time between short and long prefills (Medha's space sharing, with batches of their own).
+"""The share of an instance's time that short prefills take while long ones wait, kept as an account.
 
-Medha gives a long prefill (1 - clip(rho, 0, rho_max)) of an iteration's time budget and mixes short ones into the
-rest. Here a batch is all short or one long chunk, so the share is kept over time, as an account: a long chunk of
-t seconds earns the shorts x / (1 - x) * t seconds, and what they use is taken off.
+A batch of only short prefills takes all of an iteration, so their share x is kept over time: long work of t seconds
+earns them x / (1 - x) * t seconds, and what they use is taken off (Medha's space sharing, over time).
 """
 
 from __future__ import annotations
 
-from math import sqrt
-
-_LEAST_OF_SLO = 0.25
-_MOST_OF_SLO = 3.0
-_MOST_OVERHEAD = 0.05  # share of a round that may go to what every chunk costs again
-_LONG_WEIGHT = 8.0  # time lost to overhead also delays what arrives later: by 1 / (1 - load) in all
 _MOST_SHARE = 0.9  # under all options, a long prefill moves on
 _REPORT_ROUNDS = 20.0
-
-
-def choose_share(long_slack: float, rho_min: float, rho_max: float) -> float:
-    """x: the shorts' share of the time while a long prefill of this relative slack waits.
-
-    Medha's clip(rho, 0, rho_max) for `rho_min` 0. With a larger one the shorts keep that much when the long prefill
-    is late: its deadline is then lost, theirs are not.
-    """
-    return min(rho_max, max(rho_min, long_slack))
-
-
-def automatic_round_s(fixed_s: float, long_backlog_s: float, short_slo_s: float, longest_short_s: float) -> float:
-    """Time budget of a round, s: a short prefill waits for a long chunk of at most this.
-
-    A short prefill that arrives during a chunk waits T / 2 for its end, and chunks of T make the long prefills that
-    wait (`long_backlog_s` of work) end later by backlog * fixed / T, `fixed_s` being what every chunk costs again.
-    The sum, with a weight of 8 on the latter, is smallest at T = sqrt(2 * 8 * fixed * backlog). So T is short at
-    light load and long where time is scarce. It is at least a quarter of the short prefills' objective and twenty
-    times the fixed cost, and at most three times that objective, or `longest_short_s`, their own time, if that is
-    more.
-    """
-    min_s = max(_LEAST_OF_SLO * short_slo_s, fixed_s / _MOST_OVERHEAD)
-    max_s = max(min_s, _MOST_OF_SLO * max(short_slo_s, longest_short_s))
-    return min(max(sqrt(2 * _LONG_WEIGHT * fixed_s * long_backlog_s), min_s), max_s)
 
 
 class TimeAccount:

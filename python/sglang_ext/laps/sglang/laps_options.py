@@ -13,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 
 from sglang_ext.engine.engine_arguments import split_options
 from sglang_ext.laps.decide.options import FLAGS, Batching, LapsOptions, option_name
-from sglang_ext.laps.decide.round_plan import Composition, LapsMode
+from sglang_ext.laps.decide.round_plan import LapsMode
 from sglang_ext.settings import UNSET, Setting
 from sglang_ext.types import Role
 
@@ -84,9 +84,8 @@ def laps_options(
             names = ", ".join(map(option_name, values)) or "--laps-mode"
             raise ValueError(f"{names}: {'LAPS is off' if mode == OFF else 'LAPS schedules prefills, not decodes'}")
         return None, engine_arguments
-    for name, kind in (("composition", Composition), ("batching", Batching)):
-        if name in values:
-            values[name] = kind(values[name])
+    if "batching" in values:
+        values["batching"] = Batching(values["batching"])
     return LapsOptions(mode=LapsMode(role.value if mode == AUTO else mode), **values), engine_arguments
 
 

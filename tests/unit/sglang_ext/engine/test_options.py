@@ -14,7 +14,7 @@ from sglang_ext.engine.options import (
     options_from_environment,
 )
 from sglang_ext.laps.decide.options import Batching, LapsOptions
-from sglang_ext.laps.decide.round_plan import Composition, LapsMode
+from sglang_ext.laps.decide.round_plan import LapsMode
 from sglang_ext.types import Role
 
 
@@ -27,10 +27,9 @@ def test_round_trip(role: Role, device: Device) -> None:
 
 @pytest.mark.parametrize("mode", list(LapsMode))
 @pytest.mark.parametrize("batching", list(Batching))
-@pytest.mark.parametrize("composition", list(Composition))
-def test_choices_arrive_as_what_they_were(mode: LapsMode, batching: Batching, composition: Composition) -> None:
+def test_choices_arrive_as_what_they_were(mode: LapsMode, batching: Batching) -> None:
     """A policy tells them apart by identity: equal text would pass for the default."""
-    sent = ExtensionOptions(Role.BOTH, Device.CPU, LapsOptions(mode=mode, batching=batching, composition=composition))
+    sent = ExtensionOptions(Role.BOTH, Device.CPU, LapsOptions(mode=mode, batching=batching))
     received = options_from_environment(sent.to_environment())
     assert received == sent
     assert received is not None

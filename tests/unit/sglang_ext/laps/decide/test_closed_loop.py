@@ -14,7 +14,6 @@ from sglang_ext.laps.decide.cost_model import CostCoefficients
 from sglang_ext.laps.decide.options import Batching, LapsOptions
 from sglang_ext.laps.decide.policy import Laps
 from sglang_ext.laps.decide.round_plan import (
-    Composition,
     DispatchReason,
     LapsMode,
     PriorityClass,
@@ -105,14 +104,13 @@ def _quantile(values: list[float], quantile: float) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("composition", list(Composition))
-def test_longs_progress_at_their_share_against_any_number_of_shorts(composition: Composition) -> None:
+def test_longs_progress_at_their_share_against_any_number_of_shorts() -> None:
     """More shorts than the machine can serve: a long prefill still gets (1 - rho_max) of the time."""
     arrivals = [Arrival(0.0, 10_000)] + [Arrival(0.005 * index, 200) for index in range(500)]
-    outcome = run_laps(policy(round_ms=50.0, composition=composition), arrivals, CPU)
+    outcome = run_laps(policy(round_ms=50.0), arrivals, CPU)
     (long_s,) = outcome.ttfts_s(LONG)
-    alone_s = run_laps(policy(round_ms=50.0, composition=composition), arrivals[:1], CPU).ttfts_s(LONG)[0]
-    share = 1 - LapsOptions(composition=composition).max_share
+    alone_s = run_laps(policy(round_ms=50.0), arrivals[:1], CPU).ttfts_s(LONG)[0]
+    share = 1 - LapsOptions().rho_max
     assert long_s < alone_s / share * 1.15 + 0.1
 
 
@@ -126,7 +124,6 @@ def test_longs_progress_at_their_share_against_any_number_of_shorts(composition:
     is_gpu=st.booleans(),
     kv_tokens=st.sampled_from([4096, 9000, 1_000_000]),
     batching=st.sampled_from(Batching),
-    composition=st.sampled_from(Composition),
 )
 def test_nothing_starves_within_capacity(
     seed: int,
@@ -136,7 +133,6 @@ def test_nothing_starves_within_capacity(
     is_gpu: bool,
     kv_tokens: int,
     batching: Batching,
-    composition: Composition,
 ) -> None:
     """Any arrival sequence within capacity: everybody ends, at most a few busy periods after arrival. Plans, memory
     and progress are asserted at every step by the loop.
@@ -151,7 +147,7 @@ def test_nothing_starves_within_capacity(
     ]
     page = random.choice([1, 16])
     limits = LIMITS._replace(page_tokens=page)
-    laps = policy(truth, GRID if is_gpu else None, limits, mode=mode, batching=batching, composition=composition)
+    laps = policy(truth, GRID if is_gpu else None, limits, mode=mode, batching=batching)
     outcome = run_laps(laps, arrivals, truth, kv_tokens=kv_tokens, limits=limits)
     assert len(outcome.ended) == 150
     work_s = sum(step.duration_s for step in outcome.steps)
@@ -178,7 +174,7 @@ def test_the_least_urgent_waits_a_bounded_time_at_full_load(priority: PriorityCl
 def test_memory_is_never_promised_twice() -> None:
     random = Random(11)
     arrivals = mixed(random, 300, 0.95, CPU, 0.8)
-    outcome = run_laps(policy(max_parked=8, preempt_margin=0.0), arrivals, CPU, kv_tokens=9000)
+    outcome = run_laps(policy(max_parked=8), arrivals, CPU, kv_tokens=9000)
     assert len(outcome.ended) == 300
     parked = [sum(request.is_started for request in step.snapshot.queue) for step in outcome.steps]
     assert max(parked) >= 2
@@ -188,7 +184,7 @@ def test_memory_is_never_promised_twice() -> None:
 
 
 def test_no_more_are_parked_than_allowed() -> None:
-    outcome = run_laps(policy(max_parked=1, preempt_margin=0.0), mixed(Random(12), 300, 0.95, CPU, 0.8), CPU)
+    outcome = run_laps(policy(max_parked=1), mixed(Random(12), 300, 0.95, CPU, 0.8), CPU)
     assert max(sum(r.is_started for r in step.snapshot.queue) for step in outcome.steps) == 2
 
 

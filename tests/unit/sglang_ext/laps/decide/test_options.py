@@ -31,7 +31,6 @@ def test_names() -> None:
     [
         ({"w_min_ms": 30.0, "w_max_ms": 10.0}, "laps.w_min_ms 30 is larger than laps.w_max_ms 10"),
         ({"w_max_ms": 200.0}, "laps.w_max_ms 200 is larger than laps.t_max_ms 100"),
-        ({"rho_min": 0.5, "rho_max": 0.4}, "laps.rho_min 0.5 is larger than laps.rho_max 0.4"),
         ({"w_min_ms": -1.0}, "laps.w_min_ms must be at least 0, got -1"),
         ({"w_max_ms": 0.0}, "laps.w_max_ms must be above 0, got 0"),
         ({"round_ms": 0.0}, "laps.round_ms must be above 0, got 0"),

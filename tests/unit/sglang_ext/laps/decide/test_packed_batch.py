@@ -34,7 +34,7 @@ from sglang_ext.laps.decide.round_plan import (
     RoundSnapshot,
 )
 from sglang_ext.laps.decide.short_batch import FormedBatch
-from sglang_ext.laps.decide.slack import RankedPrefill, Urgency
+from sglang_ext.laps.decide.urgency import RankedPrefill, Urgency
 from support.prefill_loop import CPU, GPU, GRID, LIMITS, LONG, SHORT, Arrival, mixed, policy, run_laps
 
 COST = CostCoefficients(alpha_s=0.0, token_s=1e-3, read_s=0.0, kappa_s=0.01)

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from sglang_ext.laps.decide.prefill_queue import Group, PrefillQueue
 from sglang_ext.laps.decide.round_plan import PriorityClass, QueuedPrefill
-from sglang_ext.laps.decide.slack import aged_class
+from sglang_ext.laps.decide.urgency import aged_class
 from sglang_ext.types import LengthClass
 from support.prefill_loop import CPU
 

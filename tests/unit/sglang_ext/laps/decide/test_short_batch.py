@@ -22,7 +22,7 @@ from sglang_ext.laps.decide.short_batch import (
     joined_s,
     lone_batch,
 )
-from sglang_ext.laps.decide.slack import RankedPrefill, Urgency
+from sglang_ext.laps.decide.urgency import RankedPrefill, Urgency
 from sglang_ext.types import LengthClass
 from support.graph_grids import full_grid
 from support.plain_batches import plain_form_batch

@@ -1,4 +1,4 @@
-"""The account keeps the shares over time, and a round is as long as the load asks for."""
+"""The account keeps the shares over time."""
 
 from __future__ import annotations
 
@@ -8,16 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.laps.decide.time_sharing import TimeAccount, automatic_round_s, choose_share
-
-
-@pytest.mark.parametrize(("slack", "share"), [(5.0, 0.4), (0.25, 0.25), (0.0, 0.0), (-3.0, 0.0)])
-def test_medhas_clip(slack: float, share: float) -> None:
-    assert choose_share(slack, 0.0, 0.4) == share
-
-
-def test_a_late_long_prefill_leaves_the_floor() -> None:
-    assert choose_share(-3.0, 0.2, 0.4) == 0.2
+from sglang_ext.laps.decide.time_sharing import TimeAccount
 
 
 def test_an_idle_account_lets_the_shorts_start() -> None:
@@ -78,17 +69,3 @@ def test_the_balance_does_not_pile_up() -> None:
         account.spend(0.25, 1.0)
         runs += 1
     assert runs == 4
-
-
-def test_a_round_grows_with_the_backlog_between_its_bounds() -> None:
-    def round_s(backlog_s: float) -> float:
-        return automatic_round_s(0.005, backlog_s, short_slo_s=0.4, longest_short_s=0.05)
-
-    assert round_s(0.0) == pytest.approx(0.1)  # a quarter of the objective; 20 times the fixed cost
-    assert round_s(2.0) == pytest.approx((16 * 0.005 * 2.0) ** 0.5)
-    assert round_s(1e6) == pytest.approx(1.2)
-    assert round_s(1.0) <= round_s(2.0) <= round_s(4.0)
-
-
-def test_a_slow_machine_has_rounds_that_its_fixed_cost_allows() -> None:
-    assert automatic_round_s(0.1, 0.0, short_slo_s=0.4, longest_short_s=0.8) == pytest.approx(2.0)

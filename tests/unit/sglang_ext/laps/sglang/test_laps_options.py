@@ -11,14 +11,13 @@ import pytest
 
 from sglang_ext.engine import worker
 from sglang_ext.laps.decide.options import FLAGS, OPTION_FIELDS, Batching, LapsOptions, option_name
-from sglang_ext.laps.decide.round_plan import Composition, LapsMode
+from sglang_ext.laps.decide.round_plan import LapsMode
 from sglang_ext.laps.sglang.laps_options import CONSTANTS, SETTINGS, add_laps_arguments, conflict, laps_options
 from sglang_ext.types import Role
 from support.settings import parse_with_settings, sets
 
 EXAMPLES = {
     "boundary_tokens": ("128", 128),
-    "composition": ("medha", Composition.MEDHA),
     "batching": ("token-max", Batching.TOKEN_MAX),
     "w_min_ms": ("0.5", 0.5),
     "w_max_ms": ("20", 20.0),
@@ -27,10 +26,8 @@ EXAMPLES = {
     "long_slo_stretch": ("3", 3.0),
     "round_ms": ("75", 75.0),
     "rho_max": ("0.5", 0.5),
-    "rho_min": ("0.25", 0.25),
     "min_chunk_tokens": ("32", 32),
     "max_chunk_tokens": ("4096", 4096),
-    "preempt_margin": ("0.5", 0.5),
 }
 FLAG_EXAMPLES = [word for name in EXAMPLES if name in FLAGS for word in (option_name(name), EXAMPLES[name][0])]
 SETTING_EXAMPLES = sets(*(f"{option_name(name)}={text}" for name, (text, _) in EXAMPLES.items() if name not in FLAGS))

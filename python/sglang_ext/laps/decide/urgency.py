@@ -1,9 +1,4 @@
-"""Medha's length-aware relative slack (LARS), within priority classes that waiting lifts, and the deadlines missed.
-
-rho = (deadline - now - remaining work) / total work (Medha, section 4.1): how much of its own length a request can
-still afford to wait. Lowest first: neither a convoy (as with first come, first served) nor a long request that is
-postponed until its deadline cannot be met and then blocks all others (as with earliest deadline first).
-"""
+"""How urgent a queued request is, within priority classes that waiting lifts, and the deadlines missed."""
 
 from __future__ import annotations
 
@@ -11,7 +6,6 @@ from collections import deque
 from math import floor, isfinite
 from typing import NamedTuple
 
-from sglang_ext.laps.decide.cost_model import CostCoefficients
 from sglang_ext.laps.decide.round_plan import QueuedPrefill
 
 
@@ -19,7 +13,7 @@ class Urgency(NamedTuple):
     """Sorts most urgent first."""
 
     aged_class: int  # priority class less one for each lift; below REAL_TIME for the longest waiting
-    relative_slack: float  # or another value that orders a class, ascending
+    sort_value: float  # orders a class, ascending: a latest start or a remaining time, s
     arrival_s: float  # decides among requests without deadlines
     key: int
 
@@ -39,11 +33,6 @@ class RankedPrefill:
         return self.urgency < other.urgency
 
 
-def relative_slack(deadline_s: float, now_s: float, remaining_s: float, total_s: float) -> float:
-    """rho; infinite without a deadline, negative when the deadline cannot be met any more."""
-    return (deadline_s - now_s - remaining_s) / total_s
-
-
 def aged_class(priority: int, waited_s: float, lift_s: float) -> int:
     """The priority class after `waited_s`, one less for every `lift_s`.
 
@@ -51,29 +40,6 @@ def aged_class(priority: int, waited_s: float, lift_s: float) -> int:
     (classes between them + 1) * lift_s after it, so that none starves, with or without a deadline.
     """
     return priority - floor(max(0.0, waited_s) / lift_s)
-
-
-def rank(
-    request: QueuedPrefill, now_s: float, cost: CostCoefficients, round_s: float, age_s: float, stretch: float
-) -> RankedPrefill:
-    """A request's urgency at `now_s`. It is lifted every `age_s`, or `stretch` times its own length if that is more:
-    what is normal for a long prefill must not lift it above later ones.
-    """
-    computed_tokens = request.total_tokens - request.new_tokens
-    remaining_s = cost.prefill_s(request.new_tokens, request.cached_tokens, round_s)
-    if computed_tokens > 0:
-        total_s = cost.prefill_s(request.total_tokens, request.cached_tokens - computed_tokens, round_s)
-    else:
-        total_s = remaining_s
-    total_s = max(total_s, 1e-9)
-    lift_s = max(age_s, stretch * total_s)
-    urgency = Urgency(
-        aged_class(request.priority, now_s - request.arrival_s, lift_s),
-        relative_slack(request.deadline_s, now_s, remaining_s, total_s),
-        request.arrival_s,
-        request.key,
-    )
-    return RankedPrefill(urgency, request, remaining_s, total_s)
 
 
 class SlaDeviation:

@@ -1,4 +1,4 @@
-"""LARS: Medha's own example, classes that waiting lifts, and the order that follows."""
+"""Medha's relative slack: its own example, classes that waiting lifts, and the order that follows."""
 
 from __future__ import annotations
 
@@ -9,15 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baselines.laps_compositions import rank
+from baselines.prefill_orders import relative_slack
 from sglang_ext.laps.decide.cost_model import CostCoefficients
 from sglang_ext.laps.decide.round_plan import PriorityClass, QueuedPrefill
-from sglang_ext.laps.decide.slack import (
-    RankedPrefill,
-    SlaDeviation,
-    aged_class,
-    rank,
-    relative_slack,
-)
+from sglang_ext.laps.decide.urgency import RankedPrefill
 from sglang_ext.types import LengthClass
 
 COST = CostCoefficients(0.0, 1e-3, 0.0, 0.0)  # a token takes a millisecond
@@ -58,8 +54,8 @@ def test_the_papers_example() -> None:
 def test_running_keeps_the_slack_and_waiting_costs_it() -> None:
     waiting = ranked(queued(new_tokens=10_000, deadline_s=20.0), now_s=5.0)
     served = ranked(queued(new_tokens=5000, computed_tokens=5000, deadline_s=20.0), now_s=5.0)
-    assert waiting.urgency.relative_slack == pytest.approx(0.5)
-    assert served.urgency.relative_slack == pytest.approx(1.0)
+    assert waiting.urgency.sort_value == pytest.approx(0.5)
+    assert served.urgency.sort_value == pytest.approx(1.0)
     assert served.total_s == pytest.approx(10.0)
     assert served.remaining_s == pytest.approx(5.0)
 
@@ -82,10 +78,6 @@ def test_classes_come_first_and_waiting_lifts() -> None:
     urgent = ranked(queued(1, new_tokens=100, deadline_s=1.0), 0.5)
     real_time = ranked(queued(2, new_tokens=100, priority=PriorityClass.REAL_TIME), 0.5)
     assert sorted([urgent, real_time])[0] == real_time
-    assert aged_class(PriorityClass.LOW, 9.9, 10.0) == 3
-    assert aged_class(PriorityClass.LOW, 30.0, 10.0) == 0
-    assert aged_class(PriorityClass.LOW, 50.0, 10.0) == -2
-    assert aged_class(PriorityClass.LOW, -1.0, 10.0) == 3
 
 
 def test_a_long_prefill_is_lifted_by_its_own_measure() -> None:
@@ -112,44 +104,3 @@ def test_none_that_arrives_late_enough_goes_first(
     assert first.urgency.aged_class <= second.urgency.aged_class
     third = ranked(queued(3, new_tokens=100, arrival_s=late_s + 10.0, priority=young), now_s + 10.0)
     assert ranked(first.request, now_s + 10.0).urgency.aged_class < third.urgency.aged_class
-
-
-def test_nothing_has_ended() -> None:
-    assert SlaDeviation().slo_violation_rate(10.0) == 0.0
-    assert SlaDeviation().tardiness(10.0) == 0.0
-
-
-def test_violation_rate_and_mean_tardiness() -> None:
-    deviation = SlaDeviation(horizon_s=30.0)
-    deviation.add(1.0, 0.0, 2.0)  # in time
-    deviation.add(3.0, 0.0, 2.0)  # half of its time late
-    deviation.add(9.0, 0.0, inf)  # no deadline
-    deviation.add(9.0, 0.0, 9.0)  # just in time
-    assert deviation.slo_violation_rate(10.0) == pytest.approx(0.25)
-    assert deviation.tardiness(10.0) == pytest.approx(0.125)
-
-
-def test_what_is_older_than_the_window_does_not_count() -> None:
-    deviation = SlaDeviation(horizon_s=30.0)
-    deviation.add(3.0, 0.0, 2.0)
-    deviation.add(20.0, 10.0, 30.0)
-    assert deviation.slo_violation_rate(32.0) == 0.5
-    assert deviation.slo_violation_rate(33.0) == 0.0
-
-
-def test_memory_is_bounded() -> None:
-    deviation = SlaDeviation(prefills=8)
-    for _ in range(100):
-        deviation.add(1.0, 0.0, 0.5)
-    assert len(deviation._ended) == 8
-
-
-def test_a_deadline_at_arrival_is_finite_tardiness() -> None:
-    deviation = SlaDeviation()
-    deviation.add(2.0, 1.0, 1.0)
-    assert 0 < deviation.tardiness(2.0) < inf
-
-
-def test_an_empty_window_is_refused() -> None:
-    with pytest.raises(ValueError, match="horizon_s"):
-        SlaDeviation(horizon_s=0.0)
