@@ -31,7 +31,7 @@ HOT_MODULES = (
     "sglang_ext/graphs/decide/graph_grid.py",
     *(f"sglang_ext/laps/decide/{name}.py" for name in (
         *("boundary", "cost_model", "instance_model", "nnls", "on_time", "packed_batch"),
-        *("packed_choice", "policy", "prefill_queue", "round_plan", "short_batch", "time_sharing", "urgency"),
+        *("packed_choice", "policy", "prefill_queue", "round_plan", "short_batch", "urgency"),
         "wait_depth",
     )),
     *(f"sglang_ext/live/decide/{name}.py" for name in ("encoding", "view")),

@@ -1,7 +1,7 @@
 """LAPS as printed, one class at a time, and Medha's mixed batches: two compositions to compare ours with.
 
 Both look at the whole queue in every decision. Short prefills and the chunks of long ones share the time by an account
-(`time_sharing`); the long prefill that runs is the one with the least relative slack. Where a long prefill that is
+(`TimeAccount`); the long prefill that runs is the one with the least relative slack. Where a long prefill that is
 late would take all of the time, `rho_min` of it is left to the short ones.
 """
 

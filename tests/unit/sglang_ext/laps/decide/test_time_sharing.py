@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.laps.decide.time_sharing import TimeAccount
+from sglang_ext.laps.decide.instance_model import TimeAccount
 
 
 def test_an_idle_account_lets_the_shorts_start() -> None:
