@@ -10,6 +10,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from sglang_ext.shared_key import CODE_BYTES, NONCE_BYTES, is_proof, make_nonce, prove
+from sglang_ext.wire_types import Count, Line
 
 POOL_ID_BYTES = 16
 _VERSION = 1
@@ -38,8 +39,8 @@ class PeerId(NamedTuple):
 class PeerAddress(NamedTuple):
     """Describes where a rank of an instance waits for its peers."""
 
-    host: str
-    port: int
+    host: Line
+    port: Count
 
 
 class Greeting(NamedTuple):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
+from sglang_ext.wire_types import Seconds
+
 
 class StepTimes(NamedTuple):
     """One member's part of one step, s. What is left of `total_s` is computing."""
 
-    total_s: float
-    ring_s: float  # waited for keys and values of others that computing did not hide
-    rebalance_s: float  # moved earlier KV: reading, writing, and waiting for what has not come
+    total_s: Seconds
+    ring_s: Seconds  # waited for keys and values of others that computing did not hide
+    rebalance_s: Seconds  # moved earlier KV: reading, writing, and waiting for what has not come
 
     @property
     def compute_s(self) -> float:

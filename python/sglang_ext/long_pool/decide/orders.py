@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from sglang_ext.long_pool.decide.sharding import ChunkLayout, KvMove
+from sglang_ext.wire_types import Count, Positive, Seconds
 
 
 class Offer(NamedTuple):
@@ -34,9 +35,9 @@ class PromptTicket(NamedTuple):
 class MemberReport(NamedTuple):
     """An instance's load, as it reports it."""
 
-    backlog_s: float  # ordinary work there: queued, and what was begun as this was sent
-    free_kv_tokens: int
-    max_chunk_tokens: int | None = None  # that it can compute at once by the memory besides KV, as far as it knows
+    backlog_s: Seconds  # ordinary work there: queued, and what was begun as this was sent
+    free_kv_tokens: Count
+    max_chunk_tokens: Positive | None = None  # that it can compute at once by the memory besides KV, as far as it knows
 
 
 class DeclineReason(StrEnum):

@@ -161,8 +161,8 @@ def test_a_stream_that_ends_within_a_message(several: list[Message], data: st.Da
     ("stream", "reason"),
     [
         (b'["Heartbeat",[],%d]\n' % (MAX_PAYLOAD_BYTES + 1), "bytes of payload; at most"),
-        (b'["Heartbeat",[],-1]\n', "less than 0"),
-        (b'["Heartbeat",[],1,1]\n', "too many"),
+        (b'["Heartbeat",[],-1]\n', ">= 0"),
+        (b'["Heartbeat",[],1,1]\n', "at most length 3"),
         (b'["OfferMessage",[1,null,0,0.0,null,[],null,true],3]\nabc', "multiple"),
         (b'["OfferMessage",[1,null,0,0.0,null,[],null,true],8]\nabc', "3 of 8 bytes"),
         (b" " * (MAX_LINE_BYTES + 2), "a line "),
