@@ -45,7 +45,7 @@ def checked_pair(prefill_spec: EngineSpec, decode_spec: EngineSpec) -> Iterator[
 
 @pytest.fixture(
     params=[
-        pytest.param((STAGES, DECODE), id="decode-tp1"),
+        pytest.param((STAGES, DECODE), id="decode-tp1", marks=pytest.mark.full),
         pytest.param((STAGES, DECODE_TP3), id="decode-tp3", marks=pytest.mark.full),
         pytest.param((STAGES_TP3, DECODE), id="stages-of-tp3", marks=pytest.mark.full),
         pytest.param((HANDSHAKE_STAGES, HANDSHAKE_DECODE), id="handshake"),
@@ -59,7 +59,7 @@ def any_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 @pytest.fixture(
     params=[
-        pytest.param((STAGES, DECODE), id="tcp"),
+        pytest.param((STAGES, DECODE), id="tcp", marks=pytest.mark.full),
         pytest.param((HANDSHAKE_STAGES, HANDSHAKE_DECODE), id="handshake"),
     ]
 )

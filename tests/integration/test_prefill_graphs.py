@@ -116,7 +116,7 @@ def test_shapes_that_cannot_be_recorded_run_as_before(capture: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize("capture", ["start", "lazy"])
 def test_as_the_plugin_captures(capture: str, ranks: int) -> None:
     """In SGLang's own context of captures, which all ranks enter together, with its memory pool."""

@@ -26,7 +26,7 @@ sys.path.append(str(ROOT / "bench"))
 from gpu import figure6, two_engines  # noqa: E402
 from support.engines import PLAIN_SERVER  # noqa: E402
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 DEEPSEEK = {
     "architectures": ["DeepseekV3ForCausalLM"],
