@@ -37,7 +37,7 @@ class Reply(NamedTuple):
         assert set(content) == {"error"}, content
         error = content["error"]
         assert set(error) == {"message", "type", "param", "code"}, error
-        assert error["code"] in (self.status, "model_not_found"), error
+        assert error["code"] in (self.status, "model_not_found", "context_length_exceeded"), error
         assert isinstance(error["message"], str)
         assert error["message"]
         assert "\n" not in error["message"]
@@ -205,6 +205,10 @@ class RawClient:
             while piece := await self.chunk():
                 chunks.append(piece)
             return Reply(status, headers, b"".join(chunks), tuple(chunks))
+        if has_body and "content-length" not in headers:
+            if headers.get("connection") != "close":
+                raise BrokenReplyError("framing", repr(headers).encode())
+            return Reply(status, headers, await self._reader.read(), None)
         length = int(headers["content-length"]) if has_body else 0
         return Reply(status, headers, await self._exactly(length), None)
 

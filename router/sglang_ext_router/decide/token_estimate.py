@@ -11,7 +11,6 @@ from math import ceil, floor, sqrt
 
 PRIOR_BYTES_PER_TOKEN = 4.0
 LOWEST_BYTES_PER_TOKEN = 1.5
-HIGHEST_BYTES_PER_TOKEN = 6.0
 
 _MEMORY_SAMPLES = 500  # a sample's weight has fallen to 1/e after this many more
 _WINDOW_SAMPLES = 256  # errors remembered for the interval
@@ -27,7 +26,7 @@ _TAIL = 0.01  # quantile left out at each end of the window
 _MARGIN = 0.1  # the interval is widened by this share of its half-widths
 _LARGEST_ERROR = 0.5  # scaled errors beyond it are pulled in
 _MAX_TOKENS_PER_BYTE = 1.0  # of any byte-level tokenizer
-_MIN_TOKENS_PER_BYTE = 1 / 24  # no text compresses better for long
+_MIN_TOKENS_PER_BYTE = 1 / 24  # rules and padding compress best
 
 
 class TokenEstimator:
@@ -74,7 +73,7 @@ class TokenEstimator:
         """Tokens that it may plausibly be, low and high, both included; the estimate lies within."""
         upper = self.upper_bound(prompt_bytes)
         if not self._is_size_known(prompt_bytes):
-            low = prompt_bytes / HIGHEST_BYTES_PER_TOKEN
+            low = prompt_bytes * _MIN_TOKENS_PER_BYTE  # a table with padded columns, say
             high = prompt_bytes / LOWEST_BYTES_PER_TOKEN + self._template_tokens
             estimate = prompt_bytes * self._slope + self._overhead
             return max(1, floor(min(low, estimate))), min(upper, ceil(max(high, estimate)))

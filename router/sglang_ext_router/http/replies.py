@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from http import HTTPStatus
 
@@ -10,6 +11,14 @@ import orjson
 REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
 CHUNKED_END = b"0\r\n\r\n"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+MAX_SHOWN_BYTES = 16384  # of an instance's error
+# What SGLang says where a prompt, or it and its reply, exceed the context or the KV cache; the last two have numbers.
+_OVERFLOW = re.compile(
+    r"longer than the model's context length|maximum context length|exceeds the model's context length"
+    r"|prompt is too long"
+    r"|Input length \((\d+) tokens\) exceeds the maximum allowed length \((\d+) tokens\)"
+    r"|exceeds the maximum number of tokens: (\d+) > (\d+)"
+)
 
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -25,16 +34,53 @@ _ERROR_TYPES = {
 
 
 MODEL_NOT_FOUND = "model_not_found"
+CONTEXT_TOO_LONG = "context_length_exceeded"
 SHOWN_NAME_CHARACTERS = 100
 SHOWN_NAMES = 20
 
 
 def error_json(status: int, message: str, param: str | None = None, code: str | None = None) -> bytes:
     """Return an error in OpenAI's shape; without a `code` the status is its code."""
-    kind = _ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    kind = _error_type(status)
     if code == MODEL_NOT_FOUND:
         kind = "invalid_request_error"  # as OpenAI answers
     return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code or status}})
+
+
+def instance_error_json(status: int, body: bytes) -> bytes:
+    """Return an instance's error in OpenAI's shape: SGLang has three of its own, and FastAPI one more.
+
+    What does not fit a model's context has OpenAI's code for it, in the words of SGLang that clients look for.
+    """
+    try:
+        given = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        given = body.decode("utf-8", "replace")
+    error = given.get("error", given) if isinstance(given, dict) else given
+    fields: dict[str, object] = {"message": error, "type": None, "param": None, "code": None}
+    if isinstance(error, dict):
+        fields |= {"message": error.get("message", error.get("detail")), "type": error.get("type")}
+        fields |= {"param": error.get("param"), "code": error.get("code")}
+    message = fields["message"]
+    if not isinstance(message, str):
+        message = orjson.dumps(message).decode() if message else ""
+    fields["message"] = message[:MAX_SHOWN_BYTES] or "an instance refused the request"
+    if not isinstance(fields["type"], str):
+        fields["type"] = _error_type(status)
+    if fields["code"] is None:
+        fields["code"] = status
+    overflow = _OVERFLOW.search(message) if status == 400 else None
+    if overflow is not None:
+        fields["code"] = CONTEXT_TOO_LONG
+        numbers = [number for number in overflow.groups() if number]
+        if len(numbers) == 2 and numbers[0].isdigit():  # not in the words that clients know
+            fields["message"] = context_too_long(int(numbers[0]), int(numbers[1]))
+    return orjson.dumps({"error": fields})
+
+
+def context_too_long(tokens: int, limit_tokens: int) -> str:
+    """Return SGLang's sentence about a prompt that is longer than a model's context."""
+    return f"The input ({tokens} tokens) is longer than the model's context length ({limit_tokens} tokens)."
 
 
 def unknown_model(name: str, served: Sequence[str]) -> str:
@@ -64,6 +110,52 @@ def complete(status: int, body: bytes, content_type: bytes, extra: bytes, keep_a
 def chunk(data: bytes) -> bytes:
     """Return one chunk of a chunked body."""
     return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def _error_type(status: int) -> str:
+    return _ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+
+
+class Unchunked:
+    """Takes a chunked body apart while it comes, for a client of HTTP/1.0."""
+
+    __slots__ = ("_left_bytes", "_size_line", "is_over")
+
+    def __init__(self) -> None:
+        self._left_bytes = 0  # of a chunk; below 0: of the line end behind it
+        self._size_line = b""
+        self.is_over = False
+
+    def feed(self, data: bytes) -> bytes:
+        """Return the body's bytes in `data`; what is no chunked encoding ends the body."""
+        pieces = []
+        at = 0
+        while at < len(data) and not self.is_over:
+            if self._left_bytes > 0:
+                piece = data[at : at + self._left_bytes]
+                pieces.append(piece)
+                at += len(piece)
+                self._left_bytes -= len(piece)
+                if not self._left_bytes:
+                    self._left_bytes = -2
+            elif self._left_bytes < 0:
+                at += 1
+                self._left_bytes += 1
+            else:
+                end = data.find(b"\n", at)
+                self._size_line += data[at:] if end < 0 else data[at:end]
+                at = len(data) if end < 0 else end + 1
+                if end >= 0:
+                    self._begin_chunk()
+        return b"".join(pieces)
+
+    def _begin_chunk(self) -> None:
+        line, self._size_line = self._size_line, b""
+        try:
+            self._left_bytes = int(line.partition(b";")[0], 16)
+        except ValueError:
+            self._left_bytes = 0
+        self.is_over = self._left_bytes <= 0
 
 
 def sse_error_event(status: int, message: str) -> bytes:

@@ -29,10 +29,11 @@ class ModelPools:
         self.ready_decode: tuple[Worker, ...] = ()
         self.prefill_roles: tuple[Role, ...] = ()
         self.has_revisions = False  # ready instances are of several
-        # Prompts up to the first fit every ready decode instance, beyond the second none.
-        self.shortest_limit_tokens = 0
-        self.longest_prompt_tokens: int | None = None
-        self.longest_prefill_tokens: int | None = None  # for prompts without a decode leg
+        # Prompts up to the first fit every ready instance of the kind, beyond the second none.
+        self.shortest_decode_tokens = 0
+        self.longest_decode_tokens: int | None = None
+        self.shortest_prefill_tokens = 0
+        self.longest_prefill_tokens: int | None = None
         self.boundary = FixedBoundary(DEFAULT_BOUNDARY_TOKENS)  # where short ends, as its prefill instances say
         self.estimator = TokenEstimator()
         self.tokeniser: PromptTokeniser | None = None  # comes once a tokenizer is known
@@ -50,10 +51,10 @@ class ModelPools:
         self.ready_decode = tuple(worker for worker in ready if not worker.role.is_prefill)
         self.prefill_roles = tuple(worker.role for worker in self.ready_prefill)
         self.has_revisions = len({worker.revision for worker in ready}) > 1
-        self.longest_prefill_tokens = max((worker.max_prompt_tokens for worker in self.ready_prefill), default=None)
+        limits = [worker.max_prompt_tokens for worker in self.ready_prefill]
+        self.longest_prefill_tokens, self.shortest_prefill_tokens = max(limits, default=None), min(limits, default=0)
         limits = [worker.max_prompt_tokens for worker in self.ready_decode]
-        self.longest_prompt_tokens = max(limits, default=None)
-        self.shortest_limit_tokens = min(limits, default=0)
+        self.longest_decode_tokens, self.shortest_decode_tokens = max(limits, default=None), min(limits, default=0)
 
     def missing_roles(self) -> list[str]:
         """Return what the model lacks to be served: `prefill`, `decode`, both, a pair of one revision, or nothing."""

@@ -74,13 +74,13 @@ class BodyReader:
         self._is_stopped = False
 
     def read(
-        self, path: bytes, raw: bytes | bytearray, is_http_11: bool, has_hints: bool, on_read: Callable[[Outcome], None]
+        self, path: bytes, raw: bytes | bytearray, has_hints: bool, on_read: Callable[[Outcome], None]
     ) -> Future[Outcome]:
         """Call `on_read` later, on the loop, with the result of `read_body`; None: the body cannot be read.
 
         The future that is returned may be cancelled when its request is given up.
         """
-        future = self._threads.submit(self._ask, path, raw, is_http_11, has_hints)
+        future = self._threads.submit(self._ask, path, raw, has_hints)
         future.add_done_callback(partial(self._deliver, on_read))
         return future
 
@@ -101,7 +101,7 @@ class BodyReader:
             logger.error("a large body could not be read: %s", error)
         self._loop.call_soon_threadsafe(on_read, None if error is not None else future.result())
 
-    def _ask(self, path: bytes, raw: bytes | bytearray, is_http_11: bool, has_hints: bool) -> Outcome:
+    def _ask(self, path: bytes, raw: bytes | bytearray, has_hints: bool) -> Outcome:
         """Run in a thread, which waits for the other process."""
         try:
             process = self._idle.pop()
@@ -110,7 +110,7 @@ class BodyReader:
         is_kept = False
         try:
             to_process, answer = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
-            pickle.dump((path, is_http_11, has_hints, len(raw)), to_process)
+            pickle.dump((path, has_hints, len(raw)), to_process)
             to_process.write(raw)
             to_process.flush()
             size, is_last = _ANSWER_HEAD.unpack(answer.read(_ANSWER_HEAD.size))
@@ -156,12 +156,12 @@ def serve_stdin() -> None:
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     while True:
         try:
-            path, is_http_11, has_hints, size = pickle.load(requests)
+            path, has_hints, size = pickle.load(requests)
         except EOFError:
             return
         raw = requests.read(size)
         signal.alarm(DEADLINE_S)
-        answer = pickle.dumps(_outcome(path, raw, is_http_11, has_hints), pickle.HIGHEST_PROTOCOL)
+        answer = pickle.dumps(_outcome(path, raw, has_hints), pickle.HIGHEST_PROTOCOL)
         signal.alarm(0)
         del raw
         is_last = _resident_kib() > MAX_KEPT_KIB
@@ -178,15 +178,13 @@ def _resident_kib() -> int:
         return int(file.read().split()[1]) * (resource.getpagesize() >> 10)
 
 
-def _outcome(
-    path: bytes, raw: bytes | bytearray, is_http_11: bool, has_hints: bool
-) -> ReadBody | tuple[str, str | None]:
+def _outcome(path: bytes, raw: bytes | bytearray, has_hints: bool) -> ReadBody | tuple[str, str | None]:
     """Read the body; leave out what the router has already or does not need. Return the parts of an error."""
     try:
         values = count_values(raw)
         if values > MAX_VALUES:
             raise BadRequestError(f"the body has up to {values} values, more than {MAX_VALUES}")
-        body = read_body(path, raw, is_http_11, has_hints)
+        body = read_body(path, raw, has_hints)
     except BadRequestError as error:
         return str(error), error.param
     clean = body.clean._replace(raw=b"") if body.clean.raw == raw else body.clean

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SAFELY_SMALL = 4  # an estimate of the tokens is hardly ever this many times too low
 _DECODE = Leg.DECODE
 _NONE_EXCLUDED: tuple[set[int], set[int]] = (set(), set())
 
@@ -93,7 +94,7 @@ class RequestFlow:
         self.record = RequestRecord(request.path, now_s)
         if services.access_log is not None:
             self.record.peer = peer_of(client.transport)
-        self._relay = Relay(client, request.is_http_11, services.reply_builder, self.record)
+        self._relay = Relay(client, request, services.reply_builder, self.record)
         self._reading: Future[Outcome] | None = None
         self._headers: ClientHeaders
         self._request: PreparedRequest
@@ -119,13 +120,13 @@ class RequestFlow:
             self.record.request_id = headers.request_id
             has_hints = headers.ttft_slo_s is not None or headers.priority is not None
             if len(unread.body) <= SMALL_BYTES or is_read_at_once(unread.body, services.draw):
-                self._prepare(read_body(unread.path, unread.body, unread.is_http_11, has_hints))
+                self._prepare(read_body(unread.path, unread.body, has_hints))
                 return
         except BadRequestError as error:
             self._refuse(400, str(error), "bad_request", error.param)
             return
         read = services.body_reader.read
-        self._reading = read(unread.path, unread.body, unread.is_http_11, has_hints, self._on_read)
+        self._reading = read(unread.path, unread.body, has_hints, self._on_read)
 
     def _on_read(self, outcome: Outcome) -> None:
         """The other process has read a large body."""
@@ -173,42 +174,52 @@ class RequestFlow:
         """Estimate the prompt's tokens; a tokenizer counts them where the estimate leaves the length class in doubt."""
         planner, request = self._services.planner, self._request
         tokeniser = request.model.tokeniser
-        if tokeniser is not None and request.prompt.texts and planner.needs_exact_count(request.model, request.prompt):
+        if tokeniser is not None and request.prompt.texts and self._needs_exact_count():
             self._services.metrics.tokenised += 1
             tokeniser.count(request.prompt.texts, self._on_counted)
         else:
-            self._admit(planner.estimate_tokens(request.model, request.prompt))
+            known_tokens = None if request.prompt.texts else request.prompt.known_tokens
+            self._admit(planner.estimate_tokens(request.model, request.prompt), known_tokens)
+
+    def _needs_exact_count(self) -> bool:
+        """Return whether something is decided by the number of tokens that an estimate leaves open."""
+        planner, request = self._services.planner, self._request
+        prompt = request.prompt
+        if request.scores.entries_per_token:
+            tokens = planner.estimate_tokens(request.model, prompt) * prompt.sequence_count
+            if not request.scores.is_small(SAFELY_SMALL * tokens):
+                return True
+        return planner.needs_exact_count(request.model, prompt)
 
     def _on_counted(self, counts: list[int] | None) -> None:
         """The tokenizer has counted the texts, or cannot."""
         if not self._relay.is_open:  # the client has left in the meantime
             return
-        model = self._request.model
+        model, prompt = self._request.model, self._request.prompt
         if counts:
             # The chat template's own tokens are what the estimator adds to an empty prompt.
-            self._admit(max(counts) + int(model.estimator.overhead_tokens))
+            tokens = max(counts) + int(model.estimator.overhead_tokens)
+            self._admit(tokens, (prompt.known_tokens or 0) + sum(counts))
         else:
-            self._admit(self._services.planner.estimate_tokens(model, self._request.prompt))
+            self._admit(self._services.planner.estimate_tokens(model, prompt), None)
 
     # -- admit ------------------------------------------------------------------------------------------
 
-    def _admit(self, tokens: int) -> None:
-        """Refuse a prompt that fits nowhere; otherwise wait for a place."""
+    def _admit(self, tokens: int, counted_tokens: int | None) -> None:
+        """Wait for a place. `tokens`: of the longest prompt; `counted_tokens`: of all, None where they are estimated.
+
+        A prompt that is longer than any instance holds is theirs to refuse: they count all of it.
+        """
         services, request = self._services, self._request
         prompt, config = request.prompt, services.config
-        request.prompt_tokens = max(1, tokens)
-        if prompt.images or prompt.audios:  # an estimate: it counts for the class, and refuses nothing
-            request.prompt_tokens += prompt.images * config.image_tokens + prompt.audios * config.audio_tokens
+        if prompt.images or prompt.audios:
+            tokens += prompt.images * config.image_tokens + prompt.audios * config.audio_tokens
         model, is_prefill_only = request.model, request.scores.is_prefill_only
-        limit = model.longest_prefill_tokens if is_prefill_only else model.longest_prompt_tokens
-        if limit is not None and tokens > limit:
-            kind = "prefill" if is_prefill_only else "decode"
-            message = f"the prompt has about {tokens} tokens, more than the {limit} that a {kind} instance can hold"
-            self._refuse(400, message, "too_long")
-            return
-        if request.scores.entries_per_token:
+        limit = model.longest_prefill_tokens if is_prefill_only else model.longest_decode_tokens
+        request.prompt_tokens = max(1, tokens if limit is None else min(tokens, limit))
+        if request.scores.entries_per_token and counted_tokens is not None:
             try:
-                request.scores.check_size(prompt.known_tokens or tokens * prompt.sequence_count)
+                request.scores.check_size(counted_tokens)
             except BadRequestError as error:
                 self._refuse(400, str(error), "too_long", error.param)
                 return
@@ -460,13 +471,11 @@ class RequestFlow:
     # -- relay ------------------------------------------------------------------------------------------
 
     def _relay_reply(self, kind: Leg) -> None:
-        """Relay a leg's reply, unless the client cannot take it."""
-        attempt, protocol = self._attempt, self._protocol
+        attempt = self._attempt
         assert attempt is not None
-        assert protocol is not None
         leg = attempt.leg(kind)
-        if leg is not None and not self._relay.take_head(leg):
-            self._act(protocol.on_client_gone())
+        if leg is not None:
+            self._relay.take_head(leg)
 
     def pause(self) -> None:
         """The client does not read: read no more from the instance."""

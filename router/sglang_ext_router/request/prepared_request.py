@@ -78,7 +78,7 @@ class ReadBody(NamedTuple):
     hint_field: HintField | None
 
 
-def read_body(path: bytes, raw: bytes | bytearray, is_http_11: bool, has_hints: bool) -> ReadBody:
+def read_body(path: bytes, raw: bytes | bytearray, has_hints: bool) -> ReadBody:
     """Read a request's body; `has_hints`: a deadline or a priority will be put into it.
 
     BadRequestError where the client asks for something that cannot be served.
@@ -89,8 +89,6 @@ def read_body(path: bytes, raw: bytes | bytearray, is_http_11: bool, has_hints: 
     if model is not None and type(model) is not str:
         raise BadRequestError("model must be a string", "model")
     prompt = measure(path, body)
-    if prompt.is_stream and not is_http_11:
-        raise BadRequestError("a streamed reply needs HTTP/1.1", "stream")
     target: bytes | None = None
     scores: ScorePlan = NO_SCORES if SCORE_FIELDS.isdisjoint(body) else plan_scores(path, body)
     asked = scores.body

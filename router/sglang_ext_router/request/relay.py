@@ -6,8 +6,6 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import orjson
-
 from sglang_ext_router.decide.pd_actions import FailureReason
 from sglang_ext_router.http import replies
 from sglang_ext_router.observe.request_record import RequestRecord
@@ -18,6 +16,7 @@ from sglang_ext_router.request.upstream import UpstreamConnection
 
 if TYPE_CHECKING:
     from sglang_ext_router.http.http1 import ClientConnection
+    from sglang_ext_router.http.request_parser import Request
 
 REASON_TEXT = {
     FailureReason.NO_INSTANCE: "no instance can serve the request now",
@@ -36,8 +35,10 @@ _RESPONSE_FAILED = b"\nevent: response.failed\n"
 _EVENT = b"\nevent: "
 _EVENTS_BEFORE_TOKENS = 2
 _ABORTED_OUTPUT = b'"finish_reason":{"type":"abort"'
-_STREAM_HEADERS = b"content-type: text/event-stream\r\ncache-control: no-cache\r\ntransfer-encoding: chunked\r\n"
-_KEEP_ALIVE = replies.chunk(b"\n")
+_STREAM_HEADERS = b"content-type: text/event-stream\r\ncache-control: no-cache\r\n"
+_CHUNKED_CODING = b"transfer-encoding: chunked\r\n"
+_CODING_HEADER = re.compile(rb"(?<=\n)transfer-encoding:[^\n]*\n", re.IGNORECASE)
+_RETRY_AFTER = re.compile(rb"(?<=\n)retry-after:[^\n]*\n", re.IGNORECASE)
 _HOP_HEADER = re.compile(rb"(?<=\n)(?:connection|keep-alive):[^\n]*\n", re.IGNORECASE)
 
 
@@ -49,28 +50,35 @@ class Relay:
 
     __slots__ = (
         "_builder",
+        "_chunk",
         "_client",
-        "_is_http_11",
+        "_end",
+        "_is_openai",
         "_is_own_head",
         "_joined",
         "_kept_alive_s",
         "_record",
         "_scores",
         "_source",
+        "_unchunked",
         "is_building",
         "route",
         "when_built",
     )
 
     def __init__(
-        self, client: ClientConnection, is_http_11: bool, builder: ReplyBuilder, record: RequestRecord
+        self, client: ClientConnection, request: Request, builder: ReplyBuilder, record: RequestRecord
     ) -> None:
         self._record = record
         self._is_own_head = False  # the client was sent the head of a stream before there was one
         self._kept_alive_s = 0.0  # when it was last sent an empty line
         self._builder = builder
         self._client: ClientConnection | None = client  # None once it has its reply, or has left
-        self._is_http_11 = is_http_11
+        is_http_11 = request.is_http_11
+        self._unchunked = None if is_http_11 else replies.Unchunked()  # for a client that knows no chunks
+        self._chunk: Callable[[bytes], bytes] = replies.chunk if is_http_11 else _unchanged
+        self._end = replies.CHUNKED_END if is_http_11 else b""
+        self._is_openai = request.path != b"/generate"
         self._source: UpstreamConnection | None = None  # the leg whose bytes go to the client as they come
         self._joined: list[bytes | None] | None = None  # the instances' replies, where the client's is made of them
         self._scores: ScorePlan = NO_SCORES
@@ -100,32 +108,35 @@ class Relay:
 
     # -- an instance's reply ----------------------------------------------------------------------------
 
-    def take_head(self, leg: UpstreamConnection) -> bool:
+    def take_head(self, leg: UpstreamConnection) -> None:
         """Send the leg's head with the router's own headers, and all of its body that is here.
 
-        False when the client, which speaks HTTP/1.0, cannot have a reply in chunks: it is answered with an error.
+        An error is kept until it is whole: clients of OpenAI's paths get it in OpenAI's shape.
         """
         client = self._client
         if client is None:
-            return True
+            return
         self._record.status = leg.status
         if self._joined is not None and leg.status == 200:
-            return True
+            return
         head, rest = split_head(leg.raw)
-        if not self._is_http_11 and is_chunked(head):
-            self.answer_error(400, "a streamed reply needs HTTP/1.1")
-            return False
+        self._source = leg
         if self._is_own_head:
             self._continue_stream(leg, head, rest)
-            return True
+            return
+        if leg.status >= 400 and self._is_openai:
+            if leg.is_complete:
+                self.take_complete(leg)
+            return
         leg.sink = self.write
-        self._source = leg
+        if self._unchunked is not None and is_chunked(head):  # it ends with the connection
+            head, rest = _CODING_HEADER.sub(b"", head), b"\r\n" + self._unchunked.feed(rest[2:])
+            leg.sink = self._write_unchunked
         client.write(b"%b%b%b%b" % (head, self._own_headers(), client.reply_headers, rest))
         if leg.is_complete:  # here whole already
             leg.sink = None
             self._source = None
             self._finish()
-        return True
 
     def write(self, data: bytes) -> None:
         """Write more of the relayed reply."""
@@ -133,17 +144,32 @@ class Relay:
         if client is not None:
             client.write(data)
 
+    def _write_unchunked(self, data: bytes) -> None:
+        assert self._unchunked is not None
+        self.write(self._unchunked.feed(data))
+
     def take_complete(self, leg: UpstreamConnection) -> None:
         """A leg's reply is here whole: if it was relayed, so is the client's; else it may be a half of a joined one."""
         if leg is self._source:
             self._source = None
-            if leg.sink is None and self._is_own_head:
-                self._end_with_error(leg.status, as_error(reply_body(leg.raw), leg.status))
-            else:
+            if leg.sink is not None:
                 self._finish()
+            elif self._is_own_head:
+                self._end_with_error(leg.status, replies.instance_error_json(leg.status, reply_body(leg.raw)))
+            else:
+                self._answer_instance_error(leg)
         elif self._joined is not None and leg.status == 200:
             self._joined[leg.kind] = leg.raw
             self._join()
+
+    def _answer_instance_error(self, leg: UpstreamConnection) -> None:
+        client, self._client = self._client, None
+        if client is None:
+            return
+        headers = self._own_headers()
+        for line in _RETRY_AFTER.findall(leg.raw[: leg.raw.index(b"\r\n\r\n") + 2]):
+            headers += line
+        client.respond(leg.status, replies.instance_error_json(leg.status, reply_body(leg.raw)), extra=headers)
 
     # -- a stream that is kept alive --------------------------------------------------------------------
 
@@ -159,18 +185,18 @@ class Relay:
         if source is None:
             if not self._is_own_head:
                 self._is_own_head = True
-                client.write(replies.head(200, _STREAM_HEADERS + self._id_header() + client.reply_headers))
+                coding = _CHUNKED_CODING if self._unchunked is None else b""
+                client.write(replies.head(200, _STREAM_HEADERS + coding + self._id_header() + client.reply_headers))
         elif source.sink is None or source.status != 200 or not source.tail_ends_an_event():
             return
-        client.write(_KEEP_ALIVE)
+        client.write(self._chunk(b"\n"))
         self._kept_alive_s = now_s
 
     def _continue_stream(self, leg: UpstreamConnection, head: bytes, rest: bytes) -> None:
         """Send an instance's reply behind the head that the client has."""
-        self._source = leg
         if is_chunked(head) and leg.status == 200:
-            leg.sink = self.write
-            self.write(rest[2:])  # behind the blank line
+            leg.sink = self.write if self._unchunked is None else self._write_unchunked
+            leg.sink(rest[2:])  # behind the blank line
         if leg.is_complete:
             self.take_complete(leg)
             leg.sink = None
@@ -181,7 +207,7 @@ class Relay:
         if client is not None:
             self._record.status, self._record.is_broken = status, True
             event = b"data: %b\n\n" % error
-            client.write(replies.chunk(event) + replies.chunk(b"data: [DONE]\n\n") + replies.CHUNKED_END)
+            client.write(self._chunk(event) + self._chunk(b"data: [DONE]\n\n") + self._end)
             self._finish()
 
     def _id_header(self) -> bytes:
@@ -264,12 +290,14 @@ class Relay:
             return
         self._break(reason)
         event = replies.sse_error_event(BROKEN_STATUS, REASON_TEXT[reason])
-        client.write(replies.chunk(event) + replies.chunk(b"data: [DONE]\n\n") + replies.CHUNKED_END)
+        client.write(self._chunk(event) + self._chunk(b"data: [DONE]\n\n") + self._end)
         self._finish()
 
     def cut(self, reason: FailureReason) -> None:
         """Close the client's connection, so that a half-sent reply does not look like a whole one."""
-        if self._joined is not None and self._source is None:
+        source = self._source
+        if not self._is_own_head and (self._joined is not None if source is None else source.sink is None):
+            self._source = None
             self.answer_error(BROKEN_STATUS, REASON_TEXT[FailureReason.LEG_FAILED])  # nothing has been relayed
             return
         client, self._client = self._client, None
@@ -381,17 +409,12 @@ def route_headers(request_id: bytes, route: Route | None, queue_s: float) -> byt
     )
 
 
-def as_error(body: bytes, status: int) -> bytes:
-    """Return an instance's error on one line, in the form that OpenAI's clients read in a stream."""
-    try:
-        error = orjson.loads(body)
-    except ValueError:
-        error = None
-    if not isinstance(error, dict):
-        return replies.error_json(status, "an instance refused the request")
-    return orjson.dumps(error if "error" in error else {"error": error})
-
-
 def reply_body(raw: bytes) -> bytes:
-    """Return the body of a reply with Content-Length, given as received."""
-    return raw[raw.index(b"\r\n\r\n") + 4 :]
+    """Return the body of a whole reply, given as received."""
+    end = raw.index(b"\r\n\r\n")
+    body = raw[end + 4 :]
+    return replies.Unchunked().feed(body) if is_chunked(raw[: end + 2]) else body
+
+
+def _unchanged(data: bytes) -> bytes:
+    return data

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from sglang_ext.types import LengthClass, PrefillLoad, Role, RouteDecision
 from sglang_ext_router.config import RouterConfig
-from sglang_ext_router.decide.decode_choice import decode_policy, fits
+from sglang_ext_router.decide.decode_choice import decode_policy
 from sglang_ext_router.decide.pairing import choose_revision, nearest
 from sglang_ext_router.decide.pool_choice import FixedBoundary, PoolChoice, choose_pool, is_in_doubt
 from sglang_ext_router.decide.prefill_choice import choose_helper, predicted_wait_s, prefill_policy
@@ -57,6 +57,7 @@ class RoutePlanner:
             LengthClass.SHORT: config.pool_overflow_share * config.controller_short_slo_secs if may_overflow else inf,
             LengthClass.LONG: config.pool_overflow_share * config.controller_long_slo_secs if may_overflow else inf,
         }
+        self._shares_long = bool(config.coordinator_url)
         self._prefers_near = config.prefer_same_topology
         self._use_breakers = not config.disable_circuit_breaker
         self._replies_seen = 0
@@ -73,14 +74,17 @@ class RoutePlanner:
         return max(known, model.estimator.estimate(prompt.longest_bytes)) if prompt.longest_bytes else max(1, known)
 
     def needs_exact_count(self, model: ModelPools, prompt: Prompt) -> bool:
-        """Return whether the estimate's error could change the class, or whether the prompt fits an instance."""
+        """Return whether the estimate's error could change the class, or which instances hold the prompt."""
         size_bytes = prompt.longest_bytes
         if not size_bytes:
             return False
         low, high = model.estimator.interval(size_bytes)
-        limit = model.longest_prompt_tokens
-        if limit is not None and low <= limit < high:
-            return True
+        for shortest, longest in (
+            (model.shortest_prefill_tokens, model.longest_prefill_tokens),
+            (model.shortest_decode_tokens, model.longest_decode_tokens),
+        ):
+            if shortest != longest and low <= shortest < high:
+                return True
         matched = self.index.matched(prompt.hashes)
         cached = 0
         if matched:
@@ -114,9 +118,15 @@ class RoutePlanner:
         Excluded instances (by id) have failed this request before: they are used only if nothing else is left.
         The prefill instance of a `place` in the long pool is taken if it is a candidate.
         """
-        prefills: Sequence[Worker] = model.ready_prefill
-        decodes: Sequence[Worker] = model.ready_decode
+        ready_prefill: Sequence[Worker] = model.ready_prefill
+        ready_decode: Sequence[Worker] = model.ready_decode
         roles: Sequence[Role] = model.prefill_roles
+        if prompt_tokens > model.shortest_prefill_tokens:
+            ready_prefill = self._that_hold(ready_prefill, prompt_tokens)
+            roles = [worker.role for worker in ready_prefill]
+        if prompt_tokens > model.shortest_decode_tokens:
+            ready_decode = self._that_hold(ready_decode, prompt_tokens)
+        prefills, decodes = ready_prefill, ready_decode
         if self._registry.suspects or prefill_excluded or decode_excluded:
             prefills = self._usable(prefills, prefill_excluded, now_s)
             decodes = self._usable(decodes, decode_excluded, now_s)
@@ -125,16 +135,19 @@ class RoutePlanner:
             raise NoInstanceError(model.lacks("prefill" if not prefills else "decode"))
 
         if needs_decode and model.has_revisions:
-            all_decodes: Sequence[Worker] = model.ready_decode
-            if prompt_tokens > model.shortest_limit_tokens:
-                decodes = _able(decodes, prompt_tokens)
-                all_decodes = _able(all_decodes, prompt_tokens)
-            prefills, decodes = _pairs(prefills, decodes) or _pairs(model.ready_prefill, all_decodes) or ((), ())
+            prefills, decodes = (
+                _pairs(prefills, decodes)
+                or _pairs(ready_prefill, ready_decode)
+                or _pairs(model.ready_prefill, model.ready_decode)
+                or ((), ())
+            )
             if not prefills:
                 raise NoInstanceError(model.lacks_pair())
             roles = [worker.role for worker in prefills]
         cached = self._cached_tokens(prompt, prompt_tokens, prefills)
-        pool = choose_pool(prompt_tokens, roles, cached, self.boundary(model), self._allow_spill)
+        # Where only instances of the other pool hold the prompt, it goes there.
+        allow_spill = self._allow_spill or len(ready_prefill) < len(model.ready_prefill)
+        pool = choose_pool(prompt_tokens, roles, cached, self.boundary(model), allow_spill)
         if not pool.candidates:
             raise NoInstanceError(f"no prefill instance for {pool.length_class} prompts is ready")
         if place is not None:
@@ -158,12 +171,6 @@ class RoutePlanner:
         decode: Worker | None = None
         if needs_decode:
             decode_loads = [worker.decode_load() for worker in decodes]
-            if prompt_tokens > model.shortest_limit_tokens:
-                able = [i for i, one in enumerate(decode_loads) if fits(one, prompt_tokens)]
-                if not able:
-                    raise NoInstanceError("no decode instance that could hold the prompt is ready")
-                decodes = [decodes[i] for i in able]
-                decode_loads = [decode_loads[i] for i in able]
             if self._prefers_near and prefill.topology:
                 near = nearest(prefill.topology, [one.topology for one in decodes], decode_loads, prompt_tokens)
                 decodes = [decodes[i] for i in near]
@@ -240,6 +247,20 @@ class RoutePlanner:
                 cached.append(tokens if tokens < max_tokens else max_tokens)
         return cached
 
+    def _that_hold(self, ready: Sequence[Worker], prompt_tokens: int) -> Sequence[Worker]:
+        """Return the instances that hold a prompt of this length; the largest ones where none does.
+
+        The instances of a long pool hold it together.
+        """
+        if not ready:
+            return ready
+        longest_tokens = min(prompt_tokens, max([worker.max_prompt_tokens for worker in ready]))
+        return [
+            worker
+            for worker in ready
+            if worker.max_prompt_tokens >= longest_tokens or (self._shares_long and worker.role is Role.LONG)
+        ]
+
     def _usable(self, ready: Sequence[Worker], excluded: Set[int], now_s: float) -> Sequence[Worker]:
         """Return the instances without open circuits and without excluded ones, unless that leaves none."""
         if self._use_breakers:
@@ -292,11 +313,6 @@ class RoutePlanner:
         if prefill.role.is_prefill and model is not None:
             size_bytes = prefill.kv_capacity_tokens * model.estimator.bytes_per_token
             self.index.set_capacity(prefill.id, max(BLOCK_BYTES, int(size_bytes)))
-
-
-def _able(decodes: Sequence[Worker], prompt_tokens: int) -> Sequence[Worker]:
-    """Return the instances that could hold the prompt; all of them if none could."""
-    return [worker for worker in decodes if prompt_tokens <= worker.max_prompt_tokens] or decodes
 
 
 def _pairs(prefills: Sequence[Worker], decodes: Sequence[Worker]) -> tuple[Sequence[Worker], Sequence[Worker]] | None:

@@ -61,12 +61,15 @@ class ScorePlan(NamedTuple):
     form: CompletionForm | None
     entries_per_token: int  # log-probabilities in the reply for every token of the prompt
 
+    def is_small(self, prompt_tokens: int) -> bool:
+        """Return whether a reply about this many tokens, in all sequences, is not too large."""
+        return prompt_tokens * self.entries_per_token <= MAX_ENTRIES
+
     def check_size(self, prompt_tokens: int) -> None:
         """Raise BadRequestError if the reply would be too large; `prompt_tokens` is the sum over all sequences."""
-        entries = prompt_tokens * self.entries_per_token
-        if entries > MAX_ENTRIES:
+        if not self.is_small(prompt_tokens):
             raise BadRequestError(
-                f"about {prompt_tokens} tokens with {self.entries_per_token} log-probabilities each are more than the "
+                f"{prompt_tokens} tokens with {self.entries_per_token} log-probabilities each are more than the "
                 f"{MAX_ENTRIES} that one request may ask for; send fewer sequences at a time"
             )
 

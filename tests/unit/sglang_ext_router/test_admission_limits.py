@@ -198,12 +198,18 @@ async def test_deadlines_of_requests_without_a_token_are_missed_unless_they_are_
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "abcd" * 10 * CONTEXT_TOKENS}]}),
     ],
 )
-async def test_a_prompt_that_no_decode_instance_can_hold_gives_400(target: str, body: dict[str, Any]) -> None:
+async def test_a_prompt_that_no_decode_instance_can_hold_is_theirs_to_refuse(target: str, body: dict[str, Any]) -> None:
+    """They count it, template and all; an estimate would refuse some that fit."""
     async with cluster() as served:
+        sentence = "The input (9000 tokens) is longer than the model's context length (4096 tokens)."
+        for engine in served.decode:
+            engine.script = reply({"object": "error", "message": sentence, "type": "BadRequestError", "code": 400}, 400)
         answer = await served.ask("POST", target, body)
-        assert answer.status == 400
-        assert str(CONTEXT_TOKENS) in answer.error["message"]
-        assert served.upstream_requests() == 0
+        assert (answer.status, served.upstream_requests()) == (400, 2)
+        if target == "/generate":
+            assert answer.json["message"] == sentence
+        else:
+            assert (answer.error["message"], answer.error["code"]) == (sentence, "context_length_exceeded")
 
 
 async def test_a_prompt_that_just_fits_is_served() -> None:

@@ -315,12 +315,3 @@ async def test_the_whole_time_of_a_stream_is_bounded() -> None:
         assert answer.chunks[0] == event(1)
         assert b'"error"' in answer.chunks[1]
         await served.decode[0].abort_of(served.decode[0].requests[0].rid, 1.0)
-
-
-async def test_a_chunked_reply_for_an_http_1_0_client() -> None:
-    async with cluster() as served:
-        served.decode[0].script = stream(b'{"text": "ok"}')
-        async with await served.connect() as client:
-            answer = await client.ask("POST", "/generate", PROMPT, version="1.0")
-            assert answer.chunks is None
-            assert await client.is_closed_within(1.0)

@@ -160,14 +160,6 @@ async def test_http_1_0_is_answered_and_closed() -> None:
                 assert await client.is_closed_within(1.0)
 
 
-async def test_a_stream_for_http_1_0_is_refused() -> None:
-    async with cluster() as served, await served.connect() as client:
-        answer = await client.ask("POST", "/generate", {"text": "x", "stream": True}, version="1.0")
-        assert answer.status == 400
-        assert answer.error["param"] == "stream"
-        assert served.upstream_requests() == 0
-
-
 @pytest.mark.parametrize(
     "target", [b"http://a/generate", b"http://evil:80/generate?x=1", b"*", b"generate", b"/%67enerate"]
 )

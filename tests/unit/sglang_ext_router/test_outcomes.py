@@ -157,16 +157,6 @@ async def test_the_client_left(leave: Callable[[Cluster], Any]) -> None:
         assert counted(served) == {(499, "client_left"): 1}
 
 
-async def test_a_client_of_http_1_0_that_cannot_have_its_reply_has_not_left() -> None:
-    async with cluster() as served:
-        served.decode[0].script = stream(*TOKENS, DONE)
-        client = await served.connect()
-        await client.send(request_bytes("POST", "/generate", json.dumps(WHOLE).encode(), version="1.0"))
-        assert (await client.reply()).status == 400
-        await served.until_idle()
-        assert counted(served) == {(400, "error_before"): 1}
-
-
 LOGPROBS = {"text": "x", "return_logprob": True, "logprob_start_len": 0}
 HALF = {"text": "a", "meta_info": {"input_token_logprobs": [[-0.25, 2, None]], "completion_tokens": 5}}
 LARGE = {"text": "a" * 200_000, "meta_info": {"input_token_logprobs": [[-0.25, 2, None]], "completion_tokens": 5}}

@@ -39,7 +39,7 @@ def test_before_samples_the_prior_is_wide() -> None:
     estimator = TokenEstimator(template_tokens=256)
     assert estimator.estimate(4000) == 1000
     low, high = estimator.interval(6000)
-    assert low == 1000
+    assert low == 250
     assert high == 4000 + 256
 
 

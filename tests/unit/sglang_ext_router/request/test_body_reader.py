@@ -40,13 +40,13 @@ LARGE = {
 
 async def outcome(reader: BodyReader, path: bytes, raw: bytes, has_hints: bool = False) -> Outcome:
     read: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-    reader.read(path, raw, True, has_hints, read.set_result)
+    reader.read(path, raw, has_hints, read.set_result)
     return await asyncio.wait_for(read, 30.0)
 
 
 def read_at_once(path: bytes, raw: bytes, has_hints: bool) -> Outcome:
     try:
-        return read_body(path, raw, True, has_hints)
+        return read_body(path, raw, has_hints)
     except BadRequestError as error:
         return error
 
@@ -121,7 +121,7 @@ async def test_a_process_that_dies_fails_its_body_only(complaints: object) -> No
     try:
         raw = orjson.dumps({"input_ids": list(range(2_000_000))})
         read: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        reader.read(b"/generate", raw, True, False, read.set_result)
+        reader.read(b"/generate", raw, False, read.set_result)
         await until(lambda: bool(reader._all))
         (process,) = reader._all
         os.kill(process.pid, signal.SIGKILL)
@@ -137,7 +137,7 @@ async def test_what_was_cancelled_is_not_told() -> None:
     reader = BodyReader(asyncio.get_running_loop())
     raw = orjson.dumps({"text": TEXT})
     told: list[Outcome] = []
-    futures: list[Future[Outcome]] = [reader.read(b"/generate", raw, True, False, told.append) for _ in range(6)]
+    futures: list[Future[Outcome]] = [reader.read(b"/generate", raw, False, told.append) for _ in range(6)]
     cancelled = [future for future in futures if future.cancel()]
     await until(lambda: all(future.done() for future in futures))
     await asyncio.sleep(0.05)

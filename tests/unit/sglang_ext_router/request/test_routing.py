@@ -93,12 +93,13 @@ def test_a_cached_prefix_changes_the_class() -> None:
 
 def test_what_instances_of_other_models_hold_puts_no_class_in_doubt() -> None:
     pools = Pools(SHORT, LONG, DECODE)
-    prompt = measure(b"/generate", {"text": TEXT})
+    prompt = measure(b"/generate", {"text": 3 * TEXT})
+    cached_bytes = 3 * len(TEXT) - 4000
     assert not pools.planner.needs_exact_count(pools.model, prompt)
     pools.planner.index.add_worker(99)
-    pools.planner.index.record(99, prompt.hashes[: 6000 // BLOCK_BYTES])
+    pools.planner.index.record(99, prompt.hashes[: cached_bytes // BLOCK_BYTES])
     assert not pools.planner.needs_exact_count(pools.model, prompt)
-    pools.planner.index.record(pools.workers[0].id, prompt.hashes[: 6000 // BLOCK_BYTES])
+    pools.planner.index.record(pools.workers[0].id, prompt.hashes[: cached_bytes // BLOCK_BYTES])
     assert pools.planner.needs_exact_count(pools.model, prompt)
 
 
@@ -290,13 +291,59 @@ def test_decode_instances_that_are_too_small_are_passed_over() -> None:
     pools.workers[1].max_prompt_tokens = 1000
     pools.registry.refresh()
     prompt = measure(b"/generate", {"text": "x"})
-    assert pools.model.longest_prompt_tokens == CONTEXT_TOKENS
+    assert pools.model.longest_decode_tokens == CONTEXT_TOKENS
     for pools.draw in (0.0, 0.99):
         assert pools.route(prompt, 2000).decode is pools.workers[2]
     pools.workers[2].is_draining = True
     pools.registry.refresh()
-    with pytest.raises(NoInstanceError, match="hold the prompt"):
-        pools.route(prompt, 2000)
+    assert pools.route(prompt, 2000).decode is pools.workers[1], "it is its to refuse"
+
+
+def test_a_small_decode_instance_is_not_taken_because_the_large_one_has_failed() -> None:
+    pools = Pools(BOTH, DECODE, DECODE)
+    pools.workers[1].max_prompt_tokens = 1000
+    pools.registry.refresh()
+    prompt = measure(b"/generate", {"text": "x"})
+    route = pools.planner.route(pools.model, prompt, 2000, set(), {pools.workers[2].id}, 0.0)
+    assert route.decode is pools.workers[2]
+
+
+@pytest.mark.parametrize("needs_decode", [True, False])
+def test_prefill_instances_that_are_too_small_are_passed_over(needs_decode: bool) -> None:
+    pools = Pools(BOTH, BOTH, DECODE)
+    small, large, _ = pools.workers
+    small.max_prompt_tokens = 1000
+    pools.registry.refresh()
+    large.pending_tokens = 100_000  # the other one is the emptiest
+    prompt = measure(b"/generate", {"text": "x"})
+
+    def prefill(tokens: int, excluded: set[int] = frozenset()) -> Worker:  # type: ignore[assignment]
+        return pools.planner.route(pools.model, prompt, tokens, excluded, set(), 0.0, needs_decode).prefill
+
+    assert prefill(1000) is small
+    assert prefill(1001) is large
+    assert prefill(1001, {large.id}) is large, "tried again where it fits"
+    assert prefill(CONTEXT_TOKENS + 1) is large, "which can say how long it may be"
+
+
+def test_a_prompt_that_only_the_other_pool_holds_goes_there() -> None:
+    pools = Pools(SHORT, LONG, DECODE, pool_spill=False)
+    short, long, _ = pools.workers
+    short.max_prompt_tokens = 100
+    pools.registry.refresh()
+    prompt = measure(b"/generate", {"text": "x"})
+    route = pools.route(prompt, 200)
+    assert (route.prefill, route.decision.length_class) == (long, LengthClass.SHORT)
+
+
+def test_instances_of_a_long_pool_hold_a_prompt_together() -> None:
+    pools = Pools(LONG, LONG, DECODE, coordinator_url="http://127.0.0.1:1")
+    for worker in pools.workers[:2]:
+        worker.max_prompt_tokens = 1000
+    pools.registry.refresh()
+    pools.workers[0].pending_tokens = 5
+    prompt = measure(b"/generate", {"text": "x"})
+    assert pools.route(prompt, 3000).prefill is pools.workers[1]
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "random", "power_of_two", "cache_aware"])

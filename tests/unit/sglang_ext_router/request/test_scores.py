@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sglang_ext_router.request.reply_builder as reply_builder_module
-from sglang_ext.types import Role
 from sglang_ext_router.request.prompt import BadRequestError
 from sglang_ext_router.request.reply_builder import BuildFailure, ReplyBuilder
 from sglang_ext_router.request.scores import (
@@ -426,13 +425,11 @@ async def test_a_prompt_that_decode_could_not_hold_is_scored() -> None:
         served.router.registry.refresh()
         served.short[0].script = reply(ONE)
         assert (await served.ask("POST", "/generate", {**SCORED, "input_ids": [5] * 50})).status == 200
-        assert (await served.ask("POST", "/generate", {"input_ids": [5] * 50})).status == 400
-        prefill = [worker for worker in served.router.registry if worker.role is not Role.DECODE]
-        for worker in prefill:
-            worker.max_prompt_tokens = 20
+        served.worker(served.short[0].url).max_prompt_tokens = 20
         served.router.registry.refresh()
-        answer = await served.ask("POST", "/generate", {**SCORED, "input_ids": [5] * 50})
-        assert (answer.status, "prefill instance" in answer.error["message"]) == (400, True)
+        served.long[0].script = reply(ONE)
+        assert (await served.ask("POST", "/generate", {**SCORED, "input_ids": [5] * 50})).status == 200
+        assert len(served.long[0].requests) == 1, "the pool that holds it"
 
 
 @pytest.mark.parametrize(

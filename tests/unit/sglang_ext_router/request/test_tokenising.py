@@ -10,7 +10,7 @@ import pytest
 
 from sglang_ext_router.request.tokenising import PromptTokeniser, Tokenisers
 from support.router_process import Cluster, cluster
-from support.scripted_engine import CONTEXT_TOKENS, reply
+from support.scripted_engine import reply
 
 
 @pytest.fixture(scope="module")
@@ -95,15 +95,20 @@ async def test_a_prompt_in_doubt_is_counted_and_classified_exactly(folder: Path)
 async def test_a_prompt_beyond_doubt_is_not_counted(folder: Path) -> None:
     async with cluster(tokenizer_path=str(folder)) as served:
         assert await ask(served, "x" * 100) == (200, "short")
-        assert await ask(served, "x" * 6000) == (200, "long")
+        assert await ask(served, "x" * 20_000) == (200, "long")
         assert served.router.metrics.tokenised == 0
 
 
-async def test_whether_a_prompt_fits_is_counted_exactly(folder: Path) -> None:
-    async with cluster(tokenizer_path=str(folder)) as served:
-        assert await ask(served, words(CONTEXT_TOKENS - 100, 6)) == (200, "long")  # an estimate would refuse it
-        status, _ = await ask(served, words(CONTEXT_TOKENS + 100, 3))  # an estimate would let it pass
-        assert status == 400
+@pytest.mark.parametrize("letters", [3, 6, 18])
+async def test_which_instance_holds_a_prompt_is_counted_exactly(folder: Path, letters: int) -> None:
+    async with cluster(tokenizer_path=str(folder), decode=2) as served:
+        small = served.worker(served.decode[0].url)
+        small.max_prompt_tokens = 3000
+        served.router.registry.refresh()
+        for _ in range(4):
+            assert (await ask(served, words(3100, letters)))[0] == 200
+        assert served.router.metrics.tokenised == 4
+        assert not served.decode[0].requests
 
 
 async def test_without_a_tokenizer_the_estimate_decides() -> None:
