@@ -26,6 +26,12 @@ class RouterConfigError(ValueError):
     """An option that cannot be used; the message is one line and names the option."""
 
 
+def may_be_forwarded(name: str) -> bool:
+    """Return whether a client's header may go to instances: it is no key, of no connection, and steers nothing."""
+    is_name = re.fullmatch(r"[a-z0-9!#$%&'*+.^_`|~-]+", name) is not None
+    return is_name and name not in _KEPT_BACK and not name.startswith(("x-override-", "proxy-"))
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerAddress:
     """Describes where an instance is, and of which revision: its HTTP endpoint and, for prefill, its bootstrap server's
@@ -39,6 +45,14 @@ class WorkerAddress:
     bootstrap_port: int | None = None
     revision: str | None = None  # None: the instance says it, or has none
     topology: str = ""  # domains divided by "/", the widest first
+
+
+_KEPT_BACK = frozenset(
+    {
+        *("connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "host", "content-length"),
+        *("content-type", "expect", "authorization", "cookie", "x-api-key", "x-request-id", "x-data-parallel-rank"),
+    }
+)
 
 
 def _option(default: Any, help_text: str, **details: Any) -> Any:
@@ -290,6 +304,7 @@ class RouterConfig:
         "bearer token for changing /workers and the like, also read from SGLANG_EXT_ADMIN_API_KEY; "
         "without it changes are refused",
     )
+    forward_headers: str = _option("", "headers of clients that instances get as well, separated by commas")
     cors_allow_origins: str = _option("", "origins whose pages may use the router, separated by commas; * is any")
     ssl_certfile: str = _option("", "certificate chain in PEM: clients are served over TLS")
     ssl_keyfile: str = _option("", "its key in PEM; default: in the same file")
@@ -416,6 +431,9 @@ class RouterConfig:
                 read_api_keys(self.api_keys_file)
             except ApiKeyFileError as error:
                 raise RouterConfigError(f"--api-keys-file: {error}") from None
+        for name in self.forwarded_headers:
+            if not may_be_forwarded(name):
+                raise RouterConfigError(f"--forward-headers: {name!r} is no header that can be passed on")
         for origin in self.cors_origins:
             if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9.:\[\]-]+", origin):
                 raise RouterConfigError(f"--cors-allow-origins: {origin!r} is neither * nor of the form https://HOST")
@@ -455,6 +473,11 @@ class RouterConfig:
     def key_for_workers(self) -> str:
         """Return what the router itself sends the workers; empty for nothing."""
         return self.worker_api_key or self.api_key
+
+    @property
+    def forwarded_headers(self) -> tuple[str, ...]:
+        """The names of `--forward-headers`, in lower case."""
+        return tuple(name.lower() for part in self.forward_headers.split(",") if (name := part.strip()))
 
     @property
     def cors_origins(self) -> tuple[str, ...]:

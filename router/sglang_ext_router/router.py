@@ -54,6 +54,7 @@ from sglang_ext_router.observe.traces import Tracer
 from sglang_ext_router.request.aborting import Aborter
 from sglang_ext_router.request.body_reader import BodyReader
 from sglang_ext_router.request.flow import RequestFlow
+from sglang_ext_router.request.prepared_request import FORWARDED
 from sglang_ext_router.request.reply_builder import ReplyBuilder
 from sglang_ext_router.request.request_ids import RoomAllocator
 from sglang_ext_router.request.routing import RoutePlanner
@@ -138,6 +139,7 @@ class Router:
             on_ended=self._on_ended,
             access_log=self.access_log,
             authorization=authorization,
+            forwarded_headers=FORWARDED | {name.encode() for name in config.forwarded_headers},
             relays_authorization=not (key or config.needs_client_key or config.admin_api_key),
         )
         if self.long_pool is not None and config.coordinator_offer_timeout_secs:
@@ -150,7 +152,6 @@ class Router:
         self.live_page = None if config.disable_ui else LivePage(self, process_index)
         self.is_draining = False
         self.app = build_app(self)
-        self.access.methods_of = self._methods_of
         self._admitted: deque[RequestFlow] = deque()
         self._refused_before = 0  # requests that found the queue full, when the limit was divided last
         self._is_starting = False
@@ -242,14 +243,21 @@ class Router:
 
     def dispatch(self, connection: ClientConnection, request: Request) -> None:
         """Serve a generation request with a `RequestFlow`, any other request by the control plane."""
-        if request.path not in GENERATION_PATHS:
+        path, method = request.path, request.method
+        if path not in GENERATION_PATHS:
+            if path.rstrip(b"/") in GENERATION_PATHS:  # as SGLang answers
+                where = path.rstrip(b"/") + (b"?" + request.query if request.query else b"")
+                connection.respond(307, b"", b"text/plain", b"location: %b\r\n" % where)
+                return
             self._dispatch_control(connection, request)
             return
-        if request.method != b"POST":
+        if method != b"POST" and not (method == b"PUT" and path == b"/generate"):
             if self.access.is_preflight(request):
                 self._dispatch_control(connection, request)
                 return
-            connection.respond_error(405, "use POST", extra=b"allow: POST\r\n")
+            methods = self._methods_of(path)
+            allow = f"allow: {', '.join(methods)}\r\n".encode()
+            connection.respond_error(405, f"use {' or '.join(methods)}", extra=allow)
             return
         flow = RequestFlow(self.services, connection, request, self.loop.time())
         # Before `begin`: a request that is read by another process must learn that its client left.
@@ -273,7 +281,9 @@ class Router:
             self._dispatch_report(connection, request)
 
     def _methods_of(self, path: bytes) -> list[str]:
-        return ["POST"] if path in GENERATION_PATHS else methods_of(self.app, path.decode("latin-1"))
+        if path in GENERATION_PATHS:
+            return ["POST", "PUT"] if path == b"/generate" else ["POST"]
+        return methods_of(self.app, path.decode("latin-1"))
 
     def _dispatch_report(self, connection: ClientConnection, request: Request) -> None:
         connection.call = AsgiCall(self.app, connection, request, self.access_log)
@@ -481,6 +491,8 @@ class Router:
         )
 
     def _on_worker_info(self, worker: Worker) -> None:
+        if worker.label_header:
+            self.services.forwarded_headers.add(worker.label_header)
         self.planner.learn_capacity(worker)
         self.planner.learn_boundary(worker)
         self._compare_boundary(worker)

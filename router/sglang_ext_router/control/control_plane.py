@@ -28,6 +28,7 @@ from sglang_ext_router.control.api_document import (
 )
 from sglang_ext_router.control.pools import add_pool_routes, worker_id, worker_state
 from sglang_ext_router.http import replies
+from sglang_ext_router.http.access import ALIVE_PATHS, READY_PATHS
 from sglang_ext_router.instances.registry import WorkerRegistry
 from sglang_ext_router.instances.workers import Worker
 from sglang_ext_router.observe.live_page import read_page
@@ -150,20 +151,10 @@ def build_app(router: Router) -> FastAPI:
         where = ".".join(str(part) for part in first["loc"] if part not in {"body", "query"})
         return _json_error(400, f"{where}: {first['msg']}" if where else str(first["msg"]), where or None)
 
-    @app.head("/health", include_in_schema=False)
-    @app.get("/health", openapi_extra=NO_KEY)
-    @app.head("/healthz", include_in_schema=False)
-    @app.get("/healthz", openapi_extra=NO_KEY)
-    @app.head("/liveness", include_in_schema=False)
-    @app.get("/liveness", openapi_extra=NO_KEY)
     async def health() -> dict[str, str]:
         """Answer 200 while the process runs."""
         return {"status": "ok"}
 
-    @app.head("/readyz", include_in_schema=False)
-    @app.get("/readyz", openapi_extra=NO_KEY)
-    @app.head("/readiness", include_in_schema=False)
-    @app.get("/readiness", openapi_extra=NO_KEY)
     async def ready() -> Response:
         """Answer 200 while a model has a ready instance of every role it needs and the router is not shutting down."""
         missing = registry.missing_roles()
@@ -172,6 +163,11 @@ def build_app(router: Router) -> FastAPI:
         if missing is not None:
             return _json_error(503, f"no ready instance for: {missing}")
         return Response(b'{"status":"ready"}', media_type="application/json")
+
+    for endpoint, paths in ((health, ALIVE_PATHS), (ready, READY_PATHS)):
+        for path in paths:
+            app.add_api_route(path, endpoint, methods=["GET"], openapi_extra=NO_KEY)
+            app.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics(accept: Annotated[str, Header(include_in_schema=False)] = "") -> Response:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hmac
 import re
-from collections.abc import Callable, Sequence
 
 from sglang_ext_router.config import RouterConfig
 from sglang_ext_router.http.api_keys import ApiKeys
@@ -13,14 +12,15 @@ from sglang_ext_router.observe.metrics import RouterMetrics
 
 GENERATION_PATHS = frozenset({b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/generate"})
 TOKENISE_PATHS = frozenset({b"/v1/tokenize", b"/tokenize", b"/v1/detokenize", b"/detokenize"})
-PROBE_PATHS = frozenset({b"/health", b"/healthz", b"/liveness", b"/readyz", b"/readiness"})  # need no key
+ALIVE_PATHS = ("/", "/health", "/healthz", "/liveness", "/ping")
+READY_PATHS = ("/ready", "/readyz", "/readiness", "/health_generate")
+PROBE_PATHS = frozenset(path.encode() for path in (*ALIVE_PATHS, *READY_PATHS))  # need no key
 PAGE_PATH = b"/ui"  # the bare page: the data it shows comes from STREAM_PATH
 STREAM_PATH = b"/ui/stream"
 _OPEN_PATHS = PROBE_PATHS | {PAGE_PATH}
 PAGE_PATHS = frozenset({PAGE_PATH, STREAM_PATH})  # may have a port of their own
 REPORT_PATHS = frozenset({b"/metrics", b"/docs", b"/openapi.json"})  # may have a port of their own
 _PROMPT_PATHS = GENERATION_PATHS | TOKENISE_PATHS
-_WITHOUT_BODY = frozenset({b"GET", b"HEAD", b"DELETE", b"OPTIONS"})
 _HEADER_NAMES = re.compile(rb"[A-Za-z0-9_, -]*")
 _EXPOSED = b"x-request-id, retry-after, x-sglang-ext-class, x-sglang-ext-prefill, x-sglang-ext-decode, " + (
     b"x-sglang-ext-queue-ms"
@@ -30,8 +30,10 @@ _EXPOSED = b"x-request-id, retry-after, x-sglang-ext-class, x-sglang-ext-prefill
 NO_BODY = RequestRefusal(413, "this path takes no body")
 
 
-def _any_method(path: bytes) -> Sequence[str]:
-    return ()
+def bearer_key(authorization: bytes) -> bytes:
+    """Return the key in an Authorization header, whose scheme has no case; empty where it holds none."""
+    scheme, _, key = authorization.strip().partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else b""
 
 
 class Access:
@@ -42,21 +44,16 @@ class Access:
         self._metrics = metrics
         self._max_payload_bytes = config.max_payload_size
         self._max_control_bytes = min(config.max_payload_size, config.max_control_payload_size)
-        self._client_key = f"Bearer {config.api_key}".encode() if config.api_key else b""
-        self._admin_key = f"Bearer {config.admin_api_key}".encode() if config.admin_api_key else b""
+        self._client_key = config.api_key.encode()
+        self._admin_key = config.admin_api_key.encode()
         self._named_keys = ApiKeys(config.api_keys_file) if config.api_keys_file else None
         self._needs_key = config.needs_client_key
-        # The methods of a path, none if it is unknown; the router sets this once the control plane is built.
-        self.methods_of: Callable[[bytes], Sequence[str]] = _any_method
         self._origins = frozenset(origin.encode() for origin in config.cors_origins)
 
     def check_head(self, request: Request) -> RequestRefusal | None:
         """Refuse a request that lacks a key it needs, and set its `max_body_bytes`."""
         path = request.path
-        if request.method in _WITHOUT_BODY:
-            request.max_body_bytes = 0
-        else:
-            request.max_body_bytes = self._max_payload_bytes if path in _PROMPT_PATHS else self._max_control_bytes
+        request.max_body_bytes = self._max_payload_bytes if path in _PROMPT_PATHS else self._max_control_bytes
         if self._origins:
             request.reply_headers = self._cors_headers(request.header(b"origin"))
         if not self._needs_key or path in _OPEN_PATHS or self.is_client(request.header(b"authorization") or b""):
@@ -68,11 +65,7 @@ class Access:
         return RequestRefusal(401, "missing or wrong API key", extra)
 
     def refuse_body(self, request: Request) -> RequestRefusal:
-        """Return 405 if the path does not take the method either, else 413."""
-        methods = self.methods_of(request.path)
-        if methods and request.method.decode("latin-1") not in methods:
-            allow = f"allow: {', '.join(methods)}\r\n"
-            return RequestRefusal(405, f"use {' or '.join(methods)}", allow.encode() + request.reply_headers)
+        """Return 413: no path here has a limit of 0."""
         return NO_BODY
 
     # -- keys -------------------------------------------------------------------------------------------
@@ -81,14 +74,15 @@ class Access:
         """Return whether an Authorization header holds a client's or the administrator's key, or no key is needed."""
         if not self._needs_key:
             return True
-        is_client = bool(self._client_key) and hmac.compare_digest(authorization, self._client_key)
-        if not is_client and self._named_keys is not None and authorization.startswith(b"Bearer "):
-            is_client = self._named_keys.knows(authorization[7:])
+        key = bearer_key(authorization)
+        is_client = bool(self._client_key) and hmac.compare_digest(key, self._client_key)
+        if not is_client and self._named_keys is not None and key:
+            is_client = self._named_keys.knows(key)
         return is_client or self.is_admin(authorization)
 
     def is_admin(self, authorization: bytes) -> bool:
         """Return whether an Authorization header holds the administrator's key."""
-        return bool(self._admin_key) and hmac.compare_digest(authorization, self._admin_key)
+        return bool(self._admin_key) and hmac.compare_digest(bearer_key(authorization), self._admin_key)
 
     def may_view(self, authorization: bytes) -> bool:
         """Return whether an Authorization header opens the live stream: the administrator's if there is one."""

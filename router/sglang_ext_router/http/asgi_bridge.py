@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
-from urllib.parse import unquote
 
 from sglang_ext_router.http import replies
 from sglang_ext_router.http.http1 import ClientConnection
@@ -50,7 +49,6 @@ class AsgiCall:
 
     async def _run(self, app: AsgiApp) -> None:
         request = self._request
-        _, _, query = request.target.partition(b"?")
         server = self._connection.transport.get_extra_info("sockname")
         client = self._connection.transport.get_extra_info("peername")
         scope: MutableMapping[str, Any] = {
@@ -59,9 +57,9 @@ class AsgiCall:
             "http_version": "1.1" if request.is_http_11 else "1.0",
             "method": request.method.decode("ascii", "replace"),
             "scheme": "http" if self._connection.transport.get_extra_info("ssl_object") is None else "https",
-            "path": unquote(request.path.decode("latin-1")),
+            "path": request.path.decode("utf-8", "replace"),
             "raw_path": request.path,
-            "query_string": query,
+            "query_string": request.query,
             "root_path": "",
             "headers": request.headers,
             "server": server[:2] if server else None,

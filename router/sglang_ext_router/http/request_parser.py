@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
+from urllib.parse import unquote_to_bytes
 
 import httptools
 
@@ -41,6 +42,7 @@ class Request:
         "max_body_bytes",
         "method",
         "path",
+        "query",
         "reply_headers",
         "size_bytes",
         "target",
@@ -48,9 +50,9 @@ class Request:
 
     def __init__(self, method: bytes, target: bytes, headers: list[tuple[bytes, bytes]], is_http_11: bool) -> None:
         self.method = method
-        self.target = target
-        end = target.find(b"?")
-        self.path = target if end < 0 else target[:end]
+        self.target = target  # as it came
+        target, _, self.query = _origin_form(target).partition(b"?")
+        self.path = unquote_to_bytes(target) if b"%" in target else target
         self.headers = headers
         self.is_http_11 = is_http_11
         self.body: bytes | bytearray = b""
@@ -65,6 +67,18 @@ class Request:
             if key == name:
                 return value
         return None
+
+
+def _origin_form(target: bytes) -> bytes:
+    """Return path and query of a request's target; of the absolute form, which proxies use, without the server."""
+    if not target.startswith(b"/"):
+        scheme, separator, rest = target.partition(b"://")
+        if separator and scheme.lower() in (b"http", b"https"):
+            start = min((at for at in (rest.find(b"/"), rest.find(b"?")) if at >= 0), default=len(rest))
+            target = rest[start:]
+            if not target.startswith(b"/"):
+                target = b"/" + target
+    return target.partition(b"#")[0] if b"#" in target else target
 
 
 class RequestRefusal(NamedTuple):

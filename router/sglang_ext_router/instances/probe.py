@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 
 from sglang_ext.types import Role
-from sglang_ext_router.config import RouterConfig, WorkerAddress
+from sglang_ext_router.config import RouterConfig, WorkerAddress, may_be_forwarded
 from sglang_ext_router.decide.served_models import AUTO, PairingFacts, pairing_refusal
 from sglang_ext_router.instances.registry import WorkerRegistry
 from sglang_ext_router.instances.workers import Worker
@@ -316,6 +316,10 @@ class Prober:
             if port is None:
                 raise ValueError("its /server_info has no disaggregation_bootstrap_port; give it on the command line")
             worker.set_bootstrap_port(port)
+        label_header = info.get("tokenizer_metrics_custom_labels_header")
+        is_used = isinstance(label_header, str) and bool(info.get("tokenizer_metrics_allowed_custom_labels"))
+        name = str(label_header).lower() if is_used else ""
+        worker.label_header = name.encode() if may_be_forwarded(name) else b""
         own = _extension(info)
         hooks = own.get("hooks")
         worker.serves_parallel_samples = isinstance(hooks, list) and PARALLEL_SAMPLES_HOOK in hooks

@@ -113,7 +113,8 @@ class RequestFlow:
         """Read headers and body; a large body is read by another process."""
         services, unread = self._services, self._unread
         try:
-            headers = read_headers(unread.headers, services.authorization, services.relays_authorization)
+            forwarded, relays_own = services.forwarded_headers, services.relays_authorization
+            headers = read_headers(unread.headers, services.authorization, relays_own, forwarded)
             if services.tracer is not None:
                 headers = services.tracer.join(unread.headers, headers)
             self._headers = headers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_ext_router.http.request_parser import Request
@@ -30,7 +30,11 @@ SLO_HEADER = b"x-sgl-ttft-slo-ms"
 PRIORITY_HEADER = b"x-sgl-priority"
 MAX_REQUEST_ID_BYTES = 256
 COPIED_BYTES = 16384  # beyond it a system call with several parts costs less than one more copy
-_FORWARDED = frozenset((b"traceparent", b"tracestate", b"baggage", SLO_HEADER, b"x-sgl-tps-slo", b"x-smg-routing-key"))
+# What every instance of SGLang may read, or a tracer behind it.
+FORWARDED = {
+    *(b"traceparent", b"tracestate", b"baggage", SLO_HEADER, b"x-sgl-tps-slo", b"x-smg-routing-key"),
+    *(b"x-sglext-return-input-ids", b"x-sglext-return-output-ids", b"x-sglext-ids-framed"),
+}
 
 
 class ClientHeaders(NamedTuple):
@@ -43,8 +47,12 @@ class ClientHeaders(NamedTuple):
     trace: TraceContext | None = None  # of one whose spans are wanted
 
 
-def read_headers(headers: Sequence[tuple[bytes, bytes]], authorization: bytes, relays_own: bool) -> ClientHeaders:
+def read_headers(
+    headers: Sequence[tuple[bytes, bytes]], authorization: bytes, relays_own: bool, forwarded_names: Set[bytes]
+) -> ClientHeaders:
     """Read headers with lower-case names. `authorization` replaces the client's, which goes on only if `relays_own`.
+
+    Of the others instances get those in `forwarded_names`.
 
     BadRequestError for a deadline or a priority that is none.
     """
@@ -53,7 +61,7 @@ def read_headers(headers: Sequence[tuple[bytes, bytes]], authorization: bytes, r
     slo_s: float | None = None
     priority: str | None = None
     for name, value in headers:
-        if name in _FORWARDED:
+        if name in forwarded_names:
             forwarded += b"%b: %b\r\n" % (name, value)
             if name == SLO_HEADER:
                 slo_s = _slo_seconds(value)
@@ -126,7 +134,8 @@ class PreparedRequest:
         self.model = model
         self.is_online = headers.priority != OFFLINE_PRIORITY
         self.path = request.path
-        self.target = body.target or request.target
+        own_target = request.path + b"?" + request.query if request.query else request.path
+        self.target = body.target or own_target
         self.started_s = started_s
         self.prompt = body.prompt
         self.prompt_tokens = 0  # of the longest single prompt; known once the request is offered for admission

@@ -58,6 +58,7 @@ class Services:
     running: dict[RequestFlow, None]  # in order of their start
     on_ended: Callable[[RequestFlow, float], None]
     authorization: bytes  # header line for the instances, in place of the client's; empty without a key for them
+    forwarded_headers: set[bytes]  # names of the client's headers that instances get, in lower case
     relays_authorization: bool  # without any key the client's own header is for the instances
     access_log: AccessLog | None
     pool_offers: PoolOffers | None = None  # with a coordinator that plans the long pool

@@ -270,7 +270,17 @@ async def test_a_body_that_cannot_be_served_gives_400_and_one_line() -> None:
 
 @pytest.mark.parametrize(
     ("authorization", "status"),
-    [(None, 401), ("Bearer wrong", 401), ("secret", 401), ("bearer secret", 401), ("Bearer secret", 200)],
+    [
+        *(
+            (None, 401),
+            ("Bearer wrong", 401),
+            ("secret", 401),
+            ("Basic secret", 401),
+            ("Bearer", 401),
+            ("Bearer ", 401),
+        ),
+        *(("Bearer secret", 200), ("bearer secret", 200), ("BEARER secret", 200), ("Bearer  secret ", 200)),
+    ],
 )
 async def test_the_key(authorization: str | None, status: int) -> None:
     async with cluster(api_key="secret") as served:
@@ -288,14 +298,39 @@ async def test_the_key(authorization: str | None, status: int) -> None:
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
 async def test_only_post(method: str, path: str) -> None:
     async with cluster() as served, await served.connect() as client:
+        if (method, path) == ("PUT", "/generate"):  # as SGLang has it
+            assert (await client.ask(method, path, PROMPT)).status == 200
+            return
         for _ in range(2):
             answer = await client.ask(method, path)
             assert answer.status == 405
-            assert answer.headers["allow"] == "POST"
+            assert answer.headers["allow"] == ("POST, PUT" if path == "/generate" else "POST")
             assert (answer.body == b"") == (method == "HEAD")
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/chat/completions/", "/generate/", "//generate", "/V1/completions"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions/", "/generate/", "/v1/completions//", "/v1/responses/?a=b"])
+async def test_a_slash_at_the_end_is_redirected(path: str) -> None:
+    async with cluster() as served:
+        answer = await served.ask("POST", path, PROMPT)
+        bare, _, query = path.partition("?")
+        where = bare.rstrip("/") + ("?" + query if query else "")
+        assert (answer.status, answer.headers["location"]) == (307, where)
+        assert served.upstream_requests() == 0
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+@pytest.mark.parametrize(
+    "path", ["/", "/ping", "/health", "/healthz", "/liveness", "/ready", "/readyz", "/health_generate"]
+)
+async def test_probes_need_no_key(method: str, path: str) -> None:
+    async with cluster(api_key="secret") as served, await served.connect() as client:
+        assert (await client.ask(method, path)).status == 200
+        served.router.drain_worker(served.worker(served.decode[0].url), True)
+        tells_readiness = path in {"/ready", "/readyz", "/health_generate"}
+        assert (await client.ask(method, path)).status == (503 if tells_readiness else 200)
+
+
+@pytest.mark.parametrize("path", ["/v1", "/V1/completions"])
 async def test_unknown_paths(path: str) -> None:
     async with cluster() as served:
         answer = await served.ask("POST", path, PROMPT)

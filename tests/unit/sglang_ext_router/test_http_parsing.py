@@ -161,18 +161,37 @@ async def test_http_1_0_is_answered_and_closed() -> None:
 
 
 @pytest.mark.parametrize(
-    "target", [b"http://a/generate", b"http://evil:80/generate?x=1", b"*", b"generate", b"/%67enerate"]
+    ("target", "path"),
+    [
+        (b"http://a/generate", "/generate"),
+        (b"HTTP://evil:80/generate?x=1", "/generate?x=1"),
+        (b"https://[::1]:30000/v1/completions", "/v1/completions"),
+        (b"/%67enerate", "/generate"),
+        (b"/v1%2Fcompletions", "/v1/completions"),
+        (b"/generate#part", "/generate"),
+        (b"/generate?a=%2F&b#part", "/generate?a=%2F&b"),
+    ],
 )
-async def test_targets_in_other_forms_reach_no_instance_by_mistake(target: bytes) -> None:
-    """The absolute form is for proxies; whatever is answered, an instance never sees such a target."""
+async def test_targets_in_other_forms_are_served(target: bytes, path: str) -> None:
+    """An instance sees only the plain form."""
+    async with cluster() as served:
+        body = BODY if path.startswith("/generate") else b'{"prompt": "x"}'
+        length = b"Content-Length: %d" % len(body)
+        async with await served.connect() as client:
+            await client.send(post(HOST, b"Connection: close", length, body=body, target=target))
+            got = await client.rest()
+        assert got.startswith(b"HTTP/1.1 200 ")
+        assert [request.path for request in served.decode[0].requests] == [path.partition("?")[0]]
+
+
+@pytest.mark.parametrize("target", [b"*", b"generate", b"ftp://a/generate", b"http://a", b"http:///", b"//generate"])
+async def test_targets_that_name_no_path_of_ours_reach_no_instance(target: bytes) -> None:
     async with cluster() as served:
         async with await served.connect() as client:
             await client.send(post(HOST, b"Connection: close", LENGTH, body=BODY, target=target))
             got = await client.rest()
-        assert got.startswith((b"HTTP/1.1 404 ", b"HTTP/1.1 400 ", b"HTTP/1.1 405 ")) or (
-            b"/generate" in target and got.startswith(b"HTTP/1.1 200 ")
-        )
-        assert {request.path for request in served.decode[0].requests} <= {"/generate"}
+        assert got.startswith((b"HTTP/1.1 404 ", b"HTTP/1.1 400 ", b"HTTP/1.1 405 "))
+        assert served.upstream_requests() == 0
 
 
 async def test_connect_is_refused() -> None:

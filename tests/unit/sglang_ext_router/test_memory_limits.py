@@ -74,9 +74,11 @@ async def test_a_refusal_waits_for_the_replies_before_it() -> None:
 @pytest.mark.parametrize(
     ("method", "path", "length", "expected"),
     [
-        ("GET", "/health", 1, 413),
+        ("GET", "/health", 1, 200),
+        ("GET", "/health", 70_000, 413),
         ("GET", "/generate", 1, 405),
-        ("DELETE", "/workers/a:1", 1, 413),
+        ("DELETE", "/workers/a:1", 1, 403),
+        ("DELETE", "/workers/a:1", 70_000, 413),
         ("POST", "/health", 70_000, 413),
         ("POST", "/workers", 70_000, 413),
         ("POST", "/nowhere", 70_000, 413),

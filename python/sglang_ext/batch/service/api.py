@@ -85,8 +85,10 @@ def build_app(service: BatchService, api_key: str, max_file_bytes: int) -> FastA
     )
 
     def check_client(authorization: Annotated[str | None, Header()] = None) -> None:
-        # Header values come decoded as Latin-1, also where they were something else.
-        if api_key and not hmac.compare_digest((authorization or "").encode("latin-1"), f"Bearer {api_key}".encode()):
+        # Header values come decoded as Latin-1, also where they were something else. The scheme's name has no case.
+        scheme, _, key = (authorization or "").strip().partition(" ")
+        is_key = scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), api_key.encode())
+        if api_key and not is_key:
             raise HTTPException(401, "missing or wrong API key")
 
     client = [Depends(check_client)]
