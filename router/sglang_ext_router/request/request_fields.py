@@ -197,6 +197,11 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
 }
 
 
+_LISTS_OF_NUMBERS = frozenset(
+    {"prompt", "input_ids", "logprob_start_len", "top_logprobs_num", "token_ids_logprob", "prompt_logprob_token_ids"}
+)
+
+
 class _FieldCheck:
     """The types and the range that one field may have, from its schema."""
 
@@ -277,6 +282,33 @@ def check_field_types(path: bytes, body: dict[str, Any]) -> None:
             _check_bias(item, "sampling_params.")
         elif item is not None:
             raise BadRequestError("sampling_params must be an object", "sampling_params")
+
+
+def use_whole_numbers(body: dict[str, Any]) -> None:
+    """Read 16.0 as 16, as SGLang does: numbers of Lua, of R, of JSON libraries with one kind of number.
+
+    Only the parsed body changes, and in it sampling parameters, options and prompts of token ids; what the client wrote
+    goes on to the instances.
+    """
+    for name, value in body.items():
+        kind = type(value)
+        if kind is float or (kind is list and value and name in _LISTS_OF_NUMBERS):
+            body[name] = _whole(value)
+    parameters = body.get("sampling_params")
+    for item in parameters if type(parameters) is list else [parameters]:
+        if type(item) is dict:
+            for name, value in item.items():
+                if type(value) is float:
+                    item[name] = _whole(value)
+
+
+def _whole(value: Any) -> Any:
+    """Return the value with whole numbers as integers; a list is looked at if its first number is a float."""
+    if type(value) is float:
+        return int(value) if value.is_integer() else value
+    if type(value) is list and value and type(value[0]) in (float, list):
+        return [_whole(item) for item in value]
+    return value
 
 
 def _check_bias(body: dict[str, Any], where: str) -> None:
