@@ -467,6 +467,17 @@ class Router:
         self.registry.refresh()
         logger.info("worker %s (%s) %s", worker.url, worker.role, "is draining" if is_draining else "resumes")
 
+    def abort_requests(self, ids: frozenset[str] | None) -> None:
+        """End the requests with these ids of their clients, wherever they are; None: all.
+
+        Other processes and routers have requests of their own at the same instances, which are asked in any case.
+        """
+        for flow in (*self.admission.queue, *self.running):
+            if ids is None or flow.has_id(ids):
+                flow.on_abort()
+        for worker in self.registry:
+            self.services.aborter.abort(worker, None if ids is None else sorted(ids))
+
     def forget_prefixes(self) -> None:
         for worker in self.registry:
             if worker.role.is_prefill:

@@ -56,6 +56,10 @@ _SECRET_NAME = re.compile(
 MAX_LABEL_CHARACTERS = 63  # of the value of a Kubernetes label
 
 
+MAX_ID_CHARACTERS = 4096
+MAX_IDS = 4096
+
+
 class NewWorker(BaseModel):
     """Body of POST /workers."""
 
@@ -82,6 +86,13 @@ class Drain(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     drain: Annotated[bool, Field(strict=True)] = True
+
+
+class Abort(BaseModel):
+    """Body of POST /abort_request; further fields of SGLang's are ignored."""
+
+    rid: Annotated[str, Field(max_length=MAX_ID_CHARACTERS)] | Annotated[list[str], Field(max_length=MAX_IDS)] = ""
+    abort_all: bool = False
 
 
 def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:
@@ -301,6 +312,22 @@ def build_app(router: Router) -> FastAPI:
                 failed[worker.url] = answer.decode("utf-8", "replace")[:200]
         router.forget_prefixes()
         return _json({"flushed": flushed, "failed": failed}, 200 if not failed else 502)
+
+    @app.post("/abort_request", dependencies=client)
+    async def abort_request(
+        wanted: Abort, authorization: Annotated[str | None, Header(include_in_schema=False)] = None
+    ) -> Response:
+        """End requests by the ids that their clients gave them: both legs, and the reply is what was generated.
+
+        `abort_all` ends every request, and needs the admin key.
+        """
+        if wanted.abort_all:
+            check_admin(authorization)
+            router.abort_requests(None)
+        else:
+            ids = [wanted.rid] if isinstance(wanted.rid, str) else wanted.rid
+            router.abort_requests(frozenset(one for one in ids if one))  # an empty id would be the beginning of all
+        return Response(b"", media_type="text/plain")
 
     @app.get("/workers", dependencies=client)
     async def workers() -> dict[str, Any]:

@@ -158,6 +158,31 @@ class Unchunked:
         self.is_over = self._left_bytes <= 0
 
 
+class Recoded:
+    """Changes a chunked reply while it comes: without `removed`, which stands within events, and with chunks or not."""
+
+    __slots__ = ("_body", "_is_chunked", "_kept", "_removed")
+
+    def __init__(self, removed: bytes, is_chunked: bool) -> None:
+        self._body = Unchunked()
+        self._removed = removed
+        self._is_chunked = is_chunked
+        self._kept = b""  # of an event that is not here whole, which may end within `removed`
+
+    def feed(self, data: bytes) -> bytes:
+        """Return what the client gets for these bytes of an instance's reply."""
+        body = self._body.feed(data)
+        is_over = self._body.is_over
+        if self._removed:
+            body = self._kept + body
+            end = len(body) if is_over else body.rfind(b"\n\n") + 2 if b"\n\n" in body else 0
+            self._kept = body[end:]
+            body = body[:end].replace(self._removed, b"")
+        if not self._is_chunked:
+            return body
+        return (chunk(body) if body else b"") + (CHUNKED_END if is_over else b"")
+
+
 def sse_error_event(status: int, message: str) -> bytes:
     """Return the event that ends a stream whose instance failed after the first byte."""
     return b"data: " + error_json(status, message) + b"\n\n"

@@ -23,6 +23,7 @@ from sglang_ext_router.request.upstream import UpstreamConnection, UpstreamPools
 REPEAT_AFTER_S = 0.5
 CALLS_AT_ONCE = 8  # to one instance, each on a connection that is kept
 CALL_TIMEOUT_S = 10.0
+ALL = ""  # in place of an id
 
 
 class Aborter:
@@ -34,8 +35,11 @@ class Aborter:
         self._loop = loop
         self._queues: dict[int, _AbortQueue] = {}  # of instances with calls under way or waiting
 
-    def abort(self, worker: Worker, request_ids: Sequence[str]) -> None:
-        """Abort these requests on an instance, now and once more a little later."""
+    def abort(self, worker: Worker, request_ids: Sequence[str] | None) -> None:
+        """Abort these requests on an instance, now and once more a little later; None: all of its requests, once."""
+        if request_ids is None:
+            self._send(worker, [ALL])
+            return
         self._send(worker, request_ids)
         self._loop.call_later(REPEAT_AFTER_S, self._send, worker, request_ids)
 
@@ -86,7 +90,7 @@ class _AbortQueue:
             self._waiting.clear()
         while self._waiting and len(self._calls) < CALLS_AT_ONCE:
             request_id = self._waiting.popleft()
-            body = orjson.dumps({"rid": request_id})
+            body = orjson.dumps({"rid": request_id, "abort_all": True} if request_id == ALL else {"rid": request_id})
             head = worker.request_head(b"/abort_request")
             request = b"%b%bcontent-length: %d\r\n\r\n%b" % (head, self._authorization, len(body), body)
             self._calls[self._pools.start(worker, self, Leg.PREFILL, 0, request)] = request_id

@@ -90,12 +90,13 @@ class Attempt:
         prefill = start(route.prefill, owner, _PREFILL, number, prefill_head, on_new_connections, body, tail)
         if request.prompt.is_stream or decode_worker is None:
             prefill.reports_body = True  # which may be an error
-        prefill.keeps_reply = is_joined = request.scores.is_joined
+        is_renamed = request.own_ids is not None and not request.prompt.is_stream
+        prefill.keeps_reply = request.scores.is_joined or (is_renamed and decode_worker is None)
         self._legs = [prefill, None]
         if decode_worker is not None:
             decode_head = decode_worker.request_head(target) + head
             decode = start(decode_worker, owner, _DECODE, number, decode_head, on_new_connections, body, tail)
-            decode.keeps_reply = is_joined
+            decode.keeps_reply = request.scores.is_joined or is_renamed
             self._legs[_DECODE] = decode
 
     def leg(self, kind: Leg) -> UpstreamConnection | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Set
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -340,6 +341,7 @@ class RequestFlow:
             self._headers.request_id or record.room_id,
             None if services.config.disable_route_headers else route,
             request.scores,
+            b"" if request.own_ids is None else b"-" + record.room_id,
         )
 
     def on_leg_head(self, leg: UpstreamConnection) -> None:
@@ -502,6 +504,24 @@ class RequestFlow:
         self._account()
         if self.record.is_admitted:
             self._leave()
+
+    def has_id(self, ids: Set[str]) -> bool:
+        """Return whether the client has given it one of these ids."""
+        given = self._request.own_ids
+        return given is not None and not ids.isdisjoint([given] if isinstance(given, str) else given)
+
+    def on_abort(self) -> None:
+        """A client has asked for its end: what was generated is the reply, and nothing is tried again."""
+        services, protocol, attempt = self._services, self._protocol, self._attempt
+        services.metrics.count(services.metrics.aborts, "asked")
+        if self._is_queued:
+            services.admission.remove(self)
+            self._is_queued = False
+            self._refuse(503, "the request was aborted before it began", "aborted")
+        elif protocol is not None and attempt is not None:
+            protocol.max_retries = 0
+            for worker in {attempt.worker(Leg.PREFILL), attempt.worker(_DECODE)}:
+                attempt.abort_on(worker)
 
     def on_timeout(self) -> None:
         """The request has run for `--request-timeout-secs`, or the router ends."""

@@ -53,6 +53,8 @@ class Relay:
         "_chunk",
         "_client",
         "_end",
+        "_id_end",
+        "_is_http_11",
         "_is_openai",
         "_is_own_head",
         "_joined",
@@ -60,7 +62,6 @@ class Relay:
         "_record",
         "_scores",
         "_source",
-        "_unchunked",
         "is_building",
         "route",
         "when_built",
@@ -75,7 +76,8 @@ class Relay:
         self._builder = builder
         self._client: ClientConnection | None = client  # None once it has its reply, or has left
         is_http_11 = request.is_http_11
-        self._unchunked = None if is_http_11 else replies.Unchunked()  # for a client that knows no chunks
+        self._is_http_11 = is_http_11
+        self._id_end = b""  # what follows the client's own ids at the instances, and is none of its business
         self._chunk: Callable[[bytes], bytes] = replies.chunk if is_http_11 else _unchanged
         self._end = replies.CHUNKED_END if is_http_11 else b""
         self._is_openai = request.path != b"/generate"
@@ -91,9 +93,13 @@ class Relay:
         """Return whether the client still waits for its reply, or for the rest of it."""
         return self._client is not None
 
-    def begin_attempt(self, request_id: bytes, route: Route | None, scores: ScorePlan) -> None:
-        """Prepare for the replies of a new attempt; parts of a joined reply from an earlier attempt are dropped."""
+    def begin_attempt(self, request_id: bytes, route: Route | None, scores: ScorePlan, id_end: bytes = b"") -> None:
+        """Prepare for the replies of a new attempt; parts of a joined reply from an earlier attempt are dropped.
+
+        `id_end`: what was appended to the client's own ids.
+        """
         self._record.request_id = request_id
+        self._id_end = id_end
         self.route = route
         self._scores = scores
         if scores.is_joined:
@@ -124,14 +130,17 @@ class Relay:
         if self._is_own_head:
             self._continue_stream(leg, head, rest)
             return
-        if leg.status >= 400 and self._is_openai:
+        if (leg.status >= 400 and self._is_openai) or (self._id_end and leg.keeps_reply):
             if leg.is_complete:
                 self.take_complete(leg)
             return
         leg.sink = self.write
-        if self._unchunked is not None and is_chunked(head):  # it ends with the connection
-            head, rest = _CODING_HEADER.sub(b"", head), b"\r\n" + self._unchunked.feed(rest[2:])
-            leg.sink = self._write_unchunked
+        if is_chunked(head) and (self._id_end or not self._is_http_11):
+            recoded = replies.Recoded(self._id_end, self._is_http_11)
+            leg.sink = self._write_recoded(recoded)
+            rest = b"\r\n" + recoded.feed(rest[2:])
+            if not self._is_http_11:  # it ends with the connection
+                head = _CODING_HEADER.sub(b"", head)
         client.write(b"%b%b%b%b" % (head, self._own_headers(), client.reply_headers, rest))
         if leg.is_complete:  # here whole already
             leg.sink = None
@@ -144,9 +153,13 @@ class Relay:
         if client is not None:
             client.write(data)
 
-    def _write_unchunked(self, data: bytes) -> None:
-        assert self._unchunked is not None
-        self.write(self._unchunked.feed(data))
+    def _write_recoded(self, recoded: replies.Recoded) -> Callable[[bytes], None]:
+        def write(data: bytes) -> None:
+            changed = recoded.feed(data)
+            if changed:
+                self.write(changed)
+
+        return write
 
     def take_complete(self, leg: UpstreamConnection) -> None:
         """A leg's reply is here whole: if it was relayed, so is the client's; else it may be a half of a joined one."""
@@ -157,19 +170,22 @@ class Relay:
             elif self._is_own_head:
                 self._end_with_error(leg.status, replies.instance_error_json(leg.status, reply_body(leg.raw)))
             else:
-                self._answer_instance_error(leg)
+                self._answer_whole(leg)
         elif self._joined is not None and leg.status == 200:
             self._joined[leg.kind] = leg.raw
             self._join()
 
-    def _answer_instance_error(self, leg: UpstreamConnection) -> None:
+    def _answer_whole(self, leg: UpstreamConnection) -> None:
+        """Answer with a leg's reply that was kept until it is whole."""
         client, self._client = self._client, None
         if client is None:
             return
-        headers = self._own_headers()
-        for line in _RETRY_AFTER.findall(leg.raw[: leg.raw.index(b"\r\n\r\n") + 2]):
-            headers += line
-        client.respond(leg.status, replies.instance_error_json(leg.status, reply_body(leg.raw)), extra=headers)
+        status, headers, body = leg.status, self._own_headers(), reply_body(leg.raw)
+        if status >= 400 and self._is_openai:
+            body = replies.instance_error_json(status, body)
+            for line in _RETRY_AFTER.findall(leg.raw[: leg.raw.index(b"\r\n\r\n") + 2]):
+                headers += line
+        client.respond(status, body.replace(self._id_end, b"") if self._id_end else body, extra=headers)
 
     # -- a stream that is kept alive --------------------------------------------------------------------
 
@@ -185,7 +201,7 @@ class Relay:
         if source is None:
             if not self._is_own_head:
                 self._is_own_head = True
-                coding = _CHUNKED_CODING if self._unchunked is None else b""
+                coding = _CHUNKED_CODING if self._is_http_11 else b""
                 client.write(replies.head(200, _STREAM_HEADERS + coding + self._id_header() + client.reply_headers))
         elif source.sink is None or source.status != 200 or not source.tail_ends_an_event():
             return
@@ -195,7 +211,9 @@ class Relay:
     def _continue_stream(self, leg: UpstreamConnection, head: bytes, rest: bytes) -> None:
         """Send an instance's reply behind the head that the client has."""
         if is_chunked(head) and leg.status == 200:
-            leg.sink = self.write if self._unchunked is None else self._write_unchunked
+            is_changed = bool(self._id_end) or not self._is_http_11
+            recoded = replies.Recoded(self._id_end, self._is_http_11)
+            leg.sink = self._write_recoded(recoded) if is_changed else self.write
             leg.sink(rest[2:])  # behind the blank line
         if leg.is_complete:
             self.take_complete(leg)
@@ -244,6 +262,7 @@ class Relay:
             return
         client, self._client = self._client, None
         if client is not None:
+            body = body.replace(self._id_end, b"") if self._id_end else body
             client.respond(200, body, extra=self._own_headers())
         self._on_built()
 

@@ -9,6 +9,7 @@ on a thread of the prefill instance; whether that is before or after the abort, 
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -88,11 +89,10 @@ def abort_request(stock: Callable[..., None], manager: Any, rid: str = "", abort
         stock(manager, member, abort_all)
 
 
+_MEMBER = re.compile(r"(?:-(?:resp_)?[0-9a-f]{16})?(?:_[0-9]+)*")
+
+
 def family(rid: str, known: Iterable[str]) -> list[str]:
-    """Those ids in `known` that are `rid` followed by one or more `_` and number."""
-    return [other for other in known if other.startswith(f"{rid}_") and is_member_suffix(other[len(rid) :])]
-
-
-def is_member_suffix(suffix: str) -> bool:
-    """Return whether `suffix` is `_3`, `_3_0` and the like."""
-    return suffix.startswith("_") and all(part.isdecimal() for part in suffix[1:].split("_"))
+    """Those ids in `known` that stand for `rid`: with what a router appends to its client's id, or of one sequence."""
+    begins = [other for other in known if len(other) > len(rid) and other.startswith(rid)]
+    return [other for other in begins if _MEMBER.fullmatch(other, len(rid)) is not None]

@@ -101,6 +101,9 @@ def test_members() -> None:
     from sglang_ext.engine.hooks.aborts import family
 
     assert family("x", KNOWN) == ["x_0", "x_1", "x_1_0"]
+    of_a_router = ["x-0123456789abcdef", "x-0123456789abcdef_1", "x-resp_0123456789abcdef"]
+    others = ["x-0123456789abcde", "x-0123456789abcdefg", "x-y", "xx-0123456789abcdef", "x-0123456789abcdef-"]
+    assert family("x", [*of_a_router, *others]) == of_a_router
 
 
 @pytest.mark.parametrize(
