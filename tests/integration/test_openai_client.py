@@ -1,9 +1,12 @@
-"""The `openai` SDK against the router over real SGLang: what it calls works, streamed and not."""
+"""The `openai` SDK and others against the router over real SGLang: what they call works, streamed and not."""
 
 from __future__ import annotations
 
+import http.client
 import json
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -140,6 +143,77 @@ def test_a_stream_that_is_closed_frees_the_engines(
         for number, _ in enumerate(stream):
             if number == 6:
                 break
+    for engine in engines:
+        engine.wait_idle(5.0)
+    assert router.is_idle()
+
+
+def test_messages_of_anthropics_clients(router: RunningRouter, client: openai.OpenAI, model: str) -> None:
+    chat = client.chat.completions.create(model=model, messages=USER, max_tokens=12, temperature=0)
+    body = {"model": model, "messages": USER, "max_tokens": 12, "temperature": 0}
+    whole = router.post("/v1/messages", body)
+    assert (whole.status, whole.body["type"]) == (200, "message")
+    (block,) = whole.body["content"]
+    assert block == {"type": "text", "text": chat.choices[0].message.content}
+    assert chat.usage
+    counted = router.post("/v1/messages/count_tokens", {"model": model, "messages": USER})
+    assert counted.body == {"input_tokens": chat.usage.prompt_tokens}
+    events = _post_1_0(router, "/v1/messages", {**body, "stream": True}).split("\n\n")
+    data = [json.loads(event.partition("data: ")[2]) for event in events if event]
+    assert [one["type"] for one in data][:: len(data) - 1] == ["message_start", "message_stop"]
+    assert "".join(one["delta"]["text"] for one in data if one["type"] == "content_block_delta") == block["text"]
+    refused = router.post("/v1/messages", {**body, "messages": [{"role": "nobody", "content": "x"}]})
+    assert (refused.status, refused.body["type"]) == (400, "error")
+
+
+def test_a_stream_over_http_1_0(router: RunningRouter, client: openai.OpenAI, model: str) -> None:
+    whole = client.completions.create(model=model, prompt="def parse(", max_tokens=12, temperature=0)
+    body = {"model": model, "prompt": "def parse(", "max_tokens": 12, "temperature": 0, "stream": True}
+    events = _post_1_0(router, "/v1/completions", body).split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    data = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+    assert "".join(one["choices"][0]["text"] for one in data if one["choices"]) == whole.choices[0].text
+
+
+def _post_1_0(router: RunningRouter, path: str, body: object) -> str:
+    content = json.dumps(body).encode()
+    with socket.create_connection(("127.0.0.1", router.port), 30) as connection:
+        connection.sendall(f"POST {path} HTTP/1.0\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content)
+        reply = http.client.HTTPResponse(connection)
+        reply.begin()
+        assert reply.status == 200
+        assert reply.getheader("transfer-encoding") is None
+        return reply.read().decode()
+
+
+def test_a_prompt_beyond_the_context_is_refused_in_sglangs_words(client: openai.OpenAI, model: str) -> None:
+    limit = 1 << 20
+    with pytest.raises(openai.BadRequestError, match="longer than the model's context length") as refused:
+        client.completions.create(model=model, prompt=[7] * limit, max_tokens=1)
+    assert refused.value.code == "context_length_exceeded"
+    assert f"{limit} tokens" in refused.value.message
+
+
+@pytest.mark.parametrize("where", ["router", "instances"])
+def test_a_request_is_aborted_by_its_clients_id(router: RunningRouter, engines: list[Engine], where: str) -> None:
+    got = []
+    body = {"text": "Once", "rid": f"mine-{where}", "sampling_params": {"max_new_tokens": 1900, "ignore_eos": True}}
+    thread = threading.Thread(target=lambda: got.append(router.post("/generate", body)))
+    thread.start()
+    deadline_s = time.monotonic() + 20.0
+    while thread.is_alive() and time.monotonic() < deadline_s:  # before it is registered an abort finds nothing
+        if where == "router":
+            assert router.post("/abort_request", {"rid": body["rid"]}).status == 200
+        else:
+            for engine in engines:
+                assert engine.post("/abort_request", {"rid": body["rid"]}).status == 200
+        time.sleep(0.2)
+    thread.join()
+    (answer,) = got
+    if answer.status == 200:  # it had begun
+        info = answer.body["meta_info"]
+        assert (info["id"], info["finish_reason"]["type"]) == (body["rid"], "abort")
+        assert info["completion_tokens"] < 1900
     for engine in engines:
         engine.wait_idle(5.0)
     assert router.is_idle()

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 from sglang_ext.types import Role
 from support.running_time import pause, running_s
 
-GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/generate"})
+GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate"})
 MODEL = "m"
 CONTEXT_TOKENS = 8192
 BOOTSTRAP_PORT = 8998
@@ -396,6 +396,7 @@ class ScriptedEngine:
         if request.path == "/abort_request":
             return self._abort(request)
         known = {"/flush_cache", "/v1/models", "/model_info", "/v1/tokenize", "/tokenize", "/v1/detokenize"}
+        known.add("/v1/messages/count_tokens")
         return reply({"path": request.path, "got": request.body.decode()}, 200 if request.path in known else 404)
 
     def _abort(self, request: Received) -> Script:

@@ -194,6 +194,8 @@ def _common_environment(worker: WorkerOptions) -> dict[str, str]:
         environment["SGLANG_HOST_IP"] = environment["HOST_IP"] = address
     if worker.model_is_local:
         environment["HF_HUB_OFFLINE"] = "1"
+    # A router gives requests of /v1/messages their ids by a header, to abort them; it passes on none of its clients'.
+    environment["SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES"] = "1"
     # Notice a dead prefill instance in about 4 s instead of 10.
     environment["SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL"] = "2"
     # A peer that came back is probed for after 30 s by default.

@@ -39,7 +39,7 @@ INSTANCE_ERROR: Schema = {
     "anyOf": [
         {"$ref": "#/components/schemas/Error"},
         _object("message", message=_TEXT),
-        _object("error", error={"type": ["object", "string"]}),
+        _object("error", error={"type": ["object", "string"]}),  # and Anthropic's, which has a type besides
     ]
 }
 WORKER_URL_PATTERN = r"^https?://[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?:[1-9][0-9]{0,3}$"
@@ -104,6 +104,14 @@ _RESPONSE = _object(
     status={"enum": ["completed", "incomplete", "failed"]},
     usage={"type": ["object", "null"]},
 )
+_MESSAGE = _object(
+    "id type role content model stop_reason usage",
+    id=_TEXT,
+    type={"const": "message"},
+    content={"type": "array", "items": _object("type")},
+    stop_reason=_TEXT_OR_NULL,
+    usage=_object("input_tokens output_tokens", input_tokens=_INTEGER, output_tokens=_INTEGER),
+)
 # Path, summary and reply (without streaming) of each generation path; the body's schema is in `BODIES`.
 _GENERATION: tuple[tuple[str, str, Schema], ...] = (
     (
@@ -122,6 +130,7 @@ _GENERATION: tuple[tuple[str, str, Schema], ...] = (
         "A reply in OpenAI's newer form. It is not kept: no previous_response_id, conversation or background.",
         _RESPONSE,
     ),
+    ("/v1/messages", "The next message of a chat, in Anthropic's form; errors too.", _MESSAGE),
 )
 
 

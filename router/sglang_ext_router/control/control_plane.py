@@ -132,8 +132,12 @@ def build_app(router: Router) -> FastAPI:
     now = router.loop.time
 
     # Starlette decodes header values as Latin-1.
-    def check_client(authorization: Annotated[str | None, Header(include_in_schema=False)] = None) -> None:
-        if not router.access.is_client((authorization or "").encode("latin-1")):
+    def check_client(
+        authorization: Annotated[str | None, Header(include_in_schema=False)] = None,
+        x_api_key: Annotated[str | None, Header(include_in_schema=False)] = None,
+    ) -> None:
+        given = authorization or f"Bearer {x_api_key or ''}"
+        if not router.access.is_client(given.encode("latin-1")):
             raise HTTPException(401, "missing or wrong API key")
 
     def check_admin(authorization: Annotated[str | None, Header(include_in_schema=False)] = None) -> None:
@@ -252,6 +256,18 @@ def build_app(router: Router) -> FastAPI:
     for tokenise_path in ("/v1/tokenize", "/tokenize", "/v1/detokenize", "/detokenize"):
         described = {"requestBody": request_body(tokenise_path)}
         app.add_api_route(tokenise_path, tokenise, methods=["POST"], dependencies=client, openapi_extra=described)
+
+    @app.post(
+        "/v1/messages/count_tokens", dependencies=client, openapi_extra={"requestBody": request_body("/v1/messages")}
+    )
+    async def count_tokens(request: Request) -> Response:
+        """Count the tokens of a request for /v1/messages, by an instance of the model."""
+        body = await request.body()
+        answer = await ask_any(request.url.path, body, _model_named_in(body))
+        if answer.status_code >= 400 and b'"type":"error"' not in bytes(answer.body):
+            error = replies.anthropic_error_json(answer.status_code, bytes(answer.body))
+            return Response(error, status_code=answer.status_code, media_type="application/json")
+        return answer
 
     def add_not_served(path: str, what: str) -> None:
         async def not_served() -> Response:

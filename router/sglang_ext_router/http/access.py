@@ -10,8 +10,12 @@ from sglang_ext_router.http.api_keys import ApiKeys
 from sglang_ext_router.http.request_parser import Request, RequestRefusal
 from sglang_ext_router.observe.metrics import RouterMetrics
 
-GENERATION_PATHS = frozenset({b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/generate"})
-TOKENISE_PATHS = frozenset({b"/v1/tokenize", b"/tokenize", b"/v1/detokenize", b"/detokenize"})
+GENERATION_PATHS = frozenset(
+    {b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/generate", b"/v1/messages"}
+)
+TOKENISE_PATHS = frozenset(
+    {b"/v1/tokenize", b"/tokenize", b"/v1/detokenize", b"/detokenize", b"/v1/messages/count_tokens"}
+)
 ALIVE_PATHS = ("/", "/health", "/healthz", "/liveness", "/ping")
 READY_PATHS = ("/ready", "/readyz", "/readiness", "/health_generate")
 PROBE_PATHS = frozenset(path.encode() for path in (*ALIVE_PATHS, *READY_PATHS))  # need no key
@@ -28,6 +32,12 @@ _EXPOSED = b"x-request-id, retry-after, x-sglang-ext-class, x-sglang-ext-prefill
 
 
 NO_BODY = RequestRefusal(413, "this path takes no body")
+
+
+def authorization_of(request: Request) -> bytes:
+    """Return the request's Authorization header, or what stands for it: Anthropic's clients have one of their own."""
+    own = request.header(b"x-api-key")
+    return request.header(b"authorization") or (b"" if own is None else b"Bearer " + own)
 
 
 def bearer_key(authorization: bytes) -> bytes:
@@ -56,7 +66,7 @@ class Access:
         request.max_body_bytes = self._max_payload_bytes if path in _PROMPT_PATHS else self._max_control_bytes
         if self._origins:
             request.reply_headers = self._cors_headers(request.header(b"origin"))
-        if not self._needs_key or path in _OPEN_PATHS or self.is_client(request.header(b"authorization") or b""):
+        if not self._needs_key or path in _OPEN_PATHS or self.is_client(authorization_of(request)):
             return None
         if self.is_preflight(request):
             return None

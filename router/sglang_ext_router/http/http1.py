@@ -313,7 +313,8 @@ class ClientConnection(asyncio.Protocol):
         self, status: int, message: str, param: str | None = None, extra: bytes = b"", code: str | None = None
     ) -> None:
         """Reply to the current request with an error in OpenAI's shape and go on to the next."""
-        self.respond(status, replies.error_json(status, message, param, code), extra=extra)
+        path = b"" if self.request is None else self.request.path
+        self.respond(status, replies.path_error_json(path, status, message, param, code), extra=extra)
 
     def _end_request(self) -> None:
         request, self.request = self.request, None
@@ -392,7 +393,7 @@ class ClientConnection(asyncio.Protocol):
         self._clients.count_refusal(refusal.status)
         if self._clients.access_log is not None:
             self._clients.access_log.add_refusal(self.transport, self._parser.target, refusal.status, refusal.message)
-        body = replies.error_json(refusal.status, refusal.message)
+        body = replies.path_error_json(self._parser.target, refusal.status, refusal.message)
         self.write(replies.complete(refusal.status, body, b"application/json", refusal.extra, False, True))
         # Closing while the client still sends would reset the connection, and the reply would be lost.
         if self.transport.can_write_eof():

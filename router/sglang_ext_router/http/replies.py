@@ -78,6 +78,41 @@ def instance_error_json(status: int, body: bytes) -> bytes:
     return orjson.dumps({"error": fields})
 
 
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+_ANTHROPIC_STATUSES = {kind.encode(): status for status, kind in _ANTHROPIC_TYPES.items()}
+_ANTHROPIC_TYPE = re.compile(rb'"error":\s*\{[^{}]*"type":\s*"([a-z_]+)"')
+MESSAGES_PATH = b"/v1/messages"
+
+
+def anthropic_error_json(status: int, error: bytes) -> bytes:
+    """Return an error of OpenAI's shape in Anthropic's, as /v1/messages has it."""
+    message = orjson.loads(instance_error_json(status, error))["error"]["message"]
+    kind = _ANTHROPIC_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return orjson.dumps({"type": "error", "error": {"type": kind, "message": message}})
+
+
+def anthropic_error_status(event: bytes) -> int:
+    """Return the status that an error of Anthropic's shape stands for."""
+    found = _ANTHROPIC_TYPE.search(event)
+    return _ANTHROPIC_STATUSES.get(found[1], 500) if found is not None else 500
+
+
+def path_error_json(
+    target: bytes, status: int, message: str, param: str | None = None, code: str | None = None
+) -> bytes:
+    """Return an error in the shape that clients of this path or target read."""
+    error = error_json(status, message, param, code)
+    return anthropic_error_json(status, error) if target.startswith(MESSAGES_PATH) else error
+
+
 def context_too_long(tokens: int, limit_tokens: int) -> str:
     """Return SGLang's sentence about a prompt that is longer than a model's context."""
     return f"The input ({tokens} tokens) is longer than the model's context length ({limit_tokens} tokens)."
@@ -181,8 +216,3 @@ class Recoded:
         if not self._is_chunked:
             return body
         return (chunk(body) if body else b"") + (CHUNKED_END if is_over else b"")
-
-
-def sse_error_event(status: int, message: str) -> bytes:
-    """Return the event that ends a stream whose instance failed after the first byte."""
-    return b"data: " + error_json(status, message) + b"\n\n"

@@ -108,6 +108,8 @@ def read_body(path: bytes, raw: bytes | bytearray, has_hints: bool) -> ReadBody:
     if path == b"/v1/responses":  # which has no place for hints
         return ReadBody(model, prompt, scores, clean_response_body(raw, body), target, None)
     clean = clean_body(raw, body)
+    if path == b"/v1/messages":  # which has no place for hints either, nor for an id
+        return ReadBody(model, prompt, scores, clean._replace(request_ids=None), target, None)
     return ReadBody(model, prompt, scores, clean, target, hint_field(path, body, clean) if has_hints else None)
 
 
@@ -168,10 +170,12 @@ class PreparedRequest:
         own = b""
         if hints is not None:
             clean, own = hints.clean, hints.member(now_s - self.started_s)
+        override = b"x-override-rid: %b\r\n" % made_id if self.path == b"/v1/messages" else b""
         end = clean.raw.rindex(b"}")
         tail = body_end(clean, own, bootstrap_json, room, made_id)
-        head = b"%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
+        head = b"%b%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
             headers.forwarded,
+            override,
             headers.request_id or made_id,
             end + len(tail),
         )

@@ -11,7 +11,7 @@ from sglang_ext_router.decide.prefix_index import block_hashes
 
 MAX_SEQUENCES = 4096  # of one request: each takes a bootstrap room on both instances
 IMAGES_OF_VIDEO = 16
-_IMAGE_PARTS = ("image_url", "input_image")
+_IMAGE_PARTS = ("image_url", "input_image", "image")
 _AUDIO_PARTS = ("audio_url", "input_audio")
 
 
@@ -56,6 +56,8 @@ def measure(path: bytes, body: dict[str, Any]) -> Prompt:
         items: list[str | list[int]] = [_chat_text(body, "messages")]
     elif path == b"/v1/responses":
         items = [_response_text(body)]
+    elif path == b"/v1/messages":
+        items = [_messages_text(body)]
     elif path == b"/v1/completions":
         items = _items(body.get("prompt"), "prompt")
     else:
@@ -142,6 +144,31 @@ def _response_text(body: dict[str, Any]) -> str:
     given, instructions = body.get("input"), body.get("instructions")
     text = given if type(given) is str else _chat_text(body, "input")
     return f"{instructions}\n{text}" if type(instructions) is str else text
+
+
+def _messages_text(body: dict[str, Any]) -> str:
+    """Return the text of Anthropic's messages: the system's, those of the messages and of what tools have answered."""
+    return "\n".join([_block_text(body.get("system")), _chat_text(body, "messages"), _results_text(body["messages"])])
+
+
+def _block_text(content: Any) -> str:
+    if type(content) is str:
+        return content
+    if type(content) is not list:
+        return ""
+    return "\n".join([part["text"] for part in content if type(part) is dict and type(part.get("text")) is str])
+
+
+def _results_text(messages: list[dict[str, Any]]) -> str:
+    parts: list[str] = []
+    for message in messages:
+        content = message.get("content")
+        for part in content if type(content) is list else ():
+            if type(part) is dict and part.get("type") == "tool_result":
+                parts.append(_block_text(part.get("content")))
+            elif type(part) is dict and part.get("type") == "tool_use":
+                parts.append(dump(part.get("input")).decode())
+    return "\n".join(parts)
 
 
 def _chat_text(body: dict[str, Any], field: str) -> str:

@@ -32,6 +32,9 @@ _ERROR_EVENT = b'data: {"error"'
 # What /v1/responses sends before there is a token, and in place of one.
 _RESPONSE_CREATED = b"event: response.created"
 _RESPONSE_FAILED = b"\nevent: response.failed\n"
+# The same of /v1/messages.
+_MESSAGE_START = b"event: message_start"
+_MESSAGE_ERROR = b"\nevent: error\n"
 _EVENT = b"\nevent: "
 _EVENTS_BEFORE_TOKENS = 2
 _ABORTED_OUTPUT = b'"finish_reason":{"type":"abort"'
@@ -59,6 +62,7 @@ class Relay:
         "_is_own_head",
         "_joined",
         "_kept_alive_s",
+        "_path",
         "_record",
         "_scores",
         "_source",
@@ -80,7 +84,8 @@ class Relay:
         self._id_end = b""  # what follows the client's own ids at the instances, and is none of its business
         self._chunk: Callable[[bytes], bytes] = replies.chunk if is_http_11 else _unchanged
         self._end = replies.CHUNKED_END if is_http_11 else b""
-        self._is_openai = request.path != b"/generate"
+        self._path = request.path
+        self._is_openai = request.path not in (b"/generate", replies.MESSAGES_PATH)  # the others have their own errors
         self._source: UpstreamConnection | None = None  # the leg whose bytes go to the client as they come
         self._joined: list[bytes | None] | None = None  # the instances' replies, where the client's is made of them
         self._scores: ScorePlan = NO_SCORES
@@ -224,9 +229,14 @@ class Relay:
         client = self._client
         if client is not None:
             self._record.status, self._record.is_broken = status, True
-            event = b"data: %b\n\n" % error
-            client.write(self._chunk(event) + self._chunk(b"data: [DONE]\n\n") + self._end)
+            client.write(self._last_events(error))
             self._finish()
+
+    def _last_events(self, error: bytes) -> bytes:
+        """Return what ends a stream by an error."""
+        if self._path == replies.MESSAGES_PATH:
+            return self._chunk(b"event: error\ndata: %b\n\n" % error) + self._end
+        return self._chunk(b"data: %b\n\n" % error) + self._chunk(b"data: [DONE]\n\n") + self._end
 
     def _id_header(self) -> bytes:
         return b"x-request-id: %b\r\n" % self._record.request_id if self._record.request_id else b""
@@ -286,7 +296,7 @@ class Relay:
         """Reply with an error of the router's own, unless the client has left."""
         if self._is_own_head:
             self._record.error = message
-            self._end_with_error(status, replies.error_json(status, message, param, code))
+            self._end_with_error(status, replies.path_error_json(self._path, status, message, param, code))
             return
         client, self._client = self._client, None
         if client is None:
@@ -308,8 +318,7 @@ class Relay:
             self.cut(reason)
             return
         self._break(reason)
-        event = replies.sse_error_event(BROKEN_STATUS, REASON_TEXT[reason])
-        client.write(self._chunk(event) + self._chunk(b"data: [DONE]\n\n") + self._end)
+        client.write(self._last_events(replies.path_error_json(self._path, BROKEN_STATUS, REASON_TEXT[reason])))
         self._finish()
 
     def cut(self, reason: FailureReason) -> None:
@@ -339,18 +348,22 @@ def begins_unclear(leg: UpstreamConnection) -> bool:
     body = leg.body_so_far()
     if body.startswith(_RESPONSE_CREATED):
         return _first_of_response(leg.raw) is None
-    if len(body) < len(_RESPONSE_CREATED) and _RESPONSE_CREATED.startswith(body):
+    if body.startswith(_MESSAGE_START):
+        return _event_behind(leg.raw, 1) is None
+    if len(body) < len(_RESPONSE_CREATED) and (_RESPONSE_CREATED.startswith(body) or _MESSAGE_START.startswith(body)):
         return True
     return len(body) < len(_ERROR_EVENT) and _ERROR_EVENT.startswith(body)
 
 
 def _first_of_response(raw: bytes) -> bytes | None:
-    """The event of a response's stream that follows those which announce it; None if it is not here whole yet.
+    """The event of a response's stream that follows those which announce it; None if it is not here whole yet."""
+    return _event_behind(raw, _EVENTS_BEFORE_TOKENS)
 
-    An event's JSON holds no line feed.
-    """
+
+def _event_behind(raw: bytes, count: int) -> bytes | None:
+    """The event that follows the first `count`; None if it is not here whole yet. Its JSON holds no line feed."""
     start = raw.find(b"\r\n\r\n")
-    for _ in range(_EVENTS_BEFORE_TOKENS + 1):
+    for _ in range(count + 1):
         start = raw.find(_EVENT, start + 1)
         if start < 0:
             return None
@@ -372,6 +385,9 @@ def stream_error_status(leg: UpstreamConnection) -> int | None:
             return None
         # SGLang calls everything a server_error. What it refuses before it is queued has no usage.
         return 400 if b'"usage":null' in event else 500
+    if body.startswith((_MESSAGE_START, _MESSAGE_ERROR[1:])):
+        event = _event_behind(leg.raw, 1 if body.startswith(_MESSAGE_START) else 0) or b""
+        return replies.anthropic_error_status(event) if event.startswith(_MESSAGE_ERROR) else None
     if _ABORTED_OUTPUT in leg.raw:
         return find_int(leg.raw, b'"status_code":') or 500
     return None
@@ -381,6 +397,8 @@ def end_error_status(end: bytes) -> int | None:
     """Return the status of the failure in the last events of a stream; None if it ended as it should."""
     if _ERROR_EVENT in end:
         return find_int(end, b'"code":') or 500
+    if _MESSAGE_ERROR[1:] in end:
+        return replies.anthropic_error_status(end)
     if _ABORTED_OUTPUT in end:
         return find_int(end, b'"status_code":')  # without one the output was aborted on demand
     return None

@@ -131,6 +131,10 @@ _DETOKENISE = _body(
     },
     required=["tokens"],
 )
+_ANTHROPIC: dict[str, Schema] = {
+    "messages": _list_of({"type": "object", "required": ["role", "content"]}),
+    "system": {"anyOf": [_TEXT, _NULL, {"type": "array", "items": {"type": "object"}}]},
+}
 # The schema of every body that goes to the instances, by its path.
 BODIES: dict[str, Schema] = {
     "/v1/chat/completions": _body(
@@ -180,6 +184,17 @@ BODIES: dict[str, Schema] = {
             **_all_or_null(_SAMPLING),
         },
         required=["model", "input"],
+    ),
+    "/v1/messages/count_tokens": _body(_ANTHROPIC, required=["model", "messages"]),
+    "/v1/messages": _body(
+        {
+            **_ANTHROPIC,
+            "max_tokens": _COUNT,
+            "stop_sequences": {"type": ["array", "null"], "items": _TEXT},
+            "stream": _or_null(_FLAG),
+            **_all_or_null({name: _SAMPLING[name] for name in ("temperature", "top_p", "top_k")}),
+        },
+        required=["model", "messages", "max_tokens"],
     ),
     **dict.fromkeys(("/v1/tokenize", "/tokenize"), _TOKENISE),
     **dict.fromkeys(("/v1/detokenize", "/detokenize"), _DETOKENISE),
@@ -260,6 +275,7 @@ _CHECKS = {
     # With `prompt_logprobs` 0 scores only the prompt; otherwise the instance refuses it.
     b"/v1/completions": _checks_of("/v1/completions", max_tokens={**_COUNT, "minimum": 0}),
     b"/v1/responses": _checks_of("/v1/responses"),
+    b"/v1/messages": _checks_of("/v1/messages"),
 }
 _GENERATE_CHECKS = FieldChecks({"stream": _FLAG})
 _SAMPLING_CHECKS = FieldChecks(_SGLANG_SAMPLING)
