@@ -58,9 +58,9 @@ def test_a_chunk(data: bytes) -> None:
     assert rest == data + b"\r\n"
 
 
-def test_an_error_event_is_one_event() -> None:
-    event = replies.sse_error_event(502, "lost\nit")
-    assert event.startswith(b"data: ")
-    assert event.endswith(b"\n\n")
-    assert event.count(b"\n") == 2
-    assert json.loads(event[6:])["error"]["message"] == "lost\nit"
+@pytest.mark.parametrize("target", [b"/generate", b"/v1/chat/completions", b"/v1/messages?beta=true"])
+def test_an_error_is_one_line_so_that_it_fits_an_event(target: bytes) -> None:
+    error = replies.path_error_json(target, 502, "lost\nit")
+    assert b"\n" not in error
+    assert "lost\nit" in json.loads(error)["error"]["message"]
+    assert ("type" in json.loads(error)) == target.startswith(b"/v1/messages")
