@@ -29,6 +29,7 @@ SETTINGS = tuple(
         type(entry.default),
         entry.default,
         entry.metadata["help"],
+        entry.metadata.get("choices") or (),
         dest=entry.name,
     )
     for entry in fields(RouterConfig)

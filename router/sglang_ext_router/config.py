@@ -47,6 +47,8 @@ class WorkerAddress:
     topology: str = ""  # domains divided by "/", the widest first
 
 
+IP_FAMILIES = ("ipv4", "ipv6")
+LOG_LEVELS = ("debug", "info", "warn", "warning", "error")
 _KEPT_BACK = frozenset(
     {
         *("connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "host", "content-length"),
@@ -343,6 +345,12 @@ class RouterConfig:
     prefill_long_selector: str = _option("", "the same for long prompts; default: sglang-ext.io/role=prefill-long")
     prefill_selector: str = _option("", "the same for both; default: sglang-ext.io/role=prefill")
     decode_selector: str = _option("", "the same for decode; default: sglang-ext.io/role=decode")
+    discovery_ip_family: str = _option(
+        "ipv4",
+        "which address of a pod is used where it has one of each family",
+        section="discovery",
+        choices=IP_FAMILIES,
+    )
     kubernetes_url: str = _option(
         "",
         "address of the API server; default: what a pod finds in its environment",
@@ -360,7 +368,9 @@ class RouterConfig:
     )
 
     disable_route_headers: bool = _option(False, "leave out the headers that name the instances of a reply")
-    log_level: str = _option("info", "least severe message to log", choices=("debug", "info", "warning", "error"))
+    log_level: str = _option(
+        "info", "least severe message to log", choices=("debug", "info", "warn", "warning", "error")
+    )
     log_json: bool = _option(False, "log JSON lines")
 
     def __post_init__(self) -> None:

@@ -202,7 +202,7 @@ def _line(result: StoredResult, status_code: int | None, body: object, error: di
     response = None
     if status_code is not None:
         response = {"status_code": status_code, "request_id": result.request_id, "body": body}
-    return orjson.dumps(
+    line = orjson.dumps(
         {
             "id": f"batch_req_{result.id >> 40}_{result.id & _POSITION_MASK}",
             "custom_id": result.custom_id,
@@ -211,10 +211,23 @@ def _line(result: StoredResult, status_code: int | None, body: object, error: di
         },
         option=orjson.OPT_APPEND_NEWLINE,
     )
+    return _escaped(line)
 
 
 def _one_line(body: bytes) -> bytes:
     return body if b"\n" not in body and b"\r" not in body else orjson.dumps(orjson.loads(body))
+
+
+_LINE_ENDS = ("\u0085", "\u2028", "\u2029")
+
+
+def _escaped(line: bytes) -> bytes:
+    """Escape what ends a line for some readers, Python's `str.splitlines` among them; in JSON it stands in strings."""
+    for end in _LINE_ENDS:
+        coded = end.encode()
+        if coded in line:
+            line = line.replace(coded, b"\\u%04x" % ord(end))
+    return line
 
 
 # -- Parquet ----------------------------------------------------------------------------------------------------------

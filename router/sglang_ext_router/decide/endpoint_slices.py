@@ -168,6 +168,27 @@ class SliceTable:
         return merged
 
 
+def one_of_each_pod(endpoints: Mapping[str, Endpoint], prefers_ipv6: bool) -> dict[str, Endpoint]:
+    """Leave out the other address of a pod: a Service of both families has a slice, and so an endpoint, for each.
+
+    Instances of one pod differ by port. An endpoint whose pod is not named stands for itself.
+    """
+    preferred = {_pod_port(url, one) for url, one in endpoints.items() if one.uid and _is_ipv6(url) is prefers_ipv6}
+    return {
+        url: one
+        for url, one in endpoints.items()
+        if _is_ipv6(url) is prefers_ipv6 or not one.uid or _pod_port(url, one) not in preferred
+    }
+
+
+def _is_ipv6(url: str) -> bool:
+    return "[" in url
+
+
+def _pod_port(url: str, endpoint: Endpoint) -> tuple[str, str]:
+    return endpoint.uid, url.rpartition(":")[2]
+
+
 class Change(NamedTuple):
     """One change of the registry; `endpoint` is the wanted one, or the last known one of an instance that goes."""
 

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from sglang_ext_router.http import replies
+from sglang_ext_router.http.access import PROBE_PATHS
 from sglang_ext_router.http.http1 import ClientConnection
 from sglang_ext_router.http.request_parser import Request
 from sglang_ext_router.observe.access_log import AccessEntry, AccessLog, peer_of
@@ -76,9 +77,9 @@ class AsgiCall:
             self._reply()
 
     def _log(self, status: int) -> None:
-        if self._access_log is None:
-            return
         request = self._request
+        if self._access_log is None or (request.path in PROBE_PATHS and status < 400):  # probes are no clients
+            return
         outcome = "client_left" if status == 499 else "ok" if status < 400 else "error_before"
         total_s = asyncio.get_running_loop().time() - self._started_s
         path, method = request.path.decode("latin-1"), request.method.decode("latin-1")

@@ -26,6 +26,7 @@ from sglang_ext_router.decide.endpoint_slices import (
     RoleRules,
     SliceError,
     SliceTable,
+    one_of_each_pod,
     parse_selector,
     reconcile,
 )
@@ -66,6 +67,7 @@ class Discovery:
         self._tables = {
             selector: SliceTable(rules, config.service_discovery_port or None) for selector in dict.fromkeys(selectors)
         }
+        self._prefers_ipv6 = config.discovery_ip_family == "ipv6"
         self._held: dict[str, Endpoint] = {}  # what was taken over from the cluster
         self._tasks: list[asyncio.Task[None]] = []
         self._api: KubernetesApi | None = None
@@ -182,6 +184,7 @@ class Discovery:
                 if known is None or known.state is EndpointState.DRAINING:
                     wanted[url] = endpoint
         registry = self._router.registry
+        wanted = one_of_each_pod(wanted, self._prefers_ipv6)
         for kind, endpoint in reconcile(self._held, wanted):
             worker = registry.find(endpoint.url)
             if kind is ChangeKind.ADD:

@@ -103,7 +103,7 @@ BAD: list[tuple[str, ...]] = [
     ("--ui-port", "30000"),  # the default of --port
     ("--ui-port", "30001", "--metrics-port", "30001"),
     ("--ui-port", "30001", "--disable-ui"),
-    ("--ui-port", "30001", "--ui-host", "no.such.host.invalid"),
+    ("--port", "0", "--ui-port", "30001", "--ui-host", "no.such.host.invalid"),
     ("--log-level", "loud"),
     ("--policy", "best"),
     ("--api-key", "a\r\nX-Evil: 1"),

@@ -17,8 +17,10 @@ from sglang_ext.batch.outputs import (
     OutputFormat,
     OutputOptions,
     choose_output,
+    error_line,
     export,
     generate_row,
+    output_line,
 )
 from sglang_ext.batch.store import BatchStore, LineResult, StoredResult
 
@@ -107,6 +109,16 @@ def test_a_reply_that_cannot_be_read_ends_no_export(tmp_path: Path) -> None:
     assert [row["custom_id"] for row in rows] == [f"in:{number}" for number in range(4)]
     assert [row["text"] for row in rows] == ["hello", None, None, "hello"]
     assert ["cannot be read" in (row["error"] or "") for row in rows] == [False, True, True, False]
+
+
+@pytest.mark.parametrize("end", ["\u0085", "\u2028", "\u2029", "\u2028\u2029", "a\n\u2028b"])
+def test_no_line_ends_within_a_result(end: str) -> None:
+    body = json.dumps({**COMPLETION, "text": end}, ensure_ascii=False).encode()
+    result = StoredResult(1, f"id{end}", True, 200, "r", None, body, b"", None)
+    for write in (output_line, error_line):
+        (line,) = write(result).decode().splitlines()
+        content = json.loads(line)
+        assert (content["custom_id"], content["response"]["body"]["text"]) == (f"id{end}", end)
 
 
 def test_a_folder_gets_parts(store: BatchStore, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from sglang_ext_router.decide.endpoint_slices import (
     RoleRules,
     SliceError,
     SliceTable,
+    one_of_each_pod,
     parse_selector,
     read_slice,
     reconcile,
@@ -180,3 +181,32 @@ def test_revision_and_place() -> None:
     item["metadata"]["annotations"] = {"sglang-ext.io/revision": "v3"}
     (annotated,) = read_slice(item, RULES, None)
     assert (annotated.revision, annotated.topology) == ("v3", "")
+
+
+V4, V6 = "http://10.0.0.1:30000", "http://[fd00::1]:30000"
+
+
+def known(*urls: str, uid: str = "pod") -> dict[str, Endpoint]:
+    return {url: Endpoint(url, Role.DECODE, None, uid, EndpointState.SERVING) for url in urls}
+
+
+@pytest.mark.parametrize(("prefers_ipv6", "url"), [(False, V4), (True, V6)])
+@pytest.mark.parametrize("urls", [(V4, V6), (V6, V4)])
+def test_a_pod_of_both_address_families_is_one_instance(prefers_ipv6: bool, url: str, urls: tuple[str, str]) -> None:
+    assert one_of_each_pod(known(*urls), prefers_ipv6) == known(url)
+
+
+@pytest.mark.parametrize("prefers_ipv6", [False, True])
+@pytest.mark.parametrize(
+    "endpoints",
+    [
+        known(V4),
+        known(V6),
+        known(V4, V6, uid=""),  # whose pods are not named
+        {**known(V4, uid="a"), **known(V6, uid="b")},
+        known(V4, "http://10.0.0.1:30001"),  # two instances in a pod
+        known("http://10.0.0.1:30001", V6),
+    ],
+)
+def test_what_is_not_the_same_instance_stays(endpoints: dict[str, Endpoint], prefers_ipv6: bool) -> None:
+    assert one_of_each_pod(endpoints, prefers_ipv6) == endpoints

@@ -225,7 +225,7 @@ def test_up_takes_its_file_and_reads_what_was_written(name: str, is_cpu: bool, t
             assert pool.pp == layout.pp(role)
             assert pool.args == (("--chunked-prefill-size", "4096") if role.is_prefill else ())
             assert ("--laps-short-ttft-slo-ms" in pool.worker_args) == role.is_prefill
-    assert main(["up", "--config", str(tmp_path / "cluster.yaml"), "--dry-run"]) == 0
+    assert main(["up", "--config", str(tmp_path / "cluster.yaml"), "--dry-run", "--port", "0"]) == 0
 
 
 def test_a_ring_is_a_coordinator_and_its_members() -> None:
