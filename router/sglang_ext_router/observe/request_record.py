@@ -32,6 +32,7 @@ class RequestRecord:
     __slots__ = (
         "admitted_s",
         "attempts",
+        "earlier",
         "ended_s",
         "error",
         "error_status",
@@ -45,6 +46,7 @@ class RequestRecord:
         "output_tokens",
         "path",
         "peer",
+        "placed_s",
         "prefilled_s",
         "queue_s",
         "reply_end_s",
@@ -65,7 +67,9 @@ class RequestRecord:
         self.started_s = started_s  # when it arrived
         self.admitted_s: float | None = None  # when there was a place for it among the running requests
         self.is_offered = False  # to the coordinator of the long pool
+        self.placed_s: float | None = None  # when the coordinator answered
         self.queue_s = 0.0  # from its arrival until it was sent for the first time
+        self.earlier: tuple[tuple[float, str], ...] = ()  # attempts that failed: when, and what
         # The latest attempt
         self.attempts = 1
         self.route: Route | None = None
@@ -164,21 +168,16 @@ class RequestRecord:
         )
 
     def events(self) -> list[tuple[float, str]]:
-        """Return what happened to the request, in order: seconds from its arrival, and the event.
-
-        Only the last of several attempts is described.
-        """
-        request, route, length_class = self.request, self.route, self.length_class
+        """Return what happened to the request, in order: seconds from its arrival, and the event."""
+        request = self.request
         happened: list[tuple[float | None, str]] = [(self.started_s, f"arrived: {self.path.decode()}")]
         if request is not None:
-            admitted = f"admitted: {request.prompt_tokens} prompt tokens"
+            admitted = f"admitted: about {request.prompt_tokens} prompt tokens"
             happened.append((self.admitted_s, admitted + (", offered to the long pool" if self.is_offered else "")))
-        if route is not None:
-            decision = route.decision
-            kind = "" if length_class is None else f"{length_class.value}, "
-            decode = "" if route.decode is None else f", then decode {route.decode.name}"
-            sent = f"sent: {kind}{decision.cached_tokens} tokens cached, prefill {route.prefill.name}{decode}"
-            happened.append((self.sent_s, sent + ("" if self.attempts == 1 else f", attempt {self.attempts}")))
+        happened.append((self.placed_s, "answered by the long pool's coordinator: it is the prompt's turn"))
+        happened += self.earlier
+        if self.route is not None:
+            happened.append((self.sent_s, self._sent(self.route)))
         happened.append((self.prefilled_s, "prefilled"))
         happened.append((self.first_token_s, "first token"))
         happened.append((self.first_byte_s, "first byte sent to the client"))
@@ -188,6 +187,20 @@ class RequestRecord:
         known = [(at_s - self.started_s, what) for at_s, what in happened if at_s is not None]
         known.sort(key=_when)
         return known
+
+    def record_failure(self, now_s: float, leg: str, name: str) -> None:
+        """The latest attempt has failed at an instance, and the request is to be tried again."""
+        sent = () if self.route is None or self.sent_s is None else ((self.sent_s, self._sent(self.route)),)
+        known = tuple(event for event in sent if event not in self.earlier)  # both legs may fail
+        self.earlier = (*self.earlier, *known, (now_s, f"attempt {self.attempts} failed at {leg} {name}"))
+
+    def _sent(self, route: Route) -> str:
+        decision, length_class = route.decision, self.length_class
+        kind = "" if length_class is None else f"{length_class.value}, "
+        decode = "" if route.decode is None else f", then decode {route.decode.name}"
+        spilled = " (of the other pool)" if route.is_spilled else ""
+        sent = f"sent: {kind}{decision.cached_tokens} tokens cached, prefill {route.prefill.name}{spilled}{decode}"
+        return sent + f", room {self.room_id.decode()}, attempt {self.attempts}"
 
     def access_entry(self) -> AccessEntry:
         """Return the request's line in the access log, once the record is closed."""

@@ -279,6 +279,7 @@ class RequestFlow:
         services = self._services
         self._asking = None
         self._place = place
+        self.record.placed_s = services.loop.time()
         self._send(services.loop.time())
         if place is not None and services.pool_offers is not None:
             route = self.record.route
@@ -445,6 +446,8 @@ class RequestFlow:
                 case Exclude():
                     assert attempt is not None
                     self._avoid(action.leg, attempt)
+                    now_s, name = self._services.loop.time(), attempt.worker(action.leg).name
+                    self.record.record_failure(now_s, action.leg.name.lower(), name)
                     self._services.metrics.count(self._services.metrics.retries, action.leg.name.lower())
                 case ScheduleRetry():
                     self._schedule_retry(action.backoff_index)

@@ -36,8 +36,11 @@ async def test_the_events_of_a_request_are_printed_in_order(caplog: pytest.LogCa
     assert [at_s for _, at_s, _ in events] == sorted(at_s for _, at_s, _ in events)
     texts = [text for _, _, text in events]
     assert texts[0] == "arrived: /generate"
-    assert texts[1] == "admitted: 3 prompt tokens"
-    assert texts[2] == f"sent: short, 0 tokens cached, prefill {prefill}, then decode {decode}, attempt 2"
+    assert texts[1] == "admitted: about 3 prompt tokens"
+    sent = [re.sub("room [0-9a-f]{16}", "room R", text) for text in texts if text.startswith("sent")]
+    where = f"sent: short, 0 tokens cached, prefill {prefill}, then decode {decode}, room R"
+    assert sent == [f"{where}, attempt 1", f"{where}, attempt 2"]
+    assert texts.index(f"attempt 1 failed at decode {decode}") == 3, "between the two"
     assert texts[-1] == "ended: ok, status 200"
     assert {"prefilled", "first token", "first byte sent to the client"} <= set(texts)
 
