@@ -49,7 +49,7 @@ class Rules(NamedTuple):
     """The parameters of a composition."""
 
     is_mixed: bool = False  # a batch holds short prefills and one long chunk, as Medha's
-    rho_min: float = 0.3  # share of the time that short prefills keep beside a long one that is late
+    rho_min: float = 0.3  # share of the time that short prefills keep while a long one waits that is late
     preempt_margin: float = 1.0  # how much lower another long prefill's relative slack must be to park the current one
 
     def composition(self) -> Composition:

@@ -53,3 +53,9 @@ def prove(key: bytes, side: str, *parts: bytes) -> bytes:
 def is_proof(code: bytes, key: bytes, side: str, *parts: bytes) -> bool:
     """Return whether `code` is what `prove` returns."""
     return hmac.compare_digest(code, prove(key, side, *parts))
+
+
+def bearer_key(authorization: bytes) -> bytes:
+    """Return the key in an HTTP Authorization header, whose scheme has no case; empty where it holds none."""
+    scheme, _, key = authorization.strip().partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else b""

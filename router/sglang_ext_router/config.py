@@ -368,9 +368,7 @@ class RouterConfig:
     )
 
     disable_route_headers: bool = _option(False, "leave out the headers that name the instances of a reply")
-    log_level: str = _option(
-        "info", "least severe message to log", choices=("debug", "info", "warn", "warning", "error")
-    )
+    log_level: str = _option("info", "least severe message to log", choices=LOG_LEVELS)
     log_json: bool = _option(False, "log JSON lines")
 
     def __post_init__(self) -> None:

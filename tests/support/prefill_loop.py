@@ -246,3 +246,40 @@ def _features(
     is_replayed = batch.shape is not None
     duration_s = truth.iteration_s(attention_work, new_tokens, cached_tokens, len(lengths), is_replayed)
     return IterationSample(attention_work, new_tokens, cached_tokens, len(lengths), duration_s, is_replayed)
+
+
+# -- requests, and decisions about a queue that is given whole ----------------------------------------------------
+
+
+def queued(key: int, new_tokens: int, **changes: object) -> QueuedPrefill:
+    """A request of this length, with changes of its fields; its deadline is far."""
+    length_class = SHORT if new_tokens <= 256 else LONG
+    request = QueuedPrefill(key, length_class, new_tokens, 0, new_tokens, 0.0, 1e6, PriorityClass.NORMAL, False, False)
+    return replace(request, **changes)  # type: ignore[arg-type]
+
+
+def offline(key: int, new_tokens: int, **changes: object) -> QueuedPrefill:
+    """The same without a deadline."""
+    return queued(key, new_tokens, deadline_s=inf, priority=PriorityClass.LOW, **changes)
+
+
+def first_action(laps: Laps, now_s: float, *queue: QueuedPrefill) -> PrefillBatch:
+    """Return what would run first."""
+    return laps.choose_of(RoundSnapshot(now_s, queue, 10**6)).batches[0]
+
+
+def check_offline_chunks(laps: Laps, largest_s: float, yield_s: float) -> None:
+    """Chunks without a deadline are large, at most `largest_s`, while no client is near, and else at most `yield_s`."""
+
+    def chunk_s(now_s: float) -> float:
+        batch = first_action(laps, now_s, offline(1, 20_000))
+        assert not batch.is_short
+        return batch.predicted_s
+
+    large_s = chunk_s(100.0)
+    assert first_action(laps, 100.0, queued(1, 20_000)).predicted_s < large_s <= largest_s
+    laps.record_arrival(95.0, SHORT, 20, 0, 95.4)
+    assert chunk_s(100.0) <= yield_s
+    laps.record_arrival(99.0, SHORT, 20, 0, inf)
+    assert chunk_s(100.0) <= yield_s
+    assert abs(chunk_s(105.5) - large_s) <= 1e-9 * large_s

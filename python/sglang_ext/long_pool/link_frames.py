@@ -9,8 +9,8 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import NamedTuple
 
+from sglang_ext.long_pool.wire_types import Count, Line
 from sglang_ext.shared_key import CODE_BYTES, NONCE_BYTES, is_proof, make_nonce, prove
-from sglang_ext.wire_types import Count, Line
 
 POOL_ID_BYTES = 16
 _VERSION = 1

@@ -33,8 +33,8 @@ from sglang_ext.long_pool.decide.orders import (
 )
 from sglang_ext.long_pool.link_frames import PeerAddress
 from sglang_ext.long_pool.step_clock import StepTimes
+from sglang_ext.long_pool.wire_types import Count, Line, Logits, Positive, Seconds, TokenIds
 from sglang_ext.transfer.decide.shards import HeadLayout
-from sglang_ext.wire_types import Count, Line, Logits, Positive, Seconds, TokenIds
 
 PROTOCOL_VERSION = 12
 MAX_LINE_BYTES = 2**24

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-from sglang_ext.wire_types import Seconds
+from sglang_ext.long_pool.wire_types import Seconds
 
 
 class StepTimes(NamedTuple):

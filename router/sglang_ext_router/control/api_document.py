@@ -39,7 +39,7 @@ INSTANCE_ERROR: Schema = {
     "anyOf": [
         {"$ref": "#/components/schemas/Error"},
         _object("message", message=_TEXT),
-        _object("error", error={"type": ["object", "string"]}),  # and Anthropic's, which has a type besides
+        _object("error", error={"type": ["object", "string"]}),  # Anthropic's errors have a `type`, too
     ]
 }
 WORKER_URL_PATTERN = r"^https?://[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?:[1-9][0-9]{0,3}$"

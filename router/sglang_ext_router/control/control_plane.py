@@ -54,10 +54,8 @@ _SECRET_NAME = re.compile(
 
 
 MAX_LABEL_CHARACTERS = 63  # of the value of a Kubernetes label
-
-
-MAX_ID_CHARACTERS = 4096
-MAX_IDS = 4096
+MAX_ID_CHARACTERS = 4096  # of a request's id
+MAX_IDS = 4096  # that one call aborts
 
 
 class NewWorker(BaseModel):

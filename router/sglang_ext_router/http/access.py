@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import re
 
+from sglang_ext.shared_key import bearer_key
 from sglang_ext_router.config import RouterConfig
 from sglang_ext_router.http.api_keys import ApiKeys
 from sglang_ext_router.http.request_parser import Request, RequestRefusal
@@ -40,12 +41,6 @@ def authorization_of(request: Request) -> bytes:
     return request.header(b"authorization") or (b"" if own is None else b"Bearer " + own)
 
 
-def bearer_key(authorization: bytes) -> bytes:
-    """Return the key in an Authorization header, whose scheme has no case; empty where it holds none."""
-    scheme, _, key = authorization.strip().partition(b" ")
-    return key.strip() if scheme.lower() == b"bearer" else b""
-
-
 class Access:
     """The gate of the port for clients; the control plane checks keys with it, too."""
 
@@ -63,7 +58,8 @@ class Access:
     def check_head(self, request: Request) -> RequestRefusal | None:
         """Refuse a request that lacks a key it needs, and set its `max_body_bytes`."""
         path = request.path
-        request.max_body_bytes = self._max_payload_bytes if path in _PROMPT_PATHS else self._max_control_bytes
+        takes_prompts = path.rstrip(b"/") in _PROMPT_PATHS  # a slash too many is redirected
+        request.max_body_bytes = self._max_payload_bytes if takes_prompts else self._max_control_bytes
         if self._origins:
             request.reply_headers = self._cors_headers(request.header(b"origin"))
         if not self._needs_key or path in _OPEN_PATHS or self.is_client(authorization_of(request)):

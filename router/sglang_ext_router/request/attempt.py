@@ -172,7 +172,8 @@ class Attempt:
         if not prompt.is_stream:
             tokens = None
             if prompt.sequence_count == 1 or request.path != b"/generate":  # which has a count for each sequence
-                tokens = find_int(end, b'"completion_tokens":') or find_int(end, b'"output_tokens":')
+                tokens = find_int(end, b'"completion_tokens":')
+                tokens = find_int(end, b'"output_tokens":') if tokens is None else tokens
         elif record.error_status is None:
             record.error_status = end_error_status(end)
             tokens = find_int(end, b'"completion_tokens":') if prompt.sequence_count == 1 else None

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ABORTED_EARLY = "the request was aborted before it had any output"
 SAFELY_SMALL = 4  # an estimate of the tokens is hardly ever this many times too low
 _DECODE = Leg.DECODE
 _NONE_EXCLUDED: tuple[set[int], set[int]] = (set(), set())
@@ -216,9 +217,7 @@ class RequestFlow:
         prompt, config = request.prompt, services.config
         if prompt.images or prompt.audios:
             tokens += prompt.images * config.image_tokens + prompt.audios * config.audio_tokens
-        model, is_prefill_only = request.model, request.scores.is_prefill_only
-        limit = model.longest_prefill_tokens if is_prefill_only else model.longest_decode_tokens
-        request.prompt_tokens = max(1, tokens if limit is None else min(tokens, limit))
+        request.prompt_tokens = max(1, tokens)
         if request.scores.entries_per_token and counted_tokens is not None:
             try:
                 request.scores.check_size(counted_tokens)
@@ -326,6 +325,11 @@ class RequestFlow:
         except NoInstanceError as error:
             services.metrics.count(services.metrics.refused, "no_instance")
             logger.warning("no instance for a request: %s", error)
+            self._act(protocol.on_no_instance(number))
+            return
+        except Exception:  # of a policy; the request must not keep its place for ever
+            services.metrics.count(services.metrics.refused, "policy_failed")
+            logger.exception("the policy for prefill or decode has failed")
             self._act(protocol.on_no_instance(number))
             return
         decode = route.decode
@@ -520,8 +524,14 @@ class RequestFlow:
         if self._is_queued:
             services.admission.remove(self)
             self._is_queued = False
-            self._refuse(503, "the request was aborted before it began", "aborted")
-        elif protocol is not None and attempt is not None:
+            self._refuse(503, ABORTED_EARLY, "aborted")
+        elif protocol is None or attempt is None:  # the coordinator has not answered
+            self._refuse(503, ABORTED_EARLY, "aborted")
+            self._leave()
+        elif self._timer is not None:  # between two attempts
+            self._relay.answer_error(503, ABORTED_EARLY)
+            self._act(protocol.on_client_gone())
+        else:
             protocol.max_retries = 0
             for worker in {attempt.worker(Leg.PREFILL), attempt.worker(_DECODE)}:
                 attempt.abort_on(worker)

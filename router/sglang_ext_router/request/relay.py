@@ -81,7 +81,7 @@ class Relay:
         self._client: ClientConnection | None = client  # None once it has its reply, or has left
         is_http_11 = request.is_http_11
         self._is_http_11 = is_http_11
-        self._id_end = b""  # what follows the client's own ids at the instances, and is none of its business
+        self._id_end = b""  # what follows the client's own ids at the instances; the client does not see it
         self._chunk: Callable[[bytes], bytes] = replies.chunk if is_http_11 else _unchanged
         self._end = replies.CHUNKED_END if is_http_11 else b""
         self._path = request.path

@@ -321,7 +321,7 @@ def use_whole_numbers(body: dict[str, Any]) -> None:
 def _whole(value: Any) -> Any:
     """Return the value with whole numbers as integers; a list is looked at if its first number is a float."""
     if type(value) is float:
-        return int(value) if value.is_integer() else value
+        return int(value) if value.is_integer() and MIN_INT64 <= value <= MAX_INT64 else value
     if type(value) is list and value and type(value[0]) in (float, list):
         return [_whole(item) for item in value]
     return value

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from support.event_loops import Complaints
 from support.raw_client import BrokenReplyError
 from support.router_process import Cluster, cluster
 from support.running_time import running_s
@@ -315,3 +316,22 @@ async def test_the_whole_time_of_a_stream_is_bounded() -> None:
         assert answer.chunks[0] == event(1)
         assert b'"error"' in answer.chunks[1]
         await served.decode[0].abort_of(served.decode[0].requests[0].rid, 1.0)
+
+
+@pytest.mark.parametrize("which", ["_prefill_policy", "_decode_policy"])
+async def test_a_policy_that_fails_keeps_no_place(which: str, complaints: Complaints) -> None:
+    class Broken:
+        def choose(self, *_: object) -> int:
+            return 99
+
+    async with cluster(max_concurrent_requests=1) as served:
+        working = getattr(served.router.planner, which)
+        setattr(served.router.planner, which, Broken())
+        for _ in range(2):
+            answer = await served.ask("POST", "/generate", PROMPT)
+            assert (answer.status, answer.error["type"]) == (503, "server_error")
+        assert served.router.requests_in_flight == 0
+        assert len(complaints.messages) == 2
+        complaints.messages.clear()
+        setattr(served.router.planner, which, working)
+        assert (await served.ask("POST", "/generate", PROMPT)).status == 200

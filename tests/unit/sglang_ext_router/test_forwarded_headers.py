@@ -1,4 +1,4 @@
-"""Which headers of a client its instances get: those that SGLang reads, those that are asked for, and no key."""
+"""The headers of a client that its instances get: what SGLang reads, what is asked for, and no key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an instance refuses reaches clients of OpenAI's paths in OpenAI's shape, whatever shape it had."""
+"""What an instance refuses reaches clients of OpenAI's paths in OpenAI's shape."""
 
 from __future__ import annotations
 

@@ -83,6 +83,7 @@ async def test_a_refusal_waits_for_the_replies_before_it() -> None:
         ("POST", "/workers", 70_000, 413),
         ("POST", "/nowhere", 70_000, 413),
         ("POST", "/generate", 70_000, 200),
+        ("POST", "/generate/", 70_000, 307),
         ("POST", "/v1/tokenize", 70_000, 200),
     ],
 )

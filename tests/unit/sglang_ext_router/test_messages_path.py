@@ -77,7 +77,7 @@ async def test_a_failure_as_the_first_event_is_tried_elsewhere(leg: str, is_anno
         good = stream(START, DELTA, STOP, delay_s=0.05)
         for engine in (*served.short, *served.decode):
             engine.script = good
-        broken = stream(*([START] if is_announced else []), failure("api_error"), STOP)
+        broken = stream(*([START] if is_announced else []), failure("api_error"), STOP, delay_s=0.02)
         for engine in served.short if leg == "prefill" else served.decode:
             engine.plan(broken)
         answer = await served.ask("POST", "/v1/messages", STREAM)

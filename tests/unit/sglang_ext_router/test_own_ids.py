@@ -175,6 +175,18 @@ async def test_a_request_in_the_queue_ends_at_once() -> None:
         first.cancel()
 
 
+async def test_between_two_attempts_it_ends_at_once() -> None:
+    async with cluster(retry_initial_backoff_ms=20_000, retry_max_backoff_ms=20_000) as served:
+        served.decode[0].script = reply({"error": {"message": "full"}}, 429)
+        task = await started(served, {"text": "x", "rid": "mine"})
+        await served.until(lambda: any(flow._timer is not None for flow in served.router.running))
+        await served.ask("POST", "/abort_request", {"rid": "mine"})
+        answer = await task
+        assert (answer.status, len(served.decode[0].requests)) == (503, 1)
+        assert "aborted" in answer.error["message"]
+        await served.until_idle()
+
+
 async def test_all_are_aborted_by_the_administrator_only() -> None:
     async with cluster(admin_api_key="admin", api_key="key") as served:
         key = {"Authorization": "Bearer key"}

@@ -24,6 +24,7 @@ from sglang_ext.batch.service.files import StoredFile
 from sglang_ext.batch.service.metrics import render_metrics
 from sglang_ext.batch.service.uploads import UploadError, receive_upload
 from sglang_ext.batch.store import StoreError
+from sglang_ext.shared_key import bearer_key
 
 logger = logging.getLogger(__name__)
 INPUT_PURPOSE = "batch"
@@ -85,10 +86,9 @@ def build_app(service: BatchService, api_key: str, max_file_bytes: int) -> FastA
     )
 
     def check_client(authorization: Annotated[str | None, Header()] = None) -> None:
-        # Header values come decoded as Latin-1, also where they were something else. The scheme's name has no case.
-        scheme, _, key = (authorization or "").strip().partition(" ")
-        is_key = scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode("latin-1"), api_key.encode())
-        if api_key and not is_key:
+        # Header values come decoded as Latin-1, also where they were something else.
+        given = bearer_key((authorization or "").encode("latin-1"))
+        if api_key and not hmac.compare_digest(given, api_key.encode()):
             raise HTTPException(401, "missing or wrong API key")
 
     client = [Depends(check_client)]

@@ -93,6 +93,6 @@ _MEMBER = re.compile(r"(?:-(?:resp_)?[0-9a-f]{16})?(?:_[0-9]+)*")
 
 
 def family(rid: str, known: Iterable[str]) -> list[str]:
-    """Those ids in `known` that stand for `rid`: with what a router appends to its client's id, or of one sequence."""
+    """Return the ids in `known` that stand for `rid`: a router has appended to it, or they name one sequence of it."""
     begins = [other for other in known if len(other) > len(rid) and other.startswith(rid)]
     return [other for other in begins if _MEMBER.fullmatch(other, len(rid)) is not None]

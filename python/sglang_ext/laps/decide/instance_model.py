@@ -185,7 +185,7 @@ def nearest_deadline_s(shorts: Sequence[RankedPrefill]) -> float:
 
 
 class TimeAccount:
-    """What the short prefills may still use before the next long chunk, at the share x and at the largest share.
+    """Keeps the time that short prefills may use before the next long chunk, at the share x and at the largest share.
 
     A batch of only short prefills takes all of an iteration, so their share is kept over time: long work of t seconds
     earns them x / (1 - x) * t seconds, and what they use is taken off (Medha's space sharing, over time). Over any

@@ -33,7 +33,7 @@ from sglang_ext.types import LengthClass
 
 
 class TimeShare(NamedTuple):
-    """How the time is shared between the classes while a batch leaves."""
+    """The classes' shares of the time while a batch leaves."""
 
     has_longs: bool  # a long prefill waits
     short_share: float  # of the time, for short prefills

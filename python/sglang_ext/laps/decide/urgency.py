@@ -1,4 +1,4 @@
-"""How urgent a queued request is, within priority classes that waiting lifts, and the deadlines missed."""
+"""The urgency of a queued request, within priority classes that waiting lifts, and the deadlines missed."""
 
 from __future__ import annotations
 

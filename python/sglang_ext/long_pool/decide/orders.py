@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from sglang_ext.long_pool.decide.sharding import ChunkLayout, KvMove
-from sglang_ext.wire_types import Count, Positive, Seconds
+from sglang_ext.long_pool.wire_types import Count, Positive, Seconds
 
 
 class Offer(NamedTuple):

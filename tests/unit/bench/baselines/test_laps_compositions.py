@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf
 from random import Random
 
@@ -18,12 +17,24 @@ from sglang_ext.laps.decide.policy import Composition, Laps
 from sglang_ext.laps.decide.round_plan import (
     DispatchReason,
     LapsMode,
-    PrefillBatch,
     PriorityClass,
-    QueuedPrefill,
     RoundSnapshot,
 )
-from support.prefill_loop import CPU, GPU, GRID, LIMITS, LONG, SHORT, Arrival, check_plan, mixed, run_laps
+from support.prefill_loop import (
+    CPU,
+    GPU,
+    GRID,
+    LIMITS,
+    LONG,
+    SHORT,
+    Arrival,
+    check_offline_chunks,
+    check_plan,
+    first_action,
+    mixed,
+    queued,
+    run_laps,
+)
 from support.prefill_loop import policy as policy_of
 
 pytestmark = pytest.mark.slow
@@ -38,20 +49,6 @@ def policy(
     **options: object,
 ) -> Laps:
     return policy_of(truth, grid, composition=composition, **{"rho_max": MAX_SHARE} | options)
-
-
-def queued(key: int, new_tokens: int, **changes: object) -> QueuedPrefill:
-    length_class = SHORT if new_tokens <= 256 else LONG
-    request = QueuedPrefill(key, length_class, new_tokens, 0, new_tokens, 0.0, 1e6, PriorityClass.NORMAL, False, False)
-    return replace(request, **changes)  # type: ignore[arg-type]
-
-
-def offline(key: int, new_tokens: int, **changes: object) -> QueuedPrefill:
-    return queued(key, new_tokens, deadline_s=inf, priority=PriorityClass.LOW, **changes)
-
-
-def first_action(laps: Laps, now_s: float, *queue: QueuedPrefill) -> PrefillBatch:
-    return laps.choose_of(RoundSnapshot(now_s, queue, 10**6)).batches[0]
 
 
 def test_while_both_wait_the_chunk_leaves_the_shorts_their_share() -> None:
@@ -139,26 +136,6 @@ def test_an_instance_for_longs_runs_large_chunks_and_never_waits_for_shorts() ->
     )
     assert alone.is_short
     assert alone.reason is DispatchReason.ALONE
-
-
-def test_offline_longs_run_in_large_chunks_while_no_client_is_near() -> None:
-    laps = policy(short_ttft_slo_ms=400.0)
-    snapshot = RoundSnapshot(100.0, (offline(1, 20_000),), 100_000)
-
-    def chunk_s() -> float:
-        (action,) = laps.choose_of(snapshot).batches
-        assert not action.is_short
-        return action.predicted_s
-
-    largest_s = chunk_s()
-    (online,) = laps.choose_of(RoundSnapshot(100.0, (queued(1, 20_000),), 100_000)).batches
-    assert online.predicted_s < largest_s <= 0.4
-    laps.record_arrival(95.0, SHORT, 20, 0, 95.4)
-    assert chunk_s() <= YIELD_S
-    laps.record_arrival(99.0, SHORT, 20, 0, inf)
-    assert chunk_s() <= YIELD_S
-    snapshot = snapshot._replace(now_s=105.5)
-    assert chunk_s() == pytest.approx(largest_s)
 
 
 def test_shorts_in_no_hurry_do_not_wait_beyond_t_max_beside_long_ones() -> None:
@@ -279,3 +256,7 @@ def test_nothing_starves_within_capacity(name: str, seed: int) -> None:
     )
     kv_tokens = random.choice([4096, 9000, 1_000_000])
     assert len(run_laps(laps, arrivals, truth, kv_tokens=kv_tokens, limits=limits).ended) == 150
+
+
+def test_offline_longs_run_in_large_chunks_while_no_client_is_near() -> None:
+    check_offline_chunks(policy(short_ttft_slo_ms=400.0), 0.4, YIELD_S)

@@ -206,22 +206,43 @@ def test_what_has_the_form_of_a_message_but_not_its_content(name: str, content: 
         b"",
         b"[" * 100_000,
         b'["Nothing",[]]',
-        b'["Report",[[NaN,1]]]',
-        b'["Report",[[1e999,1]]]',
-        b'["Report",[[-1,1]]]',
-        b'["Report",[[1,-1]]]',
-        b'["OfferMessage",[1,null,0,0,Infinity,[],null,true]]',
-        b'["OfferMessage",[1,null,0,-1,null,[],null,true]]',
-        b'["ChunkOrder",[[1,1,1,[[0],[],[[]],[[[0,4,0]]]],0],[]]]',
-        b'["ChunkOrder",[[1,1,1,[[0],[],[[]],[[[4,0,-1]]]],0],[]]]',
-        b'["Hello",[1,"a\\nb","n","m",2,1,[0,1]]]',
-        b'["Hello",[1,"","n","m",2,1,[0,1]]]',
-        b'["Hello",[1,"a","n","m",0,1,[0,1]]]',
     ],
 )
 def test_lines_that_would_do_harm(line: bytes) -> None:
     with pytest.raises(MessageError):
         decode(read_head(line))
+
+
+REPORT = b'["ReportMessage",[[0.5,4096,null],7]]'
+OFFER = b'["OfferMessage",[1,null,0,0.5,null,[[3,"host:1",0,{"kv_heads":2,"tp_size":1,"stored_kv_heads":2},0]],9,true]]'
+ORDER = b'["ChunkOrder",[[1,1,[[0],[[0,1,0,4,[[0,4,1]]]],[[]],[[[4,9,1]]]],0,false],null,[],[[["host",1]]]]]'
+HELLO = b'["Hello",[%d,"a","n","m",2,1,[0,1,null],0,[]]]' % PROTOCOL_VERSION
+
+
+@pytest.mark.parametrize("line", [REPORT, OFFER, ORDER, HELLO])
+def test_lines_that_are_good(line: bytes) -> None:
+    decode(read_head(line))
+
+
+@pytest.mark.parametrize(
+    ("line", "good", "bad"),
+    [
+        *((REPORT, b"0.5", bad) for bad in (b"NaN", b"1e999", b"-1", b"Infinity", b"null", b'"1"')),
+        *((REPORT, b"4096", bad) for bad in (b"-1", b"1.5", b"null")),
+        *((REPORT, b"null", bad) for bad in (b"0", b"-1")),
+        *((OFFER, b"0.5", bad) for bad in (b"-1", b"Infinity")),
+        *((OFFER, b'"host:1"', bad) for bad in (b'""', b'"a\\nb"', b'"\\u2028"', b"1")),
+        *((OFFER, b'"kv_heads":2', bad) for bad in (b'"kv_heads":0', b'"kv_heads":3')),
+        *((ORDER, b"[0,4,1]", bad) for bad in (b"[0,4,0]", b"[-1,4,1]", b"[0,4]", b"[4,0,-1]", b"null")),
+        *((ORDER, b'"host"', bad) for bad in (b'""', b'"a\\u0000"')),
+        *((HELLO, b'"a"', bad) for bad in (b'""', b'"a\\nb"', b'"a\\u0085"')),
+        *((HELLO, b'"m",2', bad) for bad in (b'"m",0', b'"m",-1', b'"m",true')),
+    ],
+)
+def test_a_value_that_would_do_harm_is_refused(line: bytes, good: bytes, bad: bytes) -> None:
+    assert good in line
+    with pytest.raises(MessageError):
+        decode(read_head(line.replace(good, bad, 1)))
 
 
 def test_a_hello_of_another_version_is_known_as_such_whatever_else_it_says() -> None:

@@ -212,6 +212,19 @@ async def test_a_client_that_leaves_withdraws_its_prompt(how: str) -> None:
         assert served.router.metrics.requests == {("/generate", "none", 499, "client_left"): 1}
 
 
+async def test_an_abort_withdraws_a_prompt_whose_turn_has_not_come() -> None:
+    async with offering(max_concurrent_requests=1) as (coordinator, served):
+        coordinator.turn.clear()
+        waiting = asyncio.create_task(ask(served, {**LONG, "rid": "mine"}))
+        await served.until(lambda: len(coordinator.tickets) == 1)
+        assert (await served.ask("POST", "/abort_request", {"rid": "mine"})).status == 200
+        answer = await waiting
+        assert (answer.status, served.upstream_requests()) == (503, 0)
+        assert "aborted" in answer.error["message"]
+        await served.until(lambda: len(coordinator.withdrawn) == 1)
+        assert (await ask(served, SHORT)).status == 200, "its place is free"
+
+
 async def test_its_place_goes_to_the_next_when_its_client_leaves() -> None:
     async with offering(max_concurrent_requests=1) as (coordinator, served):
         coordinator.turn.clear()

@@ -86,6 +86,16 @@ async def test_a_line_tells_all_of_a_request(tmp_path: Path) -> None:
         }
 
 
+async def test_a_probe_that_goes_well_has_no_line(tmp_path: Path) -> None:
+    file = tmp_path / "access.log"
+    async with cluster(access_log=str(file)) as served, await served.connect() as client:
+        for path in ("/ping", "/health", "/readyz", "/health_generate", "/v1/models"):
+            assert (await client.ask("GET", path)).status == 200
+        served.router.drain_worker(served.worker(served.decode[0].url), True)
+        assert (await client.ask("GET", "/readyz")).status == 503
+    assert [(line["path"], line["status"]) for line in lines(file)] == [("/v1/models", 200), ("/readyz", 503)]
+
+
 async def test_every_request_has_one_line(tmp_path: Path) -> None:
     file = tmp_path / "access.log"
     async with cluster(access_log=str(file), retry_max_retries=0, api_key="k", admin_api_key="a") as served:

@@ -76,3 +76,14 @@ async def test_a_request_that_waits_is_admitted_when_its_turn_comes(caplog: pyte
         "admitted",
         "sent",
     ]
+
+
+async def test_an_attempt_in_which_both_legs_fail_is_sent_once(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, logger="sglang_ext_router.request.flow")
+    async with cluster() as served:
+        served.short[0].plan(status(500))
+        served.decode[0].plan(status(500))
+        client = await served.connect()
+        await client.ask("POST", "/generate", {"input_ids": [1, 2, 3]}, {"x-request-id": "mine"})
+    texts = [text.partition(" ")[0] for _, _, text in logged(caplog)]
+    assert texts[:6] == ["arrived:", "admitted:", "sent:", "attempt", "attempt", "sent:"]

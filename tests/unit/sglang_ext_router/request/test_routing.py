@@ -338,12 +338,12 @@ def test_a_prompt_that_only_the_other_pool_holds_goes_there() -> None:
 
 def test_instances_of_a_long_pool_hold_a_prompt_together() -> None:
     pools = Pools(LONG, LONG, DECODE, coordinator_url="http://127.0.0.1:1")
-    for worker in pools.workers[:2]:
-        worker.max_prompt_tokens = 1000
+    small, large, _ = pools.workers
+    small.max_prompt_tokens, large.max_prompt_tokens = 1000, 2000
     pools.registry.refresh()
-    pools.workers[0].pending_tokens = 5
+    large.pending_tokens = 5
     prompt = measure(b"/generate", {"text": "x"})
-    assert pools.route(prompt, 3000).prefill is pools.workers[1]
+    assert pools.route(prompt, 3000).prefill is small
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "random", "power_of_two", "cache_aware"])

@@ -111,6 +111,19 @@ async def test_which_instance_holds_a_prompt_is_counted_exactly(folder: Path, le
         assert not served.decode[0].requests
 
 
+@pytest.mark.parametrize(("count", "letters", "code"), [(40_000, 3, 400), (20_000, 18, 200)])
+async def test_whether_a_reply_of_scores_is_too_large_is_counted_exactly(
+    folder: Path, count: int, letters: int, code: int
+) -> None:
+    """An estimate would let the first pass, and refuse the second."""
+    async with cluster(tokenizer_path=str(folder)) as served:
+        body = {"text": words(count, letters), "return_logprob": True, "top_logprobs_num": 256}
+        answer = await served.ask("POST", "/generate", {**body, "sampling_params": {"max_new_tokens": 1}})
+        assert (answer.status, served.router.metrics.tokenised) == (code, 1)
+        if code == 400:
+            assert f"{count} tokens with 257 log-probabilities" in answer.error["message"]
+
+
 async def test_without_a_tokenizer_the_estimate_decides() -> None:
     async with cluster(length_boundary_tokens=300) as served:
         assert await ask(served, words(290, 6)) == (200, "long")

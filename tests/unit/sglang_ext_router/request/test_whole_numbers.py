@@ -88,3 +88,12 @@ def test_a_fraction_is_none(field: str, value: float) -> None:
     with pytest.raises(BadRequestError) as caught:
         read("/v1/completions", {**COMPLETION, field: value})
     assert caught.value.param == field
+
+
+@pytest.mark.parametrize("value", [1e300, -1e300, 2.0**63])
+def test_a_number_beyond_all_integers_stays_what_it_is(value: float) -> None:
+    """As an integer it could not be written again for the instances."""
+    body = read("/generate", {**GENERATE, "sampling_params": {"unknown": value}, "other": value})
+    assert body.hint_field is not None
+    assert body.hint_field.given == {"unknown": value}
+    assert json.loads(body.hint_field.clean.raw)["other"] == value

@@ -1,4 +1,4 @@
-"""How many tokens of a long prefill a batch takes."""
+"""The number of tokens of a long prefill that a batch takes."""
 
 from __future__ import annotations
 

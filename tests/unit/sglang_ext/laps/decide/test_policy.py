@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf
 from random import Random
 
@@ -15,18 +14,21 @@ from sglang_ext.laps.decide.policy import Laps
 from sglang_ext.laps.decide.round_plan import (
     DispatchReason,
     LapsMode,
-    PrefillBatch,
     PriorityClass,
-    QueuedPrefill,
     RoundSnapshot,
 )
 from support.prefill_loop import (
     CPU,
+    GPU,
+    GRID,
     LIMITS,
     LONG,
     SHORT,
     Arrival,
+    check_offline_chunks,
     mixed,
+    offline,
+    queued,
     run_laps,
 )
 from support.prefill_loop import policy as policy_of
@@ -34,12 +36,6 @@ from support.prefill_loop import policy as policy_of
 
 def policy(truth: CostCoefficients = CPU, grid: GraphGrid | None = None, **options: object) -> Laps:
     return policy_of(truth, grid, **options)
-
-
-def queued(key: int, new_tokens: int, **changes: object) -> QueuedPrefill:
-    length_class = SHORT if new_tokens <= 256 else LONG
-    request = QueuedPrefill(key, length_class, new_tokens, 0, new_tokens, 0.0, 1e6, PriorityClass.NORMAL, False, False)
-    return replace(request, **changes)  # type: ignore[arg-type]
 
 
 def test_an_idle_instance_has_nothing_to_do() -> None:
@@ -80,10 +76,6 @@ def test_order_in_the_snapshot_does_not_matter() -> None:
         random.shuffle(queue)
         plans.add(policy().choose_of(RoundSnapshot(1.0, tuple(queue), 100_000)))
     assert len(plans) == 1
-
-
-def first_action(laps: Laps, now_s: float, *queue: QueuedPrefill) -> PrefillBatch:
-    return laps.choose_of(RoundSnapshot(now_s, queue, 10**6)).batches[0]
 
 
 def test_priority_comes_before_slack() -> None:
@@ -186,10 +178,6 @@ def test_low_priority_has_no_deadline_of_its_own() -> None:
 YIELD_S = 0.4 / 16  # the least that work without deadlines runs at a time while clients are near
 
 
-def offline(key: int, new_tokens: int, **changes: object) -> QueuedPrefill:
-    return queued(key, new_tokens, deadline_s=inf, priority=PriorityClass.LOW, **changes)
-
-
 def test_offline_shorts_wait_for_a_dense_batch_and_not_beyond_a_pause() -> None:
     laps = policy(token_max=300, w_max_ms=20.0)
     two = (offline(1, 100), offline(2, 100, arrival_s=0.005))
@@ -220,26 +208,6 @@ def test_offline_prefills_do_not_hide_that_online_ones_are_late() -> None:
     for _ in range(99):
         laps.record_first_token(2.0, SHORT, 0.0, inf)
     assert laps.report(RoundSnapshot(2.0, (), 1000)).short.slo_violation_rate == 1.0
-
-
-def test_offline_longs_run_in_large_chunks_while_no_client_is_near() -> None:
-    laps = policy(short_ttft_slo_ms=400.0)
-    snapshot = RoundSnapshot(100.0, (offline(1, 20_000),), 100_000)
-
-    def chunk_s() -> float:
-        (action,) = laps.choose_of(snapshot).batches
-        assert not action.is_short
-        return action.predicted_s
-
-    largest_s = chunk_s()
-    (online,) = laps.choose_of(RoundSnapshot(100.0, (queued(1, 20_000),), 100_000)).batches
-    assert online.predicted_s < largest_s <= 1.5 * 0.4
-    laps.record_arrival(95.0, SHORT, 20, 0, 95.4)
-    assert chunk_s() <= 1.5 * YIELD_S
-    laps.record_arrival(99.0, SHORT, 20, 0, inf)
-    assert chunk_s() <= 1.5 * YIELD_S
-    snapshot = snapshot._replace(now_s=105.5)
-    assert chunk_s() == pytest.approx(largest_s)
 
 
 def test_all_that_runs_beside_clients_without_a_deadline_is_brief() -> None:
@@ -326,6 +294,17 @@ def test_limits_that_admit_nothing_are_refused() -> None:
         policy(limits=LIMITS._replace(max_requests=0))
 
 
+def test_the_report_has_the_window_of_the_batch_that_gathers() -> None:
+    laps = policy(GPU, GRID)
+    for index in range(64):
+        laps.record_arrival(-0.064 + 0.001 * index, SHORT, 20, 0, 9.0)
+    snapshot = RoundSnapshot(0.0, (queued(1, 20, arrival_s=-0.002), queued(2, 20, arrival_s=-0.001)), 10_000)
+    plan = laps.choose_of(snapshot)
+    assert plan.batches == ()
+    assert laps.report(snapshot).window_s == pytest.approx(plan.wake_s + 0.002)
+    assert laps.report(RoundSnapshot(0.0, (), 10_000)).window_s > plan.wake_s + 0.002, "that of a batch to come"
+
+
 def test_the_report() -> None:
     laps = policy(round_ms=50.0)
     laps.record_arrival(0.0, SHORT, 100, 0, 9.0)
@@ -357,3 +336,7 @@ def test_the_report() -> None:
     assert report.short.slo_violation_rate == 0.0
     assert report.round_s == 0.05
     assert report.fit.samples == 0
+
+
+def test_offline_longs_run_in_large_chunks_while_no_client_is_near() -> None:
+    check_offline_chunks(policy(short_ttft_slo_ms=400.0), 1.5 * 0.4, 1.5 * YIELD_S)
