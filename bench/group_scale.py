@@ -46,7 +46,7 @@ from sglang_ext_router.decide.instance_pressure import (
     PressureSettings,
     decide,
 )
-from sglang_ext_router.group.peers import PeerRouters
+from sglang_ext_router.group.peers import Peers
 from sglang_ext_router.http.tls import worker_context
 from sglang_ext_router.instances.online_load import SiblingLoad
 from sglang_ext_router.instances.probe import Prober
@@ -173,7 +173,7 @@ async def measure_peers(routers: int, instances: int, seconds: float) -> dict[st
             peer_key=KEY,
         )
         sock.setblocking(False)
-        router, link = LinkedStandIn(config), PeerRouters(config, sock)
+        router, link = LinkedStandIn(config), Peers(config, sock)
         await link.start(router)
         pipe.send(sock.getsockname()[1])
         own = asyncio.create_task(_serve_requests(router, link, per_router))
@@ -204,7 +204,7 @@ async def _figures(pipe: Connection) -> PeerFigures:
     return figures
 
 
-async def _serve_requests(router: LinkedStandIn, link: PeerRouters, requests_per_s: float) -> None:
+async def _serve_requests(router: LinkedStandIn, link: Peers, requests_per_s: float) -> None:
     """Record the loads and prefixes that this number of requests would leave, without serving any."""
     workers = list(router.registry)
     interval_s = 0.05

@@ -22,9 +22,8 @@ import uvloop
 from sglang_ext_router.command_line import SETTINGS, add_arguments, config_from_arguments
 from sglang_ext_router.compiled import describe_compiled
 from sglang_ext_router.config import RouterConfig, RouterConfigError
-from sglang_ext_router.group.peers import PeerRouters
-from sglang_ext_router.group.siblings import DatagramSiblings, SiblingLink
-from sglang_ext_router.group.supervisor import child_place, is_child, supervise
+from sglang_ext_router.group.peers import Peers
+from sglang_ext_router.group.supervisor import process_place, supervise
 from sglang_ext_router.http.tls import client_context, worker_context
 from sglang_ext_router.instances.discovery import role_rules
 from sglang_ext_router.instances.kubernetes_api import connect_kubernetes
@@ -39,19 +38,16 @@ SPARE_DESCRIPTORS = 256
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal stops it; return the exit status."""
+    place = process_place()
     try:
         config = config_from_arguments(arguments)
-        if config.processes > 1 and not is_child():
-            listen(config).close()  # say now, and once, that an address cannot be had
-        else:
-            sockets = listen(config, reuse_port=is_child())
+        is_supervisor = config.processes > 1 and place is None
+        sockets = listen(config, reuse_port=place is not None)
+        if is_supervisor:
+            sockets.close()  # an address that cannot be had was reported now, and once
         tls = client_context(config)
         worker_context(config)
-        link = (
-            PeerRouters(config, _listen(config.peer_host, config.peer_port, "peer-", False))
-            if config.peer_port
-            else None
-        )
+        link = Peers(config, _listen(config.peer_host, config.peer_port, "peer-", False)) if config.peer_port else None
         if config.service_discovery or config.controller_lease:
             role_rules(config)
             connect_kubernetes(config)
@@ -65,15 +61,15 @@ def run(arguments: argparse.Namespace) -> int:
     logger.log(logging.WARNING if is_wrong else logging.INFO, state)
     if not config.workers and not config.service_discovery:
         logger.warning("no workers given: add some with POST /workers")
-    if not is_child():
+    if place is None:
         _warn_of_open_ports(config)
         _raise_descriptor_limit(config.max_connections)
-    if config.processes > 1 and not is_child():
+    if is_supervisor:
         return supervise(config, sys.argv[2:])
-    if not is_child():
+    if place is None:
         return _run(serve(config, sockets, tls, siblings=link))
-    index, folder = child_place()
-    return _run(serve(config, sockets, tls, index, DatagramSiblings(folder, index, config), ends_with_stdin=True))
+    link = Peers(config, socket.socket(fileno=place.listener), place)
+    return _run(serve(config, sockets, tls, place.number, link, ends_with_stdin=True))
 
 
 def _run(serving: Coroutine[Any, Any, int]) -> int:
@@ -170,7 +166,7 @@ async def serve(
     sockets: Listening,
     tls: ssl.SSLContext | None = None,
     process_index: int = 0,
-    siblings: SiblingLink | None = None,
+    siblings: Peers | None = None,
     ends_with_stdin: bool = False,
 ) -> int:
     """Serve on listening sockets (see `listen`) until SIGTERM or SIGINT, or the end of standard input, then drain."""

@@ -22,7 +22,7 @@ from sglang_ext_router.decide.admission import AdmissionQueue, Demand
 from sglang_ext_router.decide.pd_protocol import RetryPolicy
 from sglang_ext_router.decide.retry_budget import RetryBudget
 from sglang_ext_router.group.lease import LeaseHolder
-from sglang_ext_router.group.siblings import NoSiblings, SiblingLink
+from sglang_ext_router.group.shared_state import SharedState
 from sglang_ext_router.http.access import GENERATION_PATHS, PAGE_PATHS, REPORT_PATHS, STREAM_PATH, Access
 from sglang_ext_router.http.asgi_bridge import AsgiCall
 from sglang_ext_router.http.client_ports import ClientPorts
@@ -77,7 +77,7 @@ class Router:
         config: RouterConfig,
         loop: asyncio.AbstractEventLoop,
         process_index: int = 0,
-        siblings: SiblingLink | None = None,
+        siblings: SharedState | None = None,
     ) -> None:
         self.config = config
         self.loop = loop
@@ -104,7 +104,7 @@ class Router:
         self.controller = PoolController(config, loop, self.registry, self.prober, may_act)
         self.long_pool = _long_pool_monitor(config, loop)
         self.discovery = Discovery(config, self, connect_kubernetes(config)) if config.service_discovery else None
-        self.siblings: SiblingLink = siblings or NoSiblings()
+        self.siblings = siblings or SharedState(process_index, config)
         self.running: dict[RequestFlow, None] = {}
         self.admission: AdmissionQueue[RequestFlow] = AdmissionQueue(
             config.max_concurrent_requests or None, config.queue_size, config.queue_timeout_secs

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from sglang_ext_router.config import WorkerAddress
-from sglang_ext_router.group.siblings import DatagramSiblings
+from sglang_ext_router.config import RouterConfig, WorkerAddress
+from sglang_ext_router.group.peers import Peers
+from sglang_ext_router.group.supervisor import ProcessPlace
 from support.router_process import FAST, RunningRouter, running_router
 from support.scripted_engine import ScriptedEngine
+
+
+@asynccontextmanager
+async def process_links(folder: Path, config: RouterConfig) -> AsyncIterator[Callable[[int], Peers]]:
+    """A function that makes the link of the process of a number; called again, of the process that replaces it."""
+    with ExitStack() as stack:
+        sockets = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=16)) for _ in range(config.processes)
+        ]
+        peers = [f"127.0.0.1:{sock.getsockname()[1]}" for sock in sockets]
+
+        def link(number: int) -> Peers:
+            return Peers(config, sockets[number].dup(), ProcessPlace(number, "secret", peers, -1, str(folder)))
+
+        yield link
 
 
 @asynccontextmanager
@@ -24,12 +41,13 @@ async def processes(
             stack.push_async_callback(engine.stop)
         workers = tuple(WorkerAddress(engine.url, engine.role) for engine in engines)
         config = replace(FAST, workers=workers, processes=count, admin_api_key="admin", **options)  # type: ignore[arg-type]
-        running = []
-        for index in range(count):
-            link = DatagramSiblings(folder, index, config)
-            running.append(await stack.enter_async_context(running_router(config, index, link)))
+        link = await stack.enter_async_context(process_links(folder, config))
+        running = [
+            await stack.enter_async_context(running_router(config, number, link(number))) for number in range(count)
+        ]
         for one in running:
             await one.until_ready()
+            await one.until(lambda one=one: len(one.router.siblings.demands()) == count - 1)  # type: ignore[misc]
         yield running
         for one in running:
             await one.until_idle()

@@ -18,7 +18,7 @@ from typing import Any
 from sglang_ext.types import Role
 from sglang_ext_router import router as router_module
 from sglang_ext_router.config import RouterConfig, WorkerAddress
-from sglang_ext_router.group.siblings import SiblingLink
+from sglang_ext_router.group.shared_state import SharedState
 from sglang_ext_router.http.tls import client_context
 from sglang_ext_router.instances.registry import ModelPools
 from sglang_ext_router.instances.workers import Worker
@@ -145,7 +145,7 @@ async def until(is_so: Callable[[], bool], within_s: float = 5.0) -> None:
 
 @asynccontextmanager
 async def running_router(
-    config: RouterConfig, process_index: int = 0, siblings: SiblingLink | None = None
+    config: RouterConfig, process_index: int = 0, siblings: SharedState | None = None
 ) -> AsyncIterator[RunningRouter]:
     """Serve as `sglang_ext_router.main.serve` does, without signals; stops without waiting for anything."""
     router_module.SWEEP_INTERVAL_S = SWEEP_INTERVAL_S

@@ -1,5 +1,6 @@
 """Several routers as one: each sends the others, over TCP, prefixes, loads, and instances added or drained by hand.
 
+The processes of one router do the same on loopback, more often, and with their counters.
 Every router connects to every other one and sends its state repeatedly (`SharedState`); what it receives comes on the
 connections of the others. Both sides of a connection prove that they know the common key, and every frame carries a
 code made with it and with the frame's number, so nothing can be forged, repeated or left out unnoticed. Frames are not
@@ -19,22 +20,16 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from sglang_ext.shared_key import CODE_BYTES, NONCE_BYTES, is_proof, make_nonce, prove
 from sglang_ext_router.config import RouterConfig
-from sglang_ext_router.group.shared_state import (
-    NO_LOAD,
-    Loads,
-    PeerCounts,
-    SharedState,
-    TellerState,
-    read_prefixes,
-)
-from sglang_ext_router.observe.metrics import MetricsSnapshot
+from sglang_ext_router.group.shared_state import NO_LOAD, Loads, PeerCounts, SharedState, read_prefixes
+from sglang_ext_router.group.supervisor import ProcessPlace
 from sglang_ext_router.request.upstream import watch_peer
 
 if TYPE_CHECKING:
@@ -47,6 +42,8 @@ INTERVAL_S = 0.2
 MAX_INTERVAL_S = 1.0
 MAX_BUSY_SHARE = 0.1  # of the time, for what peers send each other
 FORGET_AFTER_S = 3.0
+PROCESS_INTERVAL_S = 0.1  # for the processes of one router, which are close to each other
+PROCESS_FORGET_AFTER_S = 2.0
 RESOLVE_S = 5.0
 HANDSHAKE_TIMEOUT_S = 5.0
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.2, 5.0
@@ -128,25 +125,26 @@ class _Hearer:
         self.needs_all = True  # it has missed a message: changes would not do
         self._session = session
 
-    @property
-    def unsent_bytes(self) -> int:
-        return self.writer.transport.get_write_buffer_size()
-
     def send(self, body: bytes, digest: bytes) -> None:
         self.writer.write(_LENGTH.pack(len(body)) + self._session.code(digest) + body)
 
 
-class PeerRouters(SharedState):
-    """The link between routers; see `group/siblings.py: SiblingLink`."""
+class Peers(SharedState):
+    """The link between the routers of a group, or between the processes of one router."""
 
-    shares_prefixes = True
-
-    def __init__(self, config: RouterConfig, sock: socket.socket) -> None:
-        """`sock` listens for the others."""
-        super().__init__(secrets.randbits(62) + 1, config)
-        self._key = hashlib.sha256(config.peer_key.encode()).digest()
+    def __init__(self, config: RouterConfig, sock: socket.socket, process: ProcessPlace | None = None) -> None:
+        """`sock` listens for the others; `process` is for one of several processes."""
+        if process is not None:
+            super().__init__(process.number, config, Path(process.folder, f"{process.number}.counts"))
+            key, peers = process.key, process.peers
+            self._interval_s, self._forget_after_s = PROCESS_INTERVAL_S, PROCESS_FORGET_AFTER_S
+        else:
+            super().__init__(secrets.randbits(62) + 1, config)
+            key, peers = config.peer_key, config.peer
+            self._interval_s, self._forget_after_s = INTERVAL_S, FORGET_AFTER_S
+        self._key = hashlib.sha256(key.encode()).digest()
         self._sock = sock
-        self._fixed = [_address(text) for text in config.peer]
+        self._fixed = [_address(text) for text in peers]
         self._service = config.peer_service
         self._service_port = config.peer_port
         self._tellers: dict[Address, asyncio.Task[None]] = {}
@@ -164,7 +162,7 @@ class PeerRouters(SharedState):
         self.skipped = 0  # messages that a peer did not get, as it did not read
 
     async def start(self, router: Router) -> None:
-        self._router = router
+        await super().start(router)
         self._server = await asyncio.start_server(self._hear, sock=self._sock, limit=MAX_FRAME_BYTES)
         self._tasks = [asyncio.create_task(self._find_peers()), asyncio.create_task(self._tell())]
 
@@ -177,17 +175,10 @@ class PeerRouters(SharedState):
             writer.transport.abort()
         await asyncio.gather(*tasks, *self._hearing, return_exceptions=True)
 
-    @property
-    def peers(self) -> int:
-        """Routers that hear this one now."""
-        return len(self._hearers)
-
-    def peer_counts(self) -> PeerCounts:
+    def peer_counts(self) -> PeerCounts | None:
+        if self._counts_file is not None:
+            return None  # processes of one router are no group
         return PeerCounts(len(self._tellers), len(self._hearers), len(self._states), self.skipped)
-
-    def metric_snapshots(self) -> Sequence[tuple[int, MetricsSnapshot]]:
-        """None: each router is asked for its own numbers."""
-        return ()
 
     # -- sending ----------------------------------------------------------------------------------------
 
@@ -255,19 +246,16 @@ class PeerRouters(SharedState):
                 self._send_state()
                 if not stood_still:
                     started_s = time.perf_counter()
-                    self._apply_states(FORGET_AFTER_S)
+                    self._apply_states(self._forget_after_s)
                     self._busy_s += time.perf_counter() - started_s
             except Exception:
                 # The peers would forget this router, and it would never forget them.
                 logger.exception("the state of this router, or its peers' states")
-            interval_s = min(MAX_INTERVAL_S, max(INTERVAL_S, self._busy_s / MAX_BUSY_SHARE))
+            interval_s = min(MAX_INTERVAL_S, max(self._interval_s, self._busy_s / MAX_BUSY_SHARE))
             self._busy_s = 0.0
             due_s = loop.time() + interval_s
             await asyncio.sleep(interval_s)
-            stood_still = not stood_still and loop.time() - due_s > FORGET_AFTER_S / 4
-
-    def _on_changed(self) -> None:
-        self._send_state()
+            stood_still = not stood_still and loop.time() - due_s > self._forget_after_s / 4
 
     def _send_state(self) -> None:
         """Send to all peers; only the changes to peers that have got the message before."""
@@ -280,7 +268,7 @@ class PeerRouters(SharedState):
         for hearer in self._hearers:
             if hearer.writer.is_closing():
                 continue
-            if hearer.unsent_bytes > MAX_UNSENT_BYTES:
+            if hearer.writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
                 self.skipped += 1
                 hearer.needs_all = True
                 continue
@@ -343,22 +331,13 @@ class PeerRouters(SharedState):
                 message = orjson.loads(body)
                 if message["index"] != session.peer:
                     raise PeerError("it speaks for another one")
-                if "snapshot" in message:
-                    self._take_prefixes(message)
-                else:
-                    self._take(message)
+                self._take(message)
                 self._busy_s += time.perf_counter() - started_s
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
             pass  # it is gone, or connects again
         except PeerError as error:
             logger.warning("a connection from %s was refused: %s", writer.get_extra_info("peername"), error)
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            IndexError,
-            AttributeError,
-        ) as error:  # of another version of this program
+        except (ValueError, LookupError, TypeError, AttributeError) as error:  # of another version of this program
             logger.warning("a message of %s cannot be read: %r", writer.get_extra_info("peername"), error)
         finally:
             del self._hearing[task]
@@ -367,23 +346,23 @@ class PeerRouters(SharedState):
                 await writer.wait_closed()
 
     def _take(self, message: Mapping[str, Any]) -> None:
+        """Take a state, or a part of the prefixes that this router has asked for."""
+        if "snapshot" in message:
+            self._learn_prefixes(read_prefixes(message["snapshot"]))
+            self._prefix_asker.on_frame(message["index"], bool(message["is_last"]), self._router.loop.time())
+            return
         known_bytes, asks, teller = int(message["known_bytes"]), message["asks"], message["index"]
         super()._take(message)
         self._known_bytes[teller] = known_bytes
         if asks == self._origin and teller not in self._snapshots:
             self._snapshots[teller] = asyncio.create_task(self._send_prefixes(teller))
 
-    def _take_prefixes(self, message: Mapping[str, Any]) -> None:
-        self._learn_prefixes(read_prefixes(message["snapshot"]))
-        self._prefix_asker.on_frame(message["index"], bool(message["is_last"]), self._router.loop.time())
-
-    def _replace_state(self, index: int, state: TellerState | None) -> None:
-        super()._replace_state(index, state)
-        if state is None:
-            self._known_bytes.pop(index, None)
-            self._latest.pop(index, None)
-            if (task := self._snapshots.pop(index, None)) is not None:
-                task.cancel()
+    def _forget(self, index: int) -> None:
+        super()._forget(index)
+        self._known_bytes.pop(index, None)
+        self._latest.pop(index, None)
+        if (task := self._snapshots.pop(index, None)) is not None:
+            task.cancel()
 
 
 class _PrefixAsker:

@@ -1,15 +1,19 @@
 """The state that processes of a router, and several routers, send each other, and what each of them makes of it.
 
-State is sent whole, again and again, but for prefixes, which are sent once: messages may be lost, doubled or late.
-Where none can be lost, loads are sent when they change. The newest change of an instance wins, and a sender that falls
-silent is forgotten after a while.
+State is sent repeatedly: members whole, loads as they change, prefixes once. The newest change of an instance wins, and
+a sender that falls silent is forgotten after a while. Processes of one router also send each other what they have
+counted, so that each shows the sums; the next process of a number finds in a file what a killed one had counted.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import orjson
 
 from sglang_ext.types import Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress
@@ -22,16 +26,13 @@ if TYPE_CHECKING:
     from sglang_ext_router.instances.workers import Worker
     from sglang_ext_router.router import Router
 
-# As JSON: url, counter, origin, role or null when removed, bootstrap port or null, draining; and, where the instance
-# was given either, revision or null and topology
-WireEntry = (
-    tuple[str, int, int, str | None, int | None, bool]
-    | tuple[str, int, int, str | None, int | None, bool, str | None, str]
-)
+# As JSON: url, counter, origin, role or null when removed, bootstrap port or null, draining, revision or null, topology
+WireEntry = tuple[str, int, int, str | None, int | None, bool, str | None, str]
 logger = logging.getLogger(__name__)
 REMEMBER_REMOVED_S = 3600.0
 MAX_COUNTER = 1 << 53  # of changes of one instance: far more than there can be, and one more can be sent, too
 MAX_SHARED_BLOCKS = 4096  # prefix blocks per message; further blocks are not sent
+METRICS_INTERVAL_S = 1.0  # between two messages with the counters of a process
 
 
 class Entry(NamedTuple):
@@ -111,9 +112,9 @@ class MembershipTable:
 def _wire_entry(url: str, entry: Entry) -> WireEntry:
     address = entry.address
     if address is None:
-        return url, entry.counter, entry.origin, None, None, entry.is_draining
-    told = (url, entry.counter, entry.origin, address.role.value, address.bootstrap_port, entry.is_draining)
-    return (*told, address.revision, address.topology) if address.revision is not None or address.topology else told
+        return url, entry.counter, entry.origin, None, None, entry.is_draining, None, ""
+    role, port = address.role.value, address.bootstrap_port
+    return url, entry.counter, entry.origin, role, port, entry.is_draining, address.revision, address.topology
 
 
 def _read_entry(
@@ -159,48 +160,60 @@ class TellerState(NamedTuple):
 
     received_s: float
     loads: Loads
-    metrics: MetricsSnapshot | None
     online: SiblingLoad
     demand: Demand
     open_circuits: frozenset[str]  # addresses of instances
 
-    def without_requests(self) -> TellerState:
-        """Its counters stay in the metrics; its requests are gone."""
-        counted = None if self.metrics is None else self.metrics._replace(gauges={}, process={})
-        return TellerState(self.received_s, {}, counted, SiblingLoad({}, {}), Demand(0, 0), frozenset())
-
 
 class SharedState:
-    """One process's part: what it sends and what it has received. The transports of the messages build on it."""
+    """One process's part: what it sends and what it has received.
 
-    def __init__(self, origin: int, config: RouterConfig) -> None:
+    `Peers` carries the messages; without it this is the state of a router of one process, which sends nothing.
+    """
+
+    def __init__(self, origin: int, config: RouterConfig, counts_file: Path | None = None) -> None:
+        """`counts_file` is for processes of one router: it holds the counters of the processes of this number."""
         self._origin = origin
+        self._counts_file = counts_file
+        self._metrics_due_s = 0.0
         self._limit = config.max_concurrent_requests
         # Of each other router: when its state was received, and its largest share since.
         self._granted: dict[int, tuple[float, int]] = {}
         self._table = MembershipTable(origin, config.workers)
         self._states: dict[int, TellerState] = {}
+        # Counters of the other processes, by number; under this one's own number, those of its predecessors.
+        self._metrics: dict[int, MetricsSnapshot] = {}
         self._sums: Loads = {}  # over those states
         self._prefixes: list[tuple[str, list[int]]] = []
         self._prefix_blocks = 0
         self._router: Router
 
+    async def start(self, router: Router) -> None:
+        """Share the state of this router from now on."""
+        self._router = router
+        if self._counts_file is not None:
+            self._inherit(self._counts_file)
+
+    async def stop(self) -> None:
+        """Share nothing any more."""
+
     # -- sending ----------------------------------------------------------------------------------------
 
     def tell_added(self, address: WorkerAddress) -> None:
         self._table.change(address.url, address)
-        self._on_changed()
+        self._send_state()
 
     def tell_removed(self, url: str) -> None:
         self._table.change(url, None)
-        self._on_changed()
+        self._send_state()
 
     def tell_draining(self, worker: Worker, is_draining: bool) -> None:
         # By its own address: the table has none of the cluster's instances, and the old role of a moved one.
         self._table.change(worker.url, worker.address(), is_draining)
-        self._on_changed()
+        self._send_state()
 
     def tell_gone(self, url: str) -> None:
+        """The cluster no longer has this instance: manual changes of it are void."""
         if self._table.address(url) is not None:
             self.tell_removed(url)
 
@@ -209,15 +222,15 @@ class SharedState:
             self._prefixes.append((url, list(hashes)))
             self._prefix_blocks += len(hashes)
 
-    def _on_changed(self) -> None:
-        """Send a change of the instances at once."""
+    def _send_state(self) -> None:
+        """Send the state now, where there is someone to send it to."""
 
     def _next_message(self) -> dict[str, Any]:
         """Return the message to send now; prefixes are sent once."""
         router = self._router
         prefixes, self._prefixes, self._prefix_blocks = self._prefixes, [], 0
         now_s = router.loop.time()
-        return {
+        message = {
             "index": self._origin,
             "members": self._table.wire(),
             "loads": {
@@ -234,6 +247,30 @@ class SharedState:
                 if worker.id in router.registry.suspects and worker.breaker.state(now_s) is not CircuitState.CLOSED
             ],
         }
+        if self._counts_file is not None and now_s >= self._metrics_due_s:
+            self._metrics_due_s = now_s + METRICS_INTERVAL_S
+            message["metrics"] = self._own_metrics(self._counts_file)
+        return message
+
+    def _own_metrics(self, counts_file: Path) -> tuple[Any, ...]:
+        """Return what the processes of this number have counted, and leave it to the next one in the file."""
+        snapshot = self._router.metrics_snapshot()
+        if self._origin in self._metrics:
+            snapshot = snapshot.with_counts_of(self._metrics[self._origin])
+        wire = tuple(snapshot)
+        try:
+            counts_file.write_bytes(orjson.dumps(wire))
+        except OSError as error:
+            logger.warning("counters will be lost should this process be killed: %s", error)
+        return wire
+
+    def _inherit(self, counts_file: Path) -> None:
+        """Take over what earlier processes of this number had counted."""
+        # The first process finds nothing; one that was killed while it wrote, or of another version, nothing of use.
+        with suppress(OSError, ValueError, TypeError):
+            left = read_snapshot(orjson.loads(counts_file.read_bytes()))
+            self._router.metrics_snapshot().with_counts_of(left)
+            self._metrics[self._origin] = left._replace(gauges={}, process={})
 
     # -- hearing ----------------------------------------------------------------------------------------
 
@@ -248,7 +285,6 @@ class SharedState:
         state = TellerState(
             router.loop.time(),
             _changed(known.loads, told) if known is not None and message.get("only_changes") else told,
-            read_snapshot(message["metrics"]) if "metrics" in message else known.metrics if known else None,
             SiblingLoad(
                 {
                     model: {name: _whole(count) for name, count in of_model.items()}
@@ -259,9 +295,12 @@ class SharedState:
             Demand(_whole(running), _whole(waiting)),
             frozenset(_text(url) for url in message["circuits"]),
         )
+        metrics = read_snapshot(message["metrics"]) if "metrics" in message else None
         prefixes = read_prefixes(message["prefixes"])
         changed = self._table.merge(message["members"])
         self._replace_state(index, state)
+        if metrics is not None:
+            self._metrics[index] = metrics
         for url, entry in changed:
             worker = router.registry.find(url)
             if worker is not None and (entry.address is None or worker.role is not entry.address.role):
@@ -300,14 +339,19 @@ class SharedState:
         else:
             self._states[index] = state
 
+    def _forget(self, index: int) -> None:
+        """Forget a sender, but not what a process has counted: its successor has the same number and counts on."""
+        self._replace_state(index, None)
+        if index in self._metrics:
+            self._metrics[index] = self._metrics[index]._replace(gauges={}, process={})
+
     def _apply_states(self, forget_after_s: float) -> None:
         """Make use of what the living ones have: loads and circuits of the instances, their share of the limit."""
         router = self._router
         now_s = router.loop.time()
         for index, state in tuple(self._states.items()):
             if now_s - state.received_s > forget_after_s:
-                # A router that is started again comes under another number, a process under the same.
-                self._replace_state(index, None if state.metrics is None else state.without_requests())
+                self._forget(index)
         suspected: set[str] = set()
         for state in self._states.values():
             suspected |= state.open_circuits
@@ -327,10 +371,15 @@ class SharedState:
             router.limit_requests(limit_of(self._origin, self._limit, demands, most))
 
     def peer_counts(self) -> PeerCounts | None:
-        """None: processes of one router are no group."""
+        """Return the other routers of the group; None without a group."""
         return None
 
+    def metric_snapshots(self) -> Sequence[tuple[int, MetricsSnapshot]]:
+        """Return what the other processes have counted, by their number, and what this one's predecessors had."""
+        return tuple(self._metrics.items())
+
     def demands(self) -> Mapping[int, Demand]:
+        """Return what each of the other processes or routers has to serve, by its number, as it last sent."""
         return {index: state.demand for index, state in self._states.items()}
 
     def online_loads(self) -> Sequence[SiblingLoad]:

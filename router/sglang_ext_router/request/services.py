@@ -12,7 +12,7 @@ from sglang_ext_router.config import RouterConfig
 from sglang_ext_router.decide.admission import AdmissionQueue
 from sglang_ext_router.decide.pd_protocol import RetryPolicy
 from sglang_ext_router.decide.retry_budget import RetryBudget
-from sglang_ext_router.group.siblings import SiblingLink
+from sglang_ext_router.group.shared_state import SharedState
 from sglang_ext_router.instances.online_load import OnlineWaits
 from sglang_ext_router.instances.pool_offers import PoolOffers
 from sglang_ext_router.instances.probe import Prober
@@ -54,7 +54,7 @@ class Services:
     retry_policy: RetryPolicy
     retry_budget: RetryBudget
     max_retries: int
-    siblings: SiblingLink
+    siblings: SharedState
     running: dict[RequestFlow, None]  # in order of their start
     on_ended: Callable[[RequestFlow, float], None]
     authorization: bytes  # header line for the instances, in place of the client's; empty without a key for them
@@ -69,7 +69,7 @@ class Services:
         """Record that the prompt is in this instance's prefix cache, or will be."""
         if self.registry.contains(prefill):
             self.planner.learn_route(prompt, prefill)
-            if self.siblings.shares_prefixes and prompt.hashes:
+            if prompt.hashes:
                 self.siblings.tell_prefix(prefill.url, prompt.hashes)
 
     async def stop(self) -> None:

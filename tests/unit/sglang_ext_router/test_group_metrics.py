@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from sglang_ext.types import Role
 from sglang_ext_router.config import WorkerAddress
 from sglang_ext_router.group import peers as peers_module
-from sglang_ext_router.group.peers import PeerRouters
+from sglang_ext_router.group.peers import Peers
 from sglang_ext_router.instances import discovery as discovery_module
 from sglang_ext_router.observe.exposition import PREFIX
 from support.router_process import FAST, RunningRouter, running_router
@@ -76,7 +76,7 @@ async def group(count: int) -> AsyncIterator[list[RunningRouter]]:
         routers = []
         for sock in sockets:
             sock.setblocking(False)
-            link = PeerRouters(config, sock)
+            link = Peers(config, sock)
             routers.append(await stack.enter_async_context(running_router(config, siblings=link)))
         yield routers
 

@@ -20,7 +20,7 @@ from sglang_ext.types import Role
 from sglang_ext_router.config import RouterConfig, RouterConfigError, WorkerAddress
 from sglang_ext_router.decide.circuit_breaker import CircuitState
 from sglang_ext_router.group import peers as peers_module
-from sglang_ext_router.group.peers import HELLO, MAX_FRAME_BYTES, FrameCodes, PeerRouters, greet
+from sglang_ext_router.group.peers import HELLO, MAX_FRAME_BYTES, FrameCodes, Peers, greet
 from support.event_loops import Complaints
 from support.router_process import FAST, RunningRouter, running_router, until
 from support.running_time import pause
@@ -32,7 +32,7 @@ ADMIN = {"Authorization": "Bearer admin"}
 
 def peer(
     engines: Sequence[ScriptedEngine], sockets: Sequence[socket.socket], number: int, key: str, **options: Any
-) -> tuple[PeerRouters, RouterConfig]:
+) -> tuple[Peers, RouterConfig]:
     """One of the routers that listen at these sockets."""
     sockets[number].setblocking(False)
     config = replace(
@@ -44,7 +44,7 @@ def peer(
         peer_key=key,
         **options,
     )
-    return PeerRouters(config, sockets[number]), config
+    return Peers(config, sockets[number]), config
 
 
 @asynccontextmanager
@@ -68,9 +68,9 @@ async def group(
             await one.until_idle()
 
 
-def link_of(one: RunningRouter) -> PeerRouters:
+def link_of(one: RunningRouter) -> Peers:
     link = one.router.siblings
-    assert isinstance(link, PeerRouters)
+    assert isinstance(link, Peers)
     return link
 
 
@@ -78,7 +78,7 @@ async def until_connected(routers: Sequence[RunningRouter]) -> None:
     """Each is connected to the others, and has got their states."""
     for one in routers:
         link = link_of(one)
-        await until(lambda link=link: link.peers == len(link._states) == len(routers) - 1)  # type: ignore[misc]
+        await until(lambda link=link: len(link._hearers) == len(link._states) == len(routers) - 1)  # type: ignore[misc]
 
 
 @pytest.fixture(autouse=True)
@@ -352,7 +352,7 @@ async def test_what_is_under_way_is_known_again_after_a_gap() -> None:
         await client.send(b'POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: 13\r\n\r\n{"text": "x"}')
         worker, link = routers[1].worker(engines[0].url), link_of(routers[1])
         await until(lambda: worker.sibling_in_flight == 1)
-        link._replace_state(link_of(routers[0])._origin, None)  # as when no message has come for long
+        link._forget(link_of(routers[0])._origin)  # as when no message has come for long
         link._apply_states(10.0)
         assert worker.sibling_in_flight == 0
         await until(lambda: worker.sibling_in_flight == 1)
@@ -415,7 +415,7 @@ async def test_a_peer_with_two_addresses_has_one_connection() -> None:
         other = asyncio.create_task(first._tell_one(("localhost", port)))
         await asyncio.sleep(1.0)
         assert list(first._hearers) == [before]
-        assert first.peers == 1
+        assert len(first._hearers) == 1
         assert first._origin in second._states
         other.cancel()
 
@@ -454,8 +454,8 @@ async def test_requests_that_are_refused_count_for_the_share_of_the_limit() -> N
 async def test_a_router_without_the_key_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     engines = pair()
     async with group(engines, 3, keys=("secret", "secret", "other")) as routers:
-        await until(lambda: link_of(routers[0]).peers == 1)
-        await until(lambda: link_of(routers[1]).peers == 1)
+        await until(lambda: len(link_of(routers[0])._hearers) == 1)
+        await until(lambda: len(link_of(routers[1])._hearers) == 1)
         await until(lambda: "does not have our --peer-key" in caplog.text)
         name = engines[1].url.removeprefix("http://")
         await routers[2].ask("POST", f"/workers/{name}/drain", {"drain": True}, ADMIN)
@@ -463,7 +463,7 @@ async def test_a_router_without_the_key_is_left_out(caplog: pytest.LogCaptureFix
         await until(lambda: routers[1].router.registry.find(engines[0].url) is None)
         assert not routers[0].worker(engines[1].url).is_draining
         assert routers[2].router.registry.find(engines[0].url) is not None
-        assert link_of(routers[2]).peers == 0
+        assert len(link_of(routers[2])._hearers) == 0
 
 
 GOOD_MESSAGE: dict[str, Any] = {
@@ -603,7 +603,7 @@ async def test_the_connection_to_a_peer_that_does_not_read_ends_with_it() -> Non
     async with group(pair(), 1) as (one,), server:
         link = link_of(one)
         task = asyncio.create_task(link._tell_one(server.sockets[0].getsockname()[:2]))
-        await until(lambda: link.peers == 1)
+        await until(lambda: len(link._hearers) == 1)
         (hearer,) = link._hearers
         writer = hearer.writer
         writer.write(bytes(20_000_000))

@@ -15,9 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from sglang_ext.types import Role
 from sglang_ext_router.config import WorkerAddress
-from sglang_ext_router.group.siblings import DatagramSiblings
 from sglang_ext_router.observe import histograms
 from sglang_ext_router.observe.exposition import PREFIX
+from support.linked_routers import process_links
 from support.raw_client import request_bytes
 from support.router_process import FAST, Cluster, RunningRouter, cluster, running_router, until
 from support.scripted_engine import DONE, ScriptedEngine, event, hang, reply, status, stream
@@ -187,8 +187,9 @@ async def test_gauges_of_processes_add_up(tmp_path: Path) -> None:
     config = FAST.__class__(workers=workers, processes=2, max_concurrent_requests=2, health_check_interval_secs=0.1)
     try:
         async with (
-            running_router(config, 0, DatagramSiblings(tmp_path, 0, config)) as first,
-            running_router(config, 1, DatagramSiblings(tmp_path, 1, config)) as second,
+            process_links(tmp_path, config) as link,
+            running_router(config, 0, link(0)) as first,
+            running_router(config, 1, link(1)) as second,
         ):
             for one in (first, second):
                 await one.until_ready()
@@ -239,9 +240,9 @@ async def test_counters_go_on_when_a_process_is_replaced(tmp_path: Path) -> None
     config = FAST.__class__(workers=workers, processes=2, health_check_interval_secs=0.1)
     key = ("requests_total", ("short", "ok", "/generate", "200"))
     try:
-        async with running_router(config, 0, DatagramSiblings(tmp_path, 0, config)) as first:
+        async with process_links(tmp_path, config) as link, running_router(config, 0, link(0)) as first:
             for count in (1, 2, 3):  # three processes of the same number, one after the other
-                async with running_router(config, 1, DatagramSiblings(tmp_path, 1, config)) as second:
+                async with running_router(config, 1, link(1)) as second:
                     await second.until_ready()
                     assert (await second.ask("POST", "/generate", PROMPT)).status == 200
                     await until_shown(first, lambda count=count: {key: float(count)})

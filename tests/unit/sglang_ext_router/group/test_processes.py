@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator, Set
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,11 @@ from hypothesis import strategies as st
 
 from sglang_ext.types import Role
 from sglang_ext_router.config import WorkerAddress
-from sglang_ext_router.group import siblings as siblings_module
+from sglang_ext_router.group import peers as peers_module
 from sglang_ext_router.group.shared_state import MembershipTable
 from support.engines import free_port
 from support.linked_routers import processes
-from support.raw_client import RawClient
+from support.raw_client import BrokenReplyError, RawClient
 from support.router_process import RunningRouter, until
 from support.scripted_engine import ScriptedEngine, hang, reply
 
@@ -88,7 +90,7 @@ async def test_the_load_of_all_counts(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 async def test_a_process_that_is_gone_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(siblings_module, "FORGET_AFTER_S", 0.3)
+    monkeypatch.setattr(peers_module, "PROCESS_FORGET_AFTER_S", 0.3)
     engines = pair()
     async with processes(tmp_path, engines) as running:
         for engine in engines:
@@ -141,16 +143,8 @@ async def test_rooms_of_processes_differ(tmp_path: Path) -> None:
 async def test_two_processes_behind_one_port() -> None:
     """The real thing: spread by the kernel, replaced when killed, gone with their supervisor."""
     engines = pair()
-    for engine in engines:
-        await engine.start()
-        engine.script = reply()
-    port = free_port()
-    command = [sys.executable, "-m", "sglang_ext.cli", "router", "--port", str(port), "--processes", "2"]
-    command += ["--prefill", engines[0].url, "--decode", engines[1].url]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    try:
-        children = await serving_children(process.pid, port)
-        assert len(children) == 2
+    async with supervised(engines, 2) as (process, port):
+        children = await serving_children(process.pid, port, 2)
         await asyncio.gather(*(ask_until_served(port) for _ in range(40)))
         rooms = [request.room for request in engines[1].requests]
         assert len(set(rooms)) == len(rooms)
@@ -162,9 +156,55 @@ async def test_two_processes_behind_one_port() -> None:
             while len(set(children_of(process.pid)) - {children[0]}) < 2:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
 
+    assert not [child for child in children if is_alive(child)]
+
+
+@pytest.mark.slow
+async def test_what_a_killed_process_has_counted_stays_in_the_sums_of_the_others_and_of_the_next() -> None:
+    async with supervised(pair(), 3) as (process, port):
+        children = await serving_children(process.pid, port, 3)
+        await asyncio.gather(*(ask_until_served(port) for _ in range(40)))
+        await until_counted(port, 40)  # by every process: its part has reached the others and its file
+        os.kill(children[1], signal.SIGKILL)
+        await until_counted(port, 40)
+        replaced = await serving_children(process.pid, port, 3, {children[1]})
+        assert set(children) - set(replaced) == {children[1]}
+        await until_counted(port, 40)
+        await asyncio.gather(*(ask_until_served(port) for _ in range(40)))
+        await until_counted(port, 80)
+
+
+async def until_counted(port: int, requests: int) -> None:
+    """Wait until every process shows this number of requests: a process that just started does not know all yet."""
+    line = b'sglang_ext_router_requests_total{length_class="short",outcome="ok",path="/generate",status="200"} %d.0\n'
+    in_a_row = 0
+    async with asyncio.timeout(20):
+        while in_a_row < 24:
+            with suppress(
+                OSError, EOFError, BrokenReplyError
+            ):  # a process that has just been killed cuts its connections
+                async with await RawClient.connect(port) as client:
+                    shown = (await client.ask("GET", "/metrics")).body
+                in_a_row = in_a_row + 1 if line % requests in shown else 0
+            await asyncio.sleep(0.0 if in_a_row else 0.05)
+
+
+@asynccontextmanager
+async def supervised(
+    engines: list[ScriptedEngine], processes: int
+) -> AsyncIterator[tuple[subprocess.Popen[bytes], int]]:
+    """A router of several processes over these engines: its supervisor, and the port that it serves."""
+    for engine in engines:
+        await engine.start()
+        engine.script = reply()
+    port = free_port()
+    command = [sys.executable, "-m", "sglang_ext.cli", "router", "--port", str(port), "--processes", str(processes)]
+    command += ["--prefill", engines[0].url, "--decode", engines[1].url]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        yield process, port
         process.terminate()
         assert await asyncio.to_thread(process.wait, 10) == 0
-        assert not [child for child in children if is_alive(child)]
     finally:
         process.kill()
         process.wait()
@@ -185,11 +225,13 @@ async def ask_until_served(port: int) -> None:
             await asyncio.sleep(0.05)
 
 
-async def serving_children(parent: int, port: int) -> list[int]:
+async def serving_children(parent: int, port: int, count: int, ended: Set[int] = frozenset()) -> list[int]:
+    """The processes, in order of their start, once there are `count` that serve and none of those that have ended."""
     async with asyncio.timeout(90):
         while True:
             children = children_of(parent)
-            if len(children) == 2 and listeners(port) == 2 and await answers(port, 16):
+            is_complete = len(children) == count and ended.isdisjoint(children)
+            if is_complete and listeners(port) == count and await answers(port, 16):
                 return children
             await asyncio.sleep(0.1)
 
