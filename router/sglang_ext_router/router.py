@@ -27,6 +27,7 @@ from sglang_ext_router.http.access import GENERATION_PATHS, PAGE_PATHS, REPORT_P
 from sglang_ext_router.http.asgi_bridge import AsgiCall
 from sglang_ext_router.http.client_ports import ClientPorts
 from sglang_ext_router.http.http1 import ClientConnection
+from sglang_ext_router.http.instance_paths import OTHER_NAMES
 from sglang_ext_router.http.request_parser import Request
 from sglang_ext_router.http.tls import worker_context
 from sglang_ext_router.instances.discovery import Discovery
@@ -244,6 +245,8 @@ class Router:
     def dispatch(self, connection: ClientConnection, request: Request) -> None:
         """Serve a generation request with a `RequestFlow`, any other request by the control plane."""
         path, method = request.path, request.method
+        if path in OTHER_NAMES:
+            request.path = path = OTHER_NAMES[path]
         if path not in GENERATION_PATHS:
             if path.rstrip(b"/") in GENERATION_PATHS:  # as SGLang answers
                 where = path.rstrip(b"/") + (b"?" + request.query if request.query else b"")

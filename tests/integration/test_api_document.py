@@ -19,7 +19,9 @@ pytestmark = pytest.mark.integration
 
 
 def check_served(router: RunningRouter, engines: list[Engine], folder: Path, seed: int, *options: str) -> None:
-    check_api(router, folder, seed, "--exclude-path-regex", MEMBERSHIP, *options)
+    # SGLang itself answers 500 for a parser that it does not know.
+    left_out = f"{MEMBERSHIP}|^/(parse_function_call|separate_reasoning)$"
+    check_api(router, folder, seed, "--exclude-path-regex", left_out, *options)
     for engine in engines:
         assert engine.is_alive
         engine.wait_idle()

@@ -271,6 +271,7 @@ class ScriptedEngine:
             "sglang_ext": {"hooks": ["parallel-samples"]},
         }
         self.loads: object = {"loads": [{"num_running_reqs": 0, "num_used_tokens": 0, "max_total_num_tokens": 1 << 20}]}
+        self.pages: dict[str, Script] = {}  # path → answer to what is no generation, in place of an echo
         self.connections_made = 0
         self.thawed = asyncio.Event()
         self.thawed.set()
@@ -395,8 +396,11 @@ class ScriptedEngine:
             return reply(self.info)
         if request.path == "/abort_request":
             return self._abort(request)
-        known = {"/flush_cache", "/v1/models", "/model_info", "/v1/tokenize", "/tokenize", "/v1/detokenize"}
-        known.add("/v1/messages/count_tokens")
+        if request.path in self.pages:
+            return self.pages[request.path]
+        known = {"/flush_cache", "/v1/models", "/model_info", "/v1/messages/count_tokens"}
+        known |= {"/v1/tokenize", "/tokenize", "/v1/detokenize", "/detokenize"}
+        known |= {"/parse_function_call", "/separate_reasoning", "/api/show"}
         return reply({"path": request.path, "got": request.body.decode()}, 200 if request.path in known else 404)
 
     def _abort(self, request: Received) -> Script:

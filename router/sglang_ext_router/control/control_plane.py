@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,6 +30,7 @@ from sglang_ext_router.control.api_document import (
 from sglang_ext_router.control.pools import add_pool_routes, worker_id, worker_state
 from sglang_ext_router.http import replies
 from sglang_ext_router.http.access import ALIVE_PATHS, READY_PATHS
+from sglang_ext_router.http.instance_paths import INSTANCE_PATHS, Handling
 from sglang_ext_router.instances.registry import WorkerRegistry
 from sglang_ext_router.instances.workers import Worker
 from sglang_ext_router.observe.live_page import read_page
@@ -40,12 +42,6 @@ if TYPE_CHECKING:
 
 HIDDEN = "(hidden)"
 CHECKED_BYTES = 4 << 20  # of a body to tokenise: parsing a larger one takes too long, so only an instance checks it
-_NOT_SERVED = {
-    "/v1/embeddings": "embeddings",
-    "/v1/rerank": "ranks",
-    "/v1/score": "scores of labels",
-    "/v1/classify": "classifications",
-}
 _SECRET_NAME = re.compile(
     r"(?:^|[_-])(?:(?:api|admin|auth|access|private|secret)?[_-]?keys?|keyfile|secrets?|passw(?:or)?d|pass|tokens?|credentials?)"
     r"(?:$|[_-](?:password|hash|value)$)|password|secret",
@@ -53,6 +49,10 @@ _SECRET_NAME = re.compile(
 )
 
 
+_CHECKS = {
+    **dict.fromkeys(("/v1/tokenize", "/tokenize"), check_tokenise),
+    **dict.fromkeys(("/v1/detokenize", "/detokenize"), check_detokenise),
+}
 MAX_LABEL_CHARACTERS = 63  # of the value of a Kubernetes label
 MAX_ID_CHARACTERS = 4096  # of a request's id
 MAX_IDS = 4096  # that one call aborts
@@ -207,13 +207,14 @@ def build_app(router: Router) -> FastAPI:
         found = registry.find_model(model)
         return _unknown_model(registry, model) if found is None else _json(router.describe_load([found]))
 
+    def model_names() -> dict[str, str]:
+        aliases = {alias: found.name for alias, found in registry.aliases.items()}
+        return {name: model for name, model in ({name: name for name in registry.models} | aliases).items() if model}
+
     @app.get("/v1/models", dependencies=client)
     async def models() -> dict[str, Any]:
         """List the models that the instances serve, and their aliases."""
-        names = {name: name for name in registry.models} | {
-            alias: found.name for alias, found in registry.aliases.items()
-        }
-        listed = [_describe_model(registry, name, model) for name, model in names.items() if model]
+        listed = [_describe_model(registry, name, model) for name, model in model_names().items()]
         return {"object": "list", "data": listed}
 
     @app.get("/v1/models/{name:path}", dependencies=client)
@@ -225,6 +226,7 @@ def build_app(router: Router) -> FastAPI:
         return _json(_describe_model(registry, name, found.name))
 
     async def ask_any(path: str, body: bytes | None, model: str | None) -> Response:
+        """Ask one instance after the other until one answers; errors of theirs get the shape of the path."""
         workers = (*registry.ready_prefill, *registry.ready_decode)
         if model:
             found = registry.find_model(model)
@@ -233,50 +235,77 @@ def build_app(router: Router) -> FastAPI:
             workers = (*found.ready_prefill, *found.ready_decode)
         for worker in workers:
             try:
-                if body is None:
-                    return _json(await router.prober.get_json(worker, path))
-                status, answer = await router.prober.post(worker, path, body)
-            except (aiohttp.ClientError, TimeoutError, ValueError):
+                status, answer = await router.prober.ask(worker, path, body)
+            except (aiohttp.ClientError, TimeoutError):
                 continue
+            if status >= 400:
+                answer = replies.instance_error_json(status, answer)
             return Response(answer, status_code=status, media_type="application/json")
         return _json_error(503, "no instance can answer")
 
-    async def tokenise(request: Request) -> Response:
-        """Tokenise or detokenise by an instance of the model that the body names."""
-        body = await request.body()
-        if len(body) <= CHECKED_BYTES:
+    async def pass_on(request: Request) -> Response:
+        """Answered by an instance of the model that the body names; without one by any."""
+        path, body = request.url.path, await request.body()
+        check = _CHECKS.get(path)
+        if check is not None and len(body) <= CHECKED_BYTES:
             try:
-                (check_detokenise if request.url.path.endswith("/detokenize") else check_tokenise)(parse_body(body))
+                check(parse_body(body))
             except BadRequestError as error:
                 return _json_error(400, str(error), error.param)
-        return await ask_any(request.url.path, body, _model_named_in(body))
-
-    for tokenise_path in ("/v1/tokenize", "/tokenize", "/v1/detokenize", "/detokenize"):
-        described = {"requestBody": request_body(tokenise_path)}
-        app.add_api_route(tokenise_path, tokenise, methods=["POST"], dependencies=client, openapi_extra=described)
-
-    @app.post(
-        "/v1/messages/count_tokens", dependencies=client, openapi_extra={"requestBody": request_body("/v1/messages")}
-    )
-    async def count_tokens(request: Request) -> Response:
-        """Count the tokens of a request for /v1/messages, by an instance of the model."""
-        body = await request.body()
-        answer = await ask_any(request.url.path, body, _model_named_in(body))
-        if answer.status_code >= 400 and b'"type":"error"' not in bytes(answer.body):
-            error = replies.anthropic_error_json(answer.status_code, bytes(answer.body))
-            return Response(error, status_code=answer.status_code, media_type="application/json")
+        answer = await ask_any(path, body, _model_named_in(body))
+        if answer.status_code >= 400 and path.startswith("/v1/messages"):
+            answer.body = replies.anthropic_error_json(answer.status_code, bytes(answer.body))
+            del answer.headers["content-length"]
         return answer
 
-    def add_not_served(path: str, what: str) -> None:
+    def add_not_served(methods: list[str], path: str, reason: str) -> None:
         async def not_served() -> Response:
-            return _json_error(404, f"{what} are not served here: the instances behind this router generate text")
+            return _json_error(404, f"{path} of SGLang is not served here: {reason}")
 
-        app.add_api_route(
-            path, not_served, methods=["POST"], dependencies=client, status_code=404, summary=f"Not served: {what}."
+        app.add_api_route(path, not_served, methods=methods, dependencies=client, include_in_schema=False)
+
+    for methods, path, handling, reason in INSTANCE_PATHS:
+        if handling is Handling.PASSED_ON:
+            described = {"requestBody": request_body(path)}
+            app.add_api_route(path, pass_on, methods=["POST"], dependencies=client, openapi_extra=described)
+        elif handling is Handling.NOT_SERVED:
+            add_not_served(methods.replace("WEBSOCKET", "GET").split(), path, reason)
+
+    @app.get("/v1/loads", dependencies=client, responses=answers(_400="a parameter that instances do not know"))
+    async def loads(
+        request: Request, dp_rank: int | None = None, include: str | None = None, format: str | None = None
+    ) -> Response:
+        """Return what every ready instance reports of its load, as SGLang does, each with its `url` and `role`."""
+        if format not in (None, "json"):
+            return _json_error(400, "format: the router has loads as json; for prometheus ask an instance", "format")
+        workers = (*registry.ready_prefill, *registry.ready_decode)
+        path = f"/v1/loads?{request.url.query}"
+        asked = await asyncio.gather(
+            *(router.prober.ask(worker, path, None) for worker in workers), return_exceptions=True
         )
+        whole: dict[str, Any] = {}
+        for worker, answer in zip(workers, asked, strict=True):
+            if isinstance(answer, BaseException):
+                continue
+            if answer[0] == 400:
+                return Response(replies.instance_error_json(*answer), status_code=400, media_type="application/json")
+            if answer[0] == 200:
+                report = orjson.loads(answer[1])
+                own = [{"url": worker.url, "role": worker.role.value, **load} for load in report["loads"]]
+                accelerators = report.get("num_accelerators", 0) + whole.get("num_accelerators", 0)
+                whole = {**report, "num_accelerators": accelerators, "loads": whole.get("loads", []) + own}
+        return _json(whole) if whole else _json_error(503, "no instance can answer")
 
-    for path, what in _NOT_SERVED.items():
-        add_not_served(path, what)
+    @app.get("/api/tags", dependencies=client)
+    async def tags() -> Response:
+        """List the models that the instances serve, and their aliases, as Ollama does."""
+        listed: list[dict[str, Any]] = []
+        for name in model_names():
+            answer = await ask_any("/api/tags", None, name)
+            if answer.status_code != 200:
+                return answer
+            listed += [{**tag, "name": name, "model": name} for tag in orjson.loads(answer.body)["models"]]
+        return _json({"models": listed})
 
     @app.get("/v1/responses/{name}", dependencies=client, status_code=404)
     @app.delete("/v1/responses/{name}", dependencies=client, status_code=404)
@@ -304,6 +333,7 @@ def build_app(router: Router) -> FastAPI:
             described["prefill" if worker.role.is_prefill else "decode"].append(without_secrets(info, own_keys))
         return _json(described)
 
+    @app.get("/flush_cache", dependencies=admin, include_in_schema=False)
     @app.post(
         "/flush_cache",
         dependencies=admin,
@@ -316,7 +346,7 @@ def build_app(router: Router) -> FastAPI:
         flushed: list[str] = []
         for worker in registry:
             try:
-                status, answer = await router.prober.post(worker, "/flush_cache", b"")
+                status, answer = await router.prober.ask(worker, "/flush_cache", b"")
             except (aiohttp.ClientError, TimeoutError) as error:
                 failed[worker.url] = str(error) or type(error).__name__
                 continue

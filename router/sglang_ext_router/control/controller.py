@@ -380,7 +380,7 @@ class PoolController:
                 return machine.on_mode(report.mode, report.generation, self._loop.time())
             case PostMode():
                 try:
-                    status, answer = await self._prober.post(
+                    status, answer = await self._prober.ask(
                         worker, MODE_PATH, orjson.dumps({"mode": action.mode.value})
                     )
                 except (aiohttp.ClientError, TimeoutError, OSError) as error:

@@ -8,14 +8,12 @@ import re
 from sglang_ext.shared_key import bearer_key
 from sglang_ext_router.config import RouterConfig
 from sglang_ext_router.http.api_keys import ApiKeys
+from sglang_ext_router.http.instance_paths import OTHER_NAMES, PASSED_ON_PATHS
 from sglang_ext_router.http.request_parser import Request, RequestRefusal
 from sglang_ext_router.observe.metrics import RouterMetrics
 
 GENERATION_PATHS = frozenset(
     {b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/generate", b"/v1/messages"}
-)
-TOKENISE_PATHS = frozenset(
-    {b"/v1/tokenize", b"/tokenize", b"/v1/detokenize", b"/detokenize", b"/v1/messages/count_tokens"}
 )
 ALIVE_PATHS = ("/", "/health", "/healthz", "/liveness", "/ping")
 READY_PATHS = ("/ready", "/readyz", "/readiness", "/health_generate")
@@ -25,7 +23,7 @@ STREAM_PATH = b"/ui/stream"
 _OPEN_PATHS = PROBE_PATHS | {PAGE_PATH}
 PAGE_PATHS = frozenset({PAGE_PATH, STREAM_PATH})  # may have a port of their own
 REPORT_PATHS = frozenset({b"/metrics", b"/docs", b"/openapi.json"})  # may have a port of their own
-_PROMPT_PATHS = GENERATION_PATHS | TOKENISE_PATHS
+_PROMPT_PATHS = GENERATION_PATHS | PASSED_ON_PATHS | OTHER_NAMES.keys()
 _HEADER_NAMES = re.compile(rb"[A-Za-z0-9_, -]*")
 _EXPOSED = b"x-request-id, retry-after, x-sglang-ext-class, x-sglang-ext-prefill, x-sglang-ext-decode, " + (
     b"x-sglang-ext-queue-ms"

@@ -128,12 +128,11 @@ class Prober:
             reply.raise_for_status()
             return await reply.json(content_type=None)
 
-    async def post(self, worker: Worker, path: str, body: bytes) -> tuple[int, bytes]:
-        """POST to an instance and return status and body; errors as for get_json."""
+    async def ask(self, worker: Worker, path: str, body: bytes | None) -> tuple[int, bytes]:
+        """POST to an instance, or GET without a body; return status and body. Errors as for get_json."""
         assert self._session is not None
-        async with self._session.post(
-            worker.url + path, data=body, headers={"content-type": "application/json"}
-        ) as reply:
+        method, headers = ("GET", {}) if body is None else ("POST", {"content-type": "application/json"})
+        async with self._session.request(method, worker.url + path, data=body, headers=headers) as reply:
             return reply.status, await reply.read()
 
     async def _run(self, worker: Worker) -> None:

@@ -196,6 +196,13 @@ BODIES: dict[str, Schema] = {
         },
         required=["model", "messages", "max_tokens"],
     ),
+    "/parse_function_call": _body(
+        {"text": _TEXT, "tools": {"type": "array"}, "tool_call_parser": _or_null(_TEXT)}, required=["text"]
+    ),
+    "/separate_reasoning": _body(
+        {"text": _TEXT, "reasoning_parser": _TEXT, "return_blocks": _FLAG}, required=["text", "reasoning_parser"]
+    ),
+    "/api/show": _body({"model": _OPENAI["model"]}, required=["model"]),
     **dict.fromkeys(("/v1/tokenize", "/tokenize"), _TOKENISE),
     **dict.fromkeys(("/v1/detokenize", "/detokenize"), _DETOKENISE),
 }
