@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from sglang_ext.long_pool.messages import (
+    KEY_PROTOCOL,
     PROTOCOL_VERSION,
     Challenge,
     Hello,
@@ -13,21 +14,23 @@ from sglang_ext.long_pool.messages import (
     encode,
     receive_message,
 )
-from sglang_ext.shared_key import is_proof, make_nonce, prove
+from sglang_ext.shared_key import NONCE_BYTES, Caller, prove
 
 
 async def show_key(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes = b"", coordinators_key: bytes | None = None
 ) -> None:
     """Answer the challenge with `key`; the coordinator's own is to be `coordinators_key`, or the same."""
-    nonce = make_nonce()
-    writer.write(encode(KeyRequest(PROTOCOL_VERSION, nonce.hex())))
-    challenge = await receive_message(reader)
-    assert isinstance(challenge, Challenge)
-    theirs = bytes.fromhex(challenge.nonce)
-    expected = key if coordinators_key is None else coordinators_key
-    assert is_proof(bytes.fromhex(challenge.code), expected, "coordinator", nonce, theirs)
-    writer.write(encode(Proof(prove(key, "member", nonce, theirs).hex())))
+    caller = Caller(key if coordinators_key is None else coordinators_key, KEY_PROTOCOL)
+    writer.write(encode(KeyRequest(PROTOCOL_VERSION, caller.opening.hex())))
+    message = await receive_message(reader)
+    assert isinstance(message, Challenge)
+    challenge = bytes.fromhex(message.challenge)
+    answer = caller.answer(challenge)
+    if coordinators_key not in {None, key}:
+        said = (KEY_PROTOCOL.encode(), caller.opening, b"", challenge[:NONCE_BYTES], b"")
+        answer = prove(key, "caller", *said)
+    writer.write(encode(Proof(answer.hex())))
 
 
 async def join_pool(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, hello: Hello) -> None:

@@ -10,13 +10,14 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from sglang_ext.long_pool.wire_types import Count, Line
-from sglang_ext.shared_key import CODE_BYTES, NONCE_BYTES, is_proof, make_nonce, prove
+from sglang_ext.shared_key import CHALLENGE_BYTES, CODE_BYTES, NONCE_BYTES, Callee, Caller, WrongKeyError
 
 POOL_ID_BYTES = 16
-_VERSION = 1
+_VERSION = 2
+_PROTOCOL = "long pool link"
 _MAGIC = b"sxpl"
 _GREETING_TIMEOUT_S = 5.0
-_GREETING = struct.Struct(f"<4sI{POOL_ID_BYTES}sqIqI{NONCE_BYTES}s")
+_GREETING = struct.Struct(f"<4sI{POOL_ID_BYTES}sqIqI")
 _HEAD = struct.Struct("<BQIQ")  # kind, step, tag, bytes that follow
 # Of anything but data: the rest goes into tensors that are there.
 _MOST_WORD_BYTES = 2**20
@@ -72,13 +73,13 @@ class Frame(NamedTuple):
 def send_greeting(connection: socket.socket, greeting: Greeting, key: bytes) -> None:
     """The calling side: returns once the other side has accepted. Raises LinkError, OSError."""
     connection.settimeout(_GREETING_TIMEOUT_S)
-    nonce = make_nonce()
-    opening = _GREETING.pack(_MAGIC, _VERSION, greeting.pool_id, *greeting.caller, *greeting.callee, nonce)
-    connection.sendall(opening)
-    answer = _read(connection, NONCE_BYTES + CODE_BYTES)
-    if not is_proof(answer[NONCE_BYTES:], key, "callee", opening, answer[:NONCE_BYTES]):
-        raise LinkError("it has another key")
-    connection.sendall(prove(key, "caller", opening, answer[:NONCE_BYTES]))
+    words = _GREETING.pack(_MAGIC, _VERSION, greeting.pool_id, *greeting.caller, *greeting.callee)
+    caller = Caller(key, _PROTOCOL, words)
+    connection.sendall(words + caller.opening)
+    try:
+        connection.sendall(caller.answer(_read(connection, CHALLENGE_BYTES)))
+    except WrongKeyError:
+        raise LinkError("it has another key") from None
     if _read(connection, len(_WELCOME)) != _WELCOME:
         raise LinkError("it has refused")
     _prepare(connection)
@@ -87,17 +88,19 @@ def send_greeting(connection: socket.socket, greeting: Greeting, key: bytes) -> 
 def answer_greeting(connection: socket.socket, key: bytes, is_expected: Callable[[Greeting], bool]) -> Greeting:
     """The called side: who calls, once both have proved that they know the key. Raises LinkError, OSError."""
     connection.settimeout(_GREETING_TIMEOUT_S)
-    opening = _read(connection, _GREETING.size)
-    magic, version, pool_id, from_instance, from_rank, to_instance, to_rank, _ = _GREETING.unpack(opening)
+    words = _read(connection, _GREETING.size)
+    magic, version, pool_id, from_instance, from_rank, to_instance, to_rank = _GREETING.unpack(words)
     if magic != _MAGIC or version != _VERSION:
-        raise LinkError(f"version {_VERSION} is wanted, not what begins with {opening[:8]!r}")
+        raise LinkError(f"version {_VERSION} is wanted, not what begins with {words[:8]!r}")
     greeting = Greeting(pool_id, PeerId(from_instance, from_rank), PeerId(to_instance, to_rank))
     if not is_expected(greeting):
         raise LinkError(f"{greeting.caller} is not expected at {greeting.callee}")
-    nonce = make_nonce()
-    connection.sendall(nonce + prove(key, "callee", opening, nonce))
-    if not is_proof(_read(connection, CODE_BYTES), key, "caller", opening, nonce):
-        raise LinkError(f"{greeting.caller} has another key")
+    callee = Callee(key, _PROTOCOL, _read(connection, NONCE_BYTES), words)
+    connection.sendall(callee.challenge)
+    try:
+        callee.check(_read(connection, CODE_BYTES))
+    except WrongKeyError:
+        raise LinkError(f"{greeting.caller} has another key") from None
     connection.sendall(_WELCOME)
     _prepare(connection)
     return greeting

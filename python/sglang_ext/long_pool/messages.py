@@ -36,7 +36,8 @@ from sglang_ext.long_pool.step_clock import StepTimes
 from sglang_ext.long_pool.wire_types import Count, Line, Logits, Positive, Seconds, TokenIds
 from sglang_ext.transfer.decide.shards import HeadLayout
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
+KEY_PROTOCOL = "long pool"  # what the proofs of a key hold for
 MAX_LINE_BYTES = 2**24
 FIRST_LINE_BYTES = 2**16  # of who has not proved yet that it knows the pool's key
 MAX_PAYLOAD_BYTES = 2**27  # token ids of a prompt of 32 million tokens
@@ -87,20 +88,19 @@ class KeyRequest(NamedTuple):
     """An instance offers to prove that it knows the pool's key, before its hello."""
 
     version: int
-    nonce: Line  # in hexadecimal digits
+    opening: Line  # in hexadecimal digits, as the two below; see `shared_key`
 
 
 class Challenge(NamedTuple):
     """The answer: the coordinator knows it."""
 
-    nonce: Line
-    code: Line
+    challenge: Line
 
 
 class Proof(NamedTuple):
     """The caller proves that it knows the key as well; its hello follows."""
 
-    code: Line
+    answer: Line
 
 
 class Welcome(NamedTuple):

@@ -26,7 +26,16 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from sglang_ext.shared_key import CODE_BYTES, NONCE_BYTES, is_proof, make_nonce, prove
+from sglang_ext.shared_key import (
+    CHALLENGE_BYTES,
+    CODE_BYTES,
+    NONCE_BYTES,
+    Callee,
+    Caller,
+    WrongKeyError,
+    is_proof,
+    prove,
+)
 from sglang_ext_router.config import RouterConfig
 from sglang_ext_router.group.shared_state import NO_LOAD, Loads, PeerCounts, SharedState, read_prefixes
 from sglang_ext_router.group.supervisor import ProcessPlace
@@ -37,7 +46,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-HELLO = b"sglang-ext peer 3\n"
+HELLO = b"sglang-ext peer 4\n"
+_PROTOCOL = "routers"
+_OTHER_KEY = "it does not have our --peer-key"
 INTERVAL_S = 0.2
 MAX_INTERVAL_S = 1.0
 MAX_BUSY_SHARE = 0.1  # of the time, for what peers send each other
@@ -89,31 +100,33 @@ def _digest(body: bytes) -> bytes:
 
 
 async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, origin: int) -> FrameCodes:
-    """Do the handshake of the side that connects and then sends; PeerError if the other one does not know the key."""
-    own = make_nonce()
-    writer.write(HELLO + own)
-    answer = await reader.readexactly(NONCE_BYTES + _NUMBER.size + CODE_BYTES)
-    nonces, hearer = own + answer[:NONCE_BYTES], answer[NONCE_BYTES:-CODE_BYTES]
-    if not is_proof(answer[-CODE_BYTES:], key, "hears", nonces, hearer):
-        raise PeerError("it does not have our --peer-key")
+    """Do the handshake of the side that connects and then sends; PeerError if the other one has another key."""
     teller = _NUMBER.pack(origin)
-    writer.write(teller + prove(key, "tells", nonces, teller))
-    return FrameCodes(prove(key, "session", nonces, teller), _NUMBER.unpack(hearer)[0])
+    caller = Caller(key, _PROTOCOL, teller)
+    writer.write(HELLO + teller + caller.opening)
+    hearer = await reader.readexactly(_NUMBER.size)
+    challenge = await reader.readexactly(CHALLENGE_BYTES)
+    try:
+        writer.write(caller.answer(challenge, hearer))
+    except WrongKeyError:
+        raise PeerError(_OTHER_KEY) from None
+    return FrameCodes(caller.session_key, _NUMBER.unpack(hearer)[0])
 
 
 async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, origin: int) -> FrameCodes:
-    """The handshake of the side that hears; PeerError if the teller does not know the key."""
-    first = await reader.readexactly(len(HELLO) + NONCE_BYTES)
-    if not first.startswith(HELLO):
+    """Do the handshake of the side that hears; PeerError if the teller is no peer."""
+    if await reader.readexactly(len(HELLO)) != HELLO:
         raise PeerError("it does not speak this protocol")
-    own, hearer = make_nonce(), _NUMBER.pack(origin)
-    nonces = first[len(HELLO) :] + own
-    writer.write(own + hearer + prove(key, "hears", nonces, hearer))
-    answer = await reader.readexactly(_NUMBER.size + CODE_BYTES)
-    teller = answer[: _NUMBER.size]
-    if not is_proof(answer[_NUMBER.size :], key, "tells", nonces, teller):
-        raise PeerError("it does not have our --peer-key")
-    return FrameCodes(prove(key, "session", nonces, teller), _NUMBER.unpack(teller)[0])
+    teller, opening = await reader.readexactly(_NUMBER.size), await reader.readexactly(NONCE_BYTES)
+    hearer = _NUMBER.pack(origin)
+    callee = Callee(key, _PROTOCOL, opening, teller, hearer)
+    writer.write(hearer + callee.challenge)
+    answer = await reader.readexactly(CODE_BYTES)
+    try:
+        callee.check(answer)
+    except WrongKeyError:
+        raise PeerError(_OTHER_KEY) from None
+    return FrameCodes(callee.session_key, _NUMBER.unpack(teller)[0])
 
 
 class _Hearer:

@@ -28,6 +28,7 @@ from sglang_ext.long_pool.decide.orders import DeclineReason
 from sglang_ext.long_pool.link_frames import POOL_ID_BYTES, reason_of
 from sglang_ext.long_pool.messages import (
     FIRST_LINE_BYTES,
+    KEY_PROTOCOL,
     AddressedMessage,
     Challenge,
     Hello,
@@ -40,7 +41,7 @@ from sglang_ext.long_pool.messages import (
     encode,
     receive_message,
 )
-from sglang_ext.shared_key import is_proof, make_nonce, prove
+from sglang_ext.shared_key import Callee, WrongKeyError
 
 logger = logging.getLogger(__name__)
 
@@ -165,12 +166,16 @@ class CoordinatorServer:
         call = await receive_message(reader, 0, FIRST_LINE_BYTES)
         if not isinstance(call, KeyRequest):
             raise PoolProtocolError(f"{type(call).__name__} instead of a request for the key's proof")
-        theirs, ours = bytes.fromhex(call.nonce), make_nonce()
-        writer.write(encode(Challenge(ours.hex(), prove(self._key, "coordinator", theirs, ours).hex())))
+        callee = Callee(self._key, KEY_PROTOCOL, bytes.fromhex(call.opening))
+        writer.write(encode(Challenge(callee.challenge.hex())))
         proof = await receive_message(reader, 0, FIRST_LINE_BYTES)
         if not isinstance(proof, Proof):
             raise PoolProtocolError(f"{type(proof).__name__} instead of a proof")
-        return is_proof(bytes.fromhex(proof.code), self._key, "member", theirs, ours)
+        try:
+            callee.check(bytes.fromhex(proof.answer))
+        except WrongKeyError:
+            return False
+        return True
 
     async def _listen_to(self, instance: int, reader: asyncio.StreamReader) -> None:
         while (message := await receive_message(reader)) is not None and instance in self._connections:

@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 from sglang_ext.long_pool.decide.orders import GiveUp
 from sglang_ext.long_pool.member.ranks import Ranks
 from sglang_ext.long_pool.messages import (
+    KEY_PROTOCOL,
     PROTOCOL_VERSION,
     Alive,
     Challenge,
@@ -34,7 +35,7 @@ from sglang_ext.long_pool.messages import (
     encode,
     read_message,
 )
-from sglang_ext.shared_key import is_proof, make_nonce, prove
+from sglang_ext.shared_key import Caller, WrongKeyError
 from sglang_ext.waker import Waker
 
 logger = logging.getLogger(__name__)
@@ -199,17 +200,18 @@ class TcpLink:
 
     def _prove(self, sock: socket.socket, lines: BufferedReader) -> None:
         """Both sides know the pool's key, or _JoinError."""
-        nonce = make_nonce()
-        sock.sendall(encode(KeyRequest(PROTOCOL_VERSION, nonce.hex())))
+        caller = Caller(self._key, KEY_PROTOCOL)
+        sock.sendall(encode(KeyRequest(PROTOCOL_VERSION, caller.opening.hex())))
         answer = read_message(lines)
         if isinstance(answer, Refusal):
             raise _JoinError(answer.reason)
         if not isinstance(answer, Challenge):
             raise _JoinError(f"{answer!r} instead of a challenge")
-        theirs = bytes.fromhex(answer.nonce)
-        if not is_proof(bytes.fromhex(answer.code), self._key, "coordinator", nonce, theirs):
-            raise _JoinError("the coordinator has another key (--cdsp-key-file)")
-        sock.sendall(encode(Proof(prove(self._key, "member", nonce, theirs).hex())))
+        try:
+            proof = caller.answer(bytes.fromhex(answer.challenge))
+        except WrongKeyError:
+            raise _JoinError("the coordinator has another key (--cdsp-key-file)") from None
+        sock.sendall(encode(Proof(proof.hex())))
 
 
 class _JoinedSocket(NamedTuple):

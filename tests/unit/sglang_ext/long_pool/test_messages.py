@@ -88,7 +88,7 @@ messages = st.one_of(
         *(st.integers(1, 200), st.integers(1, 128), reports, counts, addresses),
     ),
     st.builds(KeyRequest, st.just(PROTOCOL_VERSION), texts),
-    st.builds(Challenge, texts, texts),
+    st.builds(Challenge, texts),
     st.builds(Proof, texts),
     st.builds(Welcome, counts, texts, times),
     st.builds(Refusal, reasons),

@@ -13,6 +13,7 @@ import pytest
 from sglang_ext.long_pool.decide.orders import Drop, GiveUp, MemberReport
 from sglang_ext.long_pool.member.pool_link import TcpLink
 from sglang_ext.long_pool.messages import (
+    KEY_PROTOCOL,
     PROTOCOL_VERSION,
     Alive,
     CancelMessage,
@@ -29,7 +30,7 @@ from sglang_ext.long_pool.messages import (
     encode,
     read_message,
 )
-from sglang_ext.shared_key import is_proof, make_nonce, prove
+from sglang_ext.shared_key import Callee, WrongKeyError
 from support.running_time import running_s
 
 HELLO = Hello(PROTOCOL_VERSION, "a", "node", "model", 2, 1, MemberReport(0.0, 10))
@@ -55,13 +56,17 @@ class Peer:
 
     def challenge(self, key: bytes = KEY) -> bool:
         """Whether the link knows our key."""
-        call, ours = self.read(), make_nonce()
+        call = self.read()
         assert isinstance(call, KeyRequest)
-        theirs = bytes.fromhex(call.nonce)
-        self.write(Challenge(ours.hex(), prove(key, "coordinator", theirs, ours).hex()))
+        callee = Callee(key, KEY_PROTOCOL, bytes.fromhex(call.opening))
+        self.write(Challenge(callee.challenge.hex()))
         proof = self.read()
         assert isinstance(proof, Proof)
-        return is_proof(bytes.fromhex(proof.code), key, "member", theirs, ours)
+        try:
+            callee.check(bytes.fromhex(proof.answer))
+        except WrongKeyError:
+            return False
+        return True
 
     def welcome(self, instance: int) -> Welcome:
         assert self.challenge()

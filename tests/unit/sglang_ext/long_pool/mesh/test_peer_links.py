@@ -13,11 +13,10 @@ from contextlib import ExitStack, suppress
 import pytest
 import torch
 
-from sglang_ext import shared_key
-from sglang_ext.long_pool import link_frames
 from sglang_ext.long_pool.link_frames import Greeting, LinkError, PeerAddress, PeerId, send_greeting
 from sglang_ext.long_pool.mesh.mesh import Membership, MeshError
 from sglang_ext.long_pool.mesh.peer_links import LinkMesh, PeerLinks, route_to
+from sglang_ext.shared_key import NONCE_BYTES, Caller
 
 KEY = b"a key that all members know"
 POOL = 16 * b"p"
@@ -347,7 +346,7 @@ def test_who_calls_without_a_proof_is_no_peer(
     """A caller that does not care who answers, and sends the answer's own proof back."""
     one = make(2)[1]
     greeting = Greeting(POOL, PeerId(0, 0), PeerId(1, 0))
-    monkeypatch.setattr(link_frames, "prove", lambda key, role, *parts: shared_key.prove(KEY, "callee", *parts))
+    monkeypatch.setattr(Caller, "answer", lambda caller, challenge: challenge[NONCE_BYTES:])
     with socket.create_connection(one.address) as caller, pytest.raises((LinkError, OSError)):
         send_greeting(caller, greeting, KEY)
     assert not connections(one)
