@@ -247,19 +247,17 @@ class _Instance:
         return None
 
     def step(self, step: Step, sequence: int) -> Any:
-        from sglang_ext.long_pool.member.chunk_step import run_chunk
+        from sglang_ext.long_pool.member.chunk_step import StepContext, run_chunk
 
         addresses = {instance: self._addresses[instance] for instance in step.layout.group}
         with self._links.step(sequence, addresses) as mesh:
+            breaking = mesh if self._breaks_after is None else _Breaking(mesh, self._breaks_after)
             logits = run_chunk(
+                StepContext(breaking, self._place.instance, step.first_tag, ranks=self._ranks),
                 self._engine,
                 self._shards.setdefault(step.request, self._new_shard()),
                 step.layout,
                 step.token_ids[0],
-                mesh if self._breaks_after is None else _Breaking(mesh, self._breaks_after),
-                self._place.instance,
-                step.first_tag,
-                ranks=self._ranks,
             )
         return None if logits is None else logits.clone()
 

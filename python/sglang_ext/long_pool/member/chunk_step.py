@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -60,33 +61,37 @@ class Engine(Protocol):
         tokens are held here. Raises torch.OutOfMemoryError."""
 
 
+@dataclass(frozen=True)
+class StepContext:
+    """Holds what one step of a member works with."""
+
+    mesh: Mesh
+    instance: int  # this one
+    first_tag: int  # of the messages of this step
+    clock: StepClock = field(default_factory=StepClock)  # counts where the time goes
+    ranks: Ranks = SINGLE_RANK  # of several, all raise where one does
+    record_activity: Callable[[], None] = lambda: None  # called with every layer
+    streams: DeviceStreams | None = None  # of the device that computes; None: a call that has returned is done
+
+
 def run_chunk(
+    step: StepContext,
     engine: Engine,
     shard: Shard,
     layout: ChunkLayout,
     token_ids: Sequence[int],
-    mesh: Mesh,
-    instance: int,
-    first_tag: int,
-    *,
-    clock: StepClock | None = None,
     sending: Sending | None = None,
-    ranks: Ranks = SINGLE_RANK,
-    record_activity: Callable[[], None] = lambda: None,
-    streams: DeviceStreams | None = None,
 ) -> torch.Tensor | None:
     """Run this member's part of a chunk; `token_ids` are those of its new positions.
 
     Returns the logits of the chunk's last position on the member that computes it, else None. Raises KvPoolFullError,
     WorkspaceError and LayoutMismatchError before anything was sent, MeshError when a peer has gone; the shard is then
     as before, and so it is after `Shard.roll_back` where another member failed. History travels
-    behind the computation of earlier layers. `clock` counts where the time goes. `sending` gets the
-    slots of the new rows once every member of the step has its own, so that a step which fails before has sent nothing;
-    what it returns is called with every layer whose K and V are there. `record_activity` is called with every layer.
-    `streams` of the device that computes; None: a call that has returned is done. Of several `ranks` all raise where
-    one does.
+    behind the computation of earlier layers. `sending` gets the slots of the new rows once every member of the step has
+    its own, so that a step which fails before has sent nothing; what it returns is called with every layer whose K and
+    V are there.
     """
-    clock = clock or StepClock()
+    mesh, instance, ranks = step.mesh, step.instance, step.ranks
     place = layout.group.index(instance)
     positions = layout.new[place]
     pool = engine.pool
@@ -94,8 +99,8 @@ def run_chunk(
     try:
         # The model's own collectives need every rank, so that none may begin where another one cannot, or leave.
         with all_ranks_or_raise(ranks, *STEP_ERRORS):
-            move_tag = first_tag + pool.layers * len(layout.group)
-            moving = Rebalancing(pool, shard, layout.moves, mesh, instance, move_tag, clock)
+            move_tag = step.first_tag + pool.layers * len(layout.group)
+            moving = Rebalancing(pool, shard, layout.moves, mesh, instance, move_tag, step.clock)
             slots = shard.extend(positions)
             held = [(*history, *new) for history, new in zip(layout.history, layout.new, strict=True)]
             if shard.positions != held[place]:
@@ -108,8 +113,8 @@ def run_chunk(
                 mesh.meet()
             with all_ranks_or_raise(ranks, *STEP_ERRORS):
                 layer_ready = sending(slots)
-        ring = Ring(mesh, layout.group, instance, held, first_tag, clock)
-        attention = _ChunkAttention(pool, ring, positions, shard.slots, moving, layer_ready, record_activity, streams)
+        ring = Ring(mesh, layout.group, instance, held, step.first_tag, step.clock)
+        attention = _ChunkAttention(step, pool, ring, positions, shard.slots, moving, layer_ready)
         deferred = DeferredErrorAttention(attention) if ranks.size > 1 else None
         with all_ranks_or_raise(ranks, *STEP_ERRORS):
             logits = engine.forward(token_ids, as_tensor(positions), slots, deferred or attention)
@@ -133,26 +138,16 @@ def _check_workspace(engine: Engine, rows: int, held_tokens: int, ranks: Ranks) 
         raise WorkspaceError(reason or "another rank of this instance has no memory for this chunk")
 
 
-def run_collect(
-    pool: KvPool,
-    shard: Shard,
-    moves: Sequence[KvMove],
-    mesh: Mesh,
-    instance: int,
-    first_tag: int,
-    *,
-    clock: StepClock | None = None,
-    ranks: Ranks = SINGLE_RANK,
-) -> None:
+def run_collect(step: StepContext, pool: KvPool, shard: Shard, moves: Sequence[KvMove]) -> None:
     """Send what this instance holds to the owner, or as the owner receive it. Raises as `run_chunk`, and restores."""
     shard.begin()
     try:
-        with all_ranks_or_raise(ranks, *STEP_ERRORS):
-            moving = Rebalancing(pool, shard, moves, mesh, instance, first_tag, clock)
+        with all_ranks_or_raise(step.ranks, *STEP_ERRORS):
+            moving = Rebalancing(pool, shard, moves, step.mesh, step.instance, step.first_tag, step.clock)
             for layer in range(pool.layers):
                 moving.start(layer + 1)
                 moving.finish(layer)
-            mesh.settle()
+            step.mesh.settle()
     except BaseException:
         shard.roll_back()
         raise
@@ -165,18 +160,16 @@ def _no_one(layer: int, computed: Mark | None) -> None:
 class _ChunkAttention:
     def __init__(
         self,
+        step: StepContext,
         pool: KvPool,
         ring: Ring,
         queries: Positions,
         slots: torch.Tensor,
         moving: Rebalancing,
         layer_ready: LayerReady,
-        record_activity: Callable[[], None],
-        streams: DeviceStreams | None,
     ) -> None:
-        self._streams = streams
+        self._step = step
         self._layer_ready = layer_ready
-        self._record_activity = record_activity
         self._pool = pool
         self._ring = ring
         self._queries = queries
@@ -184,8 +177,9 @@ class _ChunkAttention:
         self._moving = moving
 
     def attend(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
-        self._record_activity()
-        self._layer_ready(layer, None if self._streams is None else self._streams.mark())
+        streams = self._step.streams
+        self._step.record_activity()
+        self._layer_ready(layer, None if streams is None else streams.mark())
         self._moving.finish(layer)
         # It travels while this layer attends and passes its fully connected part.
         self._moving.start(layer + 1)

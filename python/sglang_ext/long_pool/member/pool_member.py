@@ -32,7 +32,14 @@ from sglang_ext.long_pool.decide.orders import (
     RollBack,
     RunChunk,
 )
-from sglang_ext.long_pool.member.chunk_step import Engine, WorkspaceError, run_chunk, run_collect, step_errors
+from sglang_ext.long_pool.member.chunk_step import (
+    Engine,
+    StepContext,
+    WorkspaceError,
+    run_chunk,
+    run_collect,
+    step_errors,
+)
 from sglang_ext.long_pool.member.kv_streams import KvStreams, OpenTarget, Reading, Target
 from sglang_ext.long_pool.member.pool_link import PoolLink
 from sglang_ext.long_pool.member.ranks import SINGLE_RANK, Ranks, all_ranks_or_raise
@@ -350,16 +357,11 @@ class PoolMember:
         self._last_chunk = chunk.sequence
         shard = self._shards.setdefault(chunk.request, Shard(self._streams.pool))
         positions = layout.new[layout.group.index(instance)]
-        logits = run_chunk(
-            *(self._engine, shard, layout, step.token_ids, mesh, instance, chunk.first_tag),
-            clock=clock,
-            sending=partial(self._streams.begin, reading, chunk.request, step.destinations, positions)
-            if step.destinations
-            else None,
-            ranks=self.ranks,
-            record_activity=self._meshes.record_activity,
-            streams=self._device_streams,
-        )
+        context = self._context(mesh, chunk.first_tag, clock)
+        sending = None
+        if step.destinations:
+            sending = partial(self._streams.begin, reading, chunk.request, step.destinations, positions)
+        logits = run_chunk(context, self._engine, shard, layout, step.token_ids, sending)
         self._meshes.record_computed()
         if logits is None or not chunk.is_last:
             return None
@@ -369,12 +371,19 @@ class PoolMember:
             self._logits[chunk.request] = logits
         return None
 
+    def _context(self, mesh: Mesh, first_tag: int, clock: StepClock) -> StepContext:
+        assert self._session is not None
+        return StepContext(
+            *(mesh, self._session.instance, first_tag, clock, self.ranks),
+            record_activity=self._meshes.record_activity,
+            streams=self._device_streams,
+        )
+
     def _collect(self, step: Collect, mesh: Mesh, clock: StepClock) -> list[Outcome]:
         assert self._session is not None
         pool, instance = self._streams.pool, self._session.instance
         shard = self._shards.setdefault(step.request, Shard(pool))
-        moves, first_tag = step.moves, step.first_tag
-        run_collect(pool, shard, moves, mesh, instance, first_tag, clock=clock, ranks=self.ranks)
+        run_collect(self._context(mesh, step.first_tag, clock), pool, shard, step.moves)
         if step.owner != instance or not step.is_last:
             return []
         is_kept = step.request in self._kept

@@ -13,7 +13,7 @@ import torch
 
 from sglang_ext.long_pool.decide.sharding import Interleaving, lay_out
 from sglang_ext.long_pool.link_frames import PeerAddress
-from sglang_ext.long_pool.member.chunk_step import _ChunkAttention
+from sglang_ext.long_pool.member.chunk_step import StepContext, _ChunkAttention
 from sglang_ext.long_pool.member.ring_attention import Ring, as_tensor
 from sglang_ext.long_pool.mesh.device_streams import Mark
 from sglang_ext.long_pool.mesh.mesh import Lane, Membership, Mesh, MeshError, Pending
@@ -344,8 +344,8 @@ def test_rows_leave_for_decode_behind_what_computes_them() -> None:
             return q
 
     attention = _ChunkAttention(
+        StepContext(Resting(), 0, 0, streams=device),  # type: ignore[arg-type]
         *(Resting(), Resting(), (range(tokens),), torch.arange(tokens), Moving(), ready),  # type: ignore[arg-type]
-        *(lambda: None, device),
     )
     for layer in range(layers):
         device.compute(lambda layer=layer: pool[layer].fill_(layer + 1))

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from sglang_ext.long_pool.decide.sharding import Interleaving, Positions, lay_out
-from sglang_ext.long_pool.member.chunk_step import run_chunk, run_collect
+from sglang_ext.long_pool.member.chunk_step import StepContext, run_chunk, run_collect
 from sglang_ext.long_pool.member.shard import Shard
 from sglang_ext.long_pool.mesh.mesh import Lane, Pending
 from sglang_ext.long_pool.step_clock import StepClock, StepTimes
@@ -82,10 +82,8 @@ def test_a_chunk_on_two_instances_after_one_on_the_other() -> None:
     ring_tags = range(LAYERS * len(layout.group))
     mesh = SlowMesh(clock, ring_tags, ring_s=2.0, move_s=3.0)
     positions = [p for part in layout.new[1] for p in part]
-    run_chunk(
-        *(SlowEngine(pool, clock), Shard(pool), layout, [p % 7 for p in positions], mesh, 1, 0),
-        clock=clock,
-    )
+    step = StepContext(mesh, 1, 0, clock)
+    run_chunk(step, SlowEngine(pool, clock), Shard(pool), layout, [p % 7 for p in positions])
     assert clock.times() == StepTimes(
         COMPUTE_S + LAYERS * (2.0 + len(layout.moves) * 3.0), LAYERS * 2.0, LAYERS * len(layout.moves) * 3.0
     )
@@ -98,8 +96,9 @@ def test_a_single_member_waits_for_no_other() -> None:
     clock = HandClock()
     shard = Shard(pool)
     mesh = SlowMesh(clock, range(0), 1.0, 1.0)
-    run_chunk(*(SlowEngine(pool, clock), shard, layout, [1] * TOKENS, mesh, 0, 0), clock=clock)
-    run_collect(pool, shard, (), mesh, 0, 0, clock=clock)
+    step = StepContext(mesh, 0, 0, clock)
+    run_chunk(step, SlowEngine(pool, clock), shard, layout, [1] * TOKENS)
+    run_collect(step, pool, shard, ())
     assert clock.times() == StepTimes(COMPUTE_S, 0.0, 0.0)
 
 
@@ -108,8 +107,9 @@ def test_every_layer_is_a_sign_of_life() -> None:
     pool = ToyPool(256, 1)
     clock = HandClock()
     told: list[float] = []
-    arguments = (SlowEngine(pool, clock), Shard(pool), layout, [1] * TOKENS, SlowMesh(clock, range(0), 1.0, 1.0), 0, 0)
-    run_chunk(*arguments, record_activity=lambda: told.append(clock.seconds))
+    mesh = SlowMesh(clock, range(0), 1.0, 1.0)
+    step = StepContext(mesh, 0, 0, record_activity=lambda: told.append(clock.seconds))
+    run_chunk(step, SlowEngine(pool, clock), Shard(pool), layout, [1] * TOKENS)
     assert len(told) == LAYERS
 
 
