@@ -16,6 +16,7 @@ from types import MappingProxyType, ModuleType
 from typing import NamedTuple
 
 from sglang_ext import __version__
+from sglang_ext.command_parser import CommandParser
 
 
 class Command(NamedTuple):
@@ -98,9 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"sglang-ext: unknown command {name!r}; choose one of {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     arrange: Callable[[argparse.ArgumentParser, Sequence[str]], list[str]] | None = None
-    parser = argparse.ArgumentParser(
-        prog=f"sglang-ext {name}", description=_description(command), formatter_class=_HelpFormatter
-    )
+    parser = CommandParser(prog=f"sglang-ext {name}", description=_description(command), formatter_class=_HelpFormatter)
     if command.kinds:
         kinds = parser.add_subparsers(metavar="WHAT", required=True)
         for kind, kind_command in command.kinds.items():

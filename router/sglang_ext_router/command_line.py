@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -83,8 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag_of(entry.name), **options)
 
 
-def config_from_arguments(arguments: argparse.Namespace) -> RouterConfig:
-    """Resolve parsed arguments; RouterConfigError when they contradict each other."""
+def config_from_arguments(arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> RouterConfig:
+    """Resolve parsed arguments, with the keys of the environment; RouterConfigError when they contradict each other."""
     workers: list[WorkerAddress] = []
     for option, role, _ in _PREFILL_OPTIONS:
         for values in getattr(arguments, f"prefill_{role}"):
@@ -100,7 +101,7 @@ def config_from_arguments(arguments: argparse.Namespace) -> RouterConfig:
     for name in KEYS:
         # Other users of the machine can read a command line.
         if not getattr(arguments, name):
-            setattr(arguments, name, os.environ.get(f"SGLANG_EXT_{name.upper()}", "").strip())
+            setattr(arguments, name, environment.get(f"SGLANG_EXT_{name.upper()}", "").strip())
     values = {
         entry.name: getattr(arguments, entry.name)
         for entry in fields(RouterConfig)

@@ -14,7 +14,7 @@ import signal
 import socket
 import ssl
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any, NamedTuple
 
 import uvloop
@@ -46,13 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
         if is_supervisor:
             sockets.close()  # an address that cannot be had was reported now, and once
         tls = client_context(config)
-        worker_context(config)
-        link = Peers(config, _listen(config.peer_host, config.peer_port, "peer-", False)) if config.peer_port else None
-        if config.service_discovery or config.controller_lease:
-            role_rules(config)
-            connect_kubernetes(config)
-        if config.access_log:
-            check_access_log(config.access_log)
+        link = Peers(config, _listen_for_peers(config)) if config.peer_port else None
+        _check_surroundings(config)
     except RouterConfigError as error:
         print(f"sglang-ext router: {error}", file=sys.stderr)
         return 2
@@ -70,6 +65,26 @@ def run(arguments: argparse.Namespace) -> int:
         return _run(serve(config, sockets, tls, siblings=link))
     link = Peers(config, socket.socket(fileno=place.listener), place)
     return _run(serve(config, sockets, tls, place.number, link, ends_with_stdin=True))
+
+
+def check(arguments: argparse.Namespace, environment: Mapping[str, str]) -> None:
+    """Refuse what `run` refuses in this environment, and leave nothing open. Raise RouterConfigError."""
+    config = config_from_arguments(arguments, environment)
+    listen(config).close()
+    if config.peer_port:
+        _listen_for_peers(config).close()
+    client_context(config)
+    _check_surroundings(config)
+
+
+def _check_surroundings(config: RouterConfig) -> None:
+    """Raise RouterConfigError for certificates, selectors, an API server or an access log that cannot be used."""
+    worker_context(config)
+    if config.service_discovery or config.controller_lease:
+        role_rules(config)
+        connect_kubernetes(config)
+    if config.access_log:
+        check_access_log(config.access_log)
 
 
 def _run(serving: Coroutine[Any, Any, int]) -> int:
@@ -104,6 +119,10 @@ def listen(config: RouterConfig, reuse_port: bool = False) -> Listening:
         listening.close()
         raise
     return listening
+
+
+def _listen_for_peers(config: RouterConfig) -> socket.socket:
+    return _listen(config.peer_host, config.peer_port, "peer-", False)
 
 
 def _listen(host: str, port: int, prefix: str, reuse_port: bool) -> socket.socket:

@@ -17,6 +17,7 @@ import pytest
 
 from sglang_ext.cluster.process_tree import send_signal, session_processes
 from support.stand_in_cluster import wait_until_gone
+from support.tiny_model import tiny_model
 from support.up_process import START_TIMEOUT_S, Up, up
 
 pytestmark = pytest.mark.integration
@@ -117,6 +118,35 @@ def check_boundary(cluster: Up, tokens: int) -> None:
     with urllib.request.urlopen(f"{cluster.program('short-0').url}/server_info", timeout=30) as reply:
         assert json.load(reply)["sglang_ext"]["length_boundary_tokens"] == tokens
     assert "new tokens as short" not in (cluster.folder / "logs" / "router.log").read_text()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--no-such-option"], "pools.long.args[0]: unrecognized arguments: --no-such-option"),
+        (["--dtype", "loud"], "pools.long.args[0]: argument --dtype: invalid choice: 'loud'"),
+        (["--schedule-policy", "lpm"], "pools.long.args[0]: --schedule-policy lpm does not go with --laps-mode"),
+    ],
+    ids=["unknown", "choice", "conflict"],
+)
+def test_what_sglang_refuses_is_refused_before_anything_starts(
+    tmp_path: Path, method: str, args: list[str], message: str
+) -> None:
+    words = [str(tiny_model()), "--short", "1", "--port", "0", "--dry-run", "--set", "device=cpu"]
+    words += ["--set", f"pools.long={{args: {json.dumps(args)}}}", "--set", f"start.method={method}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang_ext.cli", "up", *words, "--set", f"run_dir={tmp_path / 'run'}"],
+        capture_output=True,
+        text=True,
+        timeout=START_TIMEOUT_S,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"sglang-ext up: error: {message}")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.full

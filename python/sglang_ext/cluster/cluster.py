@@ -10,17 +10,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Protocol
 from urllib.parse import quote
 
 from sglang_ext.cluster import plan as planning
+from sglang_ext.cluster.argument_checks import check_arguments, engine_checks, located
 from sglang_ext.cluster.cluster_file import load_cluster
 from sglang_ext.cluster.config import ClusterConfig, ConfigError
 from sglang_ext.cluster.model import PreparedModel, prepare_model
 from sglang_ext.cluster.plan import ClusterPlan
 from sglang_ext.cluster.ports import is_port_free, pick_free_ports
 from sglang_ext.cluster.state import (
+    POOL_KEY_FILE,
     ClusterState,
     ProgramState,
     lock_folder,
@@ -28,7 +31,7 @@ from sglang_ext.cluster.state import (
     write_pool_key,
     write_state,
 )
-from sglang_ext.cluster.supervisor import TICK_S, SupervisedProgram, Supervisor
+from sglang_ext.cluster.supervisor import TICK_S, Listener, RefusedArgumentsError, SupervisedProgram, Supervisor
 
 
 class Display(Protocol):
@@ -46,14 +49,15 @@ class Display(Protocol):
 
 def plan_cluster(config: ClusterConfig, model: PreparedModel) -> ClusterPlan:
     """Lay out the cluster on this machine with ports that are free now. Raises ConfigError."""
-    for port, path in planning.given_ports(config).items():
-        host = config.router.host if path.startswith("router.") else config.host
-        if not is_port_free(host, port):
+    given_ports = dict(config.given_ports())
+    for path, port in given_ports.items():
+        host = config.router.host if path == "router.port" else config.host
+        if not path.startswith("router.args") and not is_port_free(host, port):
             raise ConfigError(path, f"port {port} of {host} cannot be listened on: in use, or not permitted")
     free_ports = pick_free_ports(
         config.host,
         planning.count_ports(config),
-        avoid=planning.given_ports(config),
+        avoid=given_ports.values(),
         draw=random.SystemRandom(),
     )
     return planning.make_plan(
@@ -62,6 +66,47 @@ def plan_cluster(config: ClusterConfig, model: PreparedModel) -> ClusterPlan:
         machine=planning.find_machine(),
         free_ports=free_ports,
         admin_key=_given_admin_key(config) or secrets.token_urlsafe(24),
+    )
+
+
+def check_cluster(config: ClusterConfig, plan: ClusterPlan) -> None:
+    """Refuse everything that a start of the plan would refuse, and start nothing. Raises ConfigError, or StartError."""
+    with TemporaryDirectory(prefix="sglang-ext-") as name:
+        folder = Path(name)
+        plan = plan.with_pool_key(folder / POOL_KEY_FILE)
+        if plan.pool_key_file is not None:
+            write_pool_key(plan.pool_key_file)
+        check_arguments(config, plan)
+        supervisor = _supervisor(config, plan, folder, lambda member, line: None, lambda: False)
+        try:
+            _check_engines(config, plan, supervisor, lambda: None)
+        finally:
+            supervisor.stop(lambda: True)
+
+
+def _check_engines(
+    config: ClusterConfig, plan: ClusterPlan, supervisor: Supervisor, on_tick: Callable[[], None]
+) -> bool:
+    """Let an engine of each pool check its arguments; return False where that was cancelled. Raises ConfigError."""
+    try:
+        return supervisor.check(engine_checks(plan), on_tick)
+    except RefusedArgumentsError as error:
+        raise located(config, error.program, error.problem) from None
+
+
+def _supervisor(
+    config: ClusterConfig, plan: ClusterPlan, folder: Path, listener: Listener, is_cancelled: Callable[[], bool]
+) -> Supervisor:
+    return Supervisor(
+        plan,
+        folder / "logs",
+        start_timeout_s=config.start.timeout_s,
+        drain_s=config.stop.drain_s,
+        grace_s=config.stop.grace_s,
+        restarts=config.restart == "on-failure",
+        liveness=config.liveness,
+        listener=listener,
+        is_cancelled=is_cancelled,
     )
 
 
@@ -142,22 +187,15 @@ class Cluster:
             self.plan = plan_cluster(self.config, prepare_model(self.config.model))
             if self.plan.pool_key_file is not None:
                 write_pool_key(self.plan.pool_key_file)
-            self._supervisor = Supervisor(
-                self.plan,
-                self.folder / "logs",
-                start_timeout_s=self.config.start.timeout_s,
-                drain_s=self.config.stop.drain_s,
-                grace_s=self.config.stop.grace_s,
-                restarts=self.config.restart == "on-failure",
-                liveness=self.config.liveness,
-                listener=self._changed,
-                is_cancelled=self._is_cancelled,
-            )
+            check_arguments(self.config, self.plan)
+            self._supervisor = _supervisor(self.config, self.plan, self.folder, self._changed, self._is_cancelled)
         except BaseException:
             self._lock.close()
             raise
         try:
-            self.is_ready = self._supervisor.start(lambda: self._display.refresh(self.members))
+            self.is_ready = _check_engines(
+                self.config, self.plan, self._supervisor, self._refresh
+            ) and self._supervisor.start(self._refresh)
         except BaseException:
             self._display.started()
             self._stop()
@@ -194,6 +232,9 @@ class Cluster:
         finally:
             is_over.set()
             thread.join()
+
+    def _refresh(self) -> None:
+        self._display.refresh(self.members)
 
     def _stop(self) -> None:
         try:

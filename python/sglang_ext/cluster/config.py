@@ -55,6 +55,7 @@ def check_choice(path: str, value: str, choices: tuple[str, ...]) -> None:
         raise ConfigError(path, f"{value!r} is not one of {', '.join(choices)}")
 
 
+_ROUTER_PORT_OPTIONS = ("--metrics-port", "--ui-port", "--peer-port")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
@@ -350,8 +351,8 @@ class ClusterConfig:
         """Return the folder of this cluster's logs and state."""
         return Path(self.run_dir) / self.name
 
-    def _check_ports_differ(self) -> None:
-        seen: dict[int, str] = {}
+    def given_ports(self) -> Iterator[tuple[str, int]]:
+        """Yield the path of each setting that names a port, and the port; those of the router's arguments last."""
         given = [("router.port", self.router.port)]
         if self.coordinator.enabled:
             given.append(("coordinator.port", self.coordinator.port))
@@ -359,7 +360,17 @@ class ClusterConfig:
         for role, pool in self.pools.by_role():
             given += [(f"pools.{role}.ports[{i}]", port) for i, port in enumerate(pool.ports)]
             given += [(f"pools.{role}.bootstrap_ports[{i}]", port) for i, port in enumerate(pool.bootstrap_ports)]
-        for path, port in given:
-            if port and port in seen:
+        words = self.router.args
+        for position, word in enumerate(words):
+            option, equals, value = word.partition("=")
+            if option in _ROUTER_PORT_OPTIONS:
+                text = value if equals else "".join(words[position + 1 : position + 2])
+                given.append((f"router.args[{position}]", int(text) if text.isdecimal() else 0))
+        return ((path, port) for path, port in given if port)
+
+    def _check_ports_differ(self) -> None:
+        seen: dict[int, str] = {}
+        for path, port in self.given_ports():
+            if port in seen:
                 raise ConfigError(path, f"port {port} is already taken by {seen[port]}")
             seen[port] = path

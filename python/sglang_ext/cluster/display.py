@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import TYPE_CHECKING, TextIO
 
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 HEARTBEAT_S = 10.0
 
 
-def make_display(stream: TextIO = sys.stderr) -> Display:
+def make_display(stream: TextIO) -> Display:
     """Return a display for `stream`: live where it is a terminal and `rich` is installed."""
     if stream.isatty():
         try:

@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sglang_ext.cluster.config import ClusterConfig, ConfigError, PoolConfig, parse_id_set
@@ -74,6 +74,19 @@ class ClusterPlan:
         """All that has to be there before the router is."""
         return self.instances if self.coordinator is None else (self.coordinator, *self.instances)
 
+    def with_pool_key(self, path: Path) -> ClusterPlan:
+        """Return the plan with the pool's key at another path, where the configuration gives none."""
+        if self.pool_key_file is None:
+            return self
+        before, after = str(self.pool_key_file), str(path)
+
+        def moved(program: Program) -> Program:
+            return replace(program, command=tuple(after if word == before else word for word in program.command))
+
+        coordinator = None if self.coordinator is None else moved(self.coordinator)
+        instances = tuple(moved(program) for program in self.instances)
+        return replace(self, pool_key_file=path, coordinator=coordinator, instances=instances)
+
     def shell_lines(self) -> Iterator[str]:
         """Yield each program as a line for a shell, keys hidden."""
         for program in (*self.backends, self.router):
@@ -122,22 +135,6 @@ def count_ports(config: ClusterConfig) -> int:
         if role.is_prefill:
             open_ports += sum(pool.bootstrap_port_of(i) == 0 for i in range(pool.count))
     return open_ports
-
-
-def given_ports(config: ClusterConfig) -> dict[int, str]:
-    """Return the ports that the configuration names, each with its setting's path."""
-    ports: dict[int, str] = {}
-    if config.router.port:
-        ports[config.router.port] = "router.port"
-    if config.coordinator.enabled:
-        given = (("coordinator.port", config.coordinator.port), ("coordinator.http_port", config.coordinator.http_port))
-        ports |= {port: path for path, port in given if port}
-    for role, pool in config.pools.by_role():
-        for field_name in ("ports", "bootstrap_ports"):
-            for i, port in enumerate(getattr(pool, field_name)):
-                if port:
-                    ports[port] = f"pools.{role}.{field_name}[{i}]"
-    return ports
 
 
 def make_plan(

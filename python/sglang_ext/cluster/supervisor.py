@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -51,6 +51,7 @@ class RestartRecord:
 TICK_S = 0.1
 PROBE_INTERVAL_S = 0.5
 LOG_TAIL_LINES = 20
+REFUSALS = (2, 3)  # exit statuses of `sglang-ext worker`: of its own options, and of an engine
 
 
 class ProgramPhase(StrEnum):
@@ -62,6 +63,15 @@ class ProgramPhase(StrEnum):
     BACKING_OFF = "backing off"  # died, will be started again
     STOPPING = "stopping"
     STOPPED = "stopped"
+
+
+class RefusedArgumentsError(ValueError):
+    """An engine refuses its arguments, with one line that names the option."""
+
+    def __init__(self, program: Program, problem: str) -> None:
+        super().__init__(f"{program.name}: {problem}")
+        self.program = program
+        self.problem = problem
 
 
 class StartError(RuntimeError):
@@ -137,6 +147,7 @@ class Supervisor:
         logs.mkdir(parents=True, exist_ok=True)
         for member in self.members:
             member.log.unlink(missing_ok=True)  # one log is one run
+        self._logs = logs
         self._fork_log = logs / "fork-server.log"
         self._fork_log.unlink(missing_ok=True)
 
@@ -150,14 +161,7 @@ class Supervisor:
 
         Raises StartError as soon as one dies or takes too long; the caller then calls `stop`.
         """
-        if self._fork_environment is not None:
-            environment = {**os.environ, **self._fork_environment, CLUSTER_ID_VARIABLE: self._cluster_id}
-            self._forks = ForkClient(self._fork_log, environment)
-            self._execute_after_s = time.monotonic() + min(IMPORT_TIMEOUT_S, self._start_timeout_s / 2)
-            self._tell_watchdog(self._forks.process.pid)
-            for member in self.backends:
-                if member.program.role is not None:
-                    self._listener(member, "waits until SGLang has been imported, once for all instances")
+        self._start_fork_server()
         while not self._all_ready():
             if self._is_cancelled():
                 return False
@@ -178,6 +182,56 @@ class Supervisor:
             on_tick()
             time.sleep(TICK_S)
         return True
+
+    def check(self, checks: Sequence[Program], on_tick: Callable[[], None] = lambda: None) -> bool:
+        """Run programs that check arguments and end; return whether all have passed (False: cancelled).
+
+        Raises RefusedArgumentsError for a program that refuses, StartError for one that fails otherwise; the caller
+        then calls `stop`.
+        """
+        if not checks:
+            return True
+        self._start_fork_server()
+        members = [SupervisedProgram(program, self._logs / f"{program.name}.log") for program in checks]
+        for member in members:
+            member.log.unlink(missing_ok=True)
+        deadline_s = time.monotonic() + self._start_timeout_s
+        while any(member.phase is not ProgramPhase.READY for member in members):
+            if self._is_cancelled():
+                return False
+            for member in members:
+                if member.running is None and self._can_launch(member):
+                    member.running = RunningProgram(member.program, member.log, self._cluster_id, self._forks)
+                    self._tell_watchdog(member.running.pid)
+                elif member.running is not None and member.phase is ProgramPhase.WAITING:
+                    self._check_end(member, member.running)
+            if time.monotonic() > deadline_s:
+                late = next(member for member in members if member.phase is not ProgramPhase.READY)
+                raise self._start_error(late, f"{late.program.name} did not end within {self._start_timeout_s:g} s")
+            on_tick()
+            time.sleep(TICK_S)
+        return True
+
+    def _check_end(self, member: SupervisedProgram, running: RunningProgram) -> None:
+        status = running.exit_status
+        if status in REFUSALS:
+            raise RefusedArgumentsError(member.program, "".join(log_tail(member.log, 1)))
+        if status:
+            raise self._start_error(member, f"{member.program.name} {describe_exit(status)}")
+        if status == 0:
+            member.phase = ProgramPhase.READY
+            self._clear(member, running)
+
+    def _start_fork_server(self) -> None:
+        if self._fork_environment is None or self._forks is not None:
+            return
+        environment = {**os.environ, **self._fork_environment, CLUSTER_ID_VARIABLE: self._cluster_id}
+        self._forks = ForkClient(self._fork_log, environment)
+        self._execute_after_s = time.monotonic() + min(IMPORT_TIMEOUT_S, self._start_timeout_s / 2)
+        self._tell_watchdog(self._forks.process.pid)
+        for member in self.backends:
+            if member.program.role is not None:
+                self._listener(member, "waits until SGLang has been imported, once for all instances")
 
     def tick(self) -> None:
         """Look once at every program: note deaths, start again what is due, note recoveries."""
@@ -218,7 +272,7 @@ class Supervisor:
         if forks.is_alive and time.monotonic() < self._execute_after_s:
             return False
         forks.close()
-        self._forks = None
+        self._forks = self._fork_environment = None
         return True
 
     def _is_due(self, member: SupervisedProgram, now_s: float) -> bool:

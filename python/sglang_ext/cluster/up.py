@@ -11,7 +11,7 @@ from types import FrameType
 
 import yaml
 
-from sglang_ext.cluster.cluster import Cluster, plan_cluster
+from sglang_ext.cluster.cluster import Cluster, check_cluster, plan_cluster
 from sglang_ext.cluster.cluster_file import load_settings, read_record
 from sglang_ext.cluster.config import ClusterConfig, ConfigError
 from sglang_ext.cluster.display import make_display
@@ -31,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model", metavar="MODEL", nargs="?", default=absent, help="model folder or name; smollm2: demonstration model"
     )
     parser.add_argument("--config", type=Path, metavar="FILE", default=absent, help="cluster in YAML")
-    parser.add_argument("--dry-run", action="store_true", help="print the commands and start nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check all settings, print the commands and start nothing"
+    )
     for role in ROLES:
         kind = "decode" if role == "decode" else f"prefill ({role})"
         otherwise = "; 1 where only prefill instances are given" if role == "decode" else ""
@@ -95,8 +97,9 @@ def run(args: argparse.Namespace) -> int:
     try:
         config = config_from_arguments(args)
         if args.dry_run:
-            for line in plan_cluster(config, prepare_model(config.model)).shell_lines():
-                print(line)
+            plan = plan_cluster(config, prepare_model(config.model))
+            check_cluster(config, plan)
+            print("\n".join(plan.shell_lines()))
             return 0
         return _serve(config)
     except ConfigError as error:
@@ -110,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _serve(config: ClusterConfig) -> int:
     asked = _StopSignals()
-    cluster = Cluster(config, make_display(), is_cancelled=asked.once)
+    cluster = Cluster(config, make_display(sys.stderr), is_cancelled=asked.once)
     cluster.stop_at_once_when(asked.twice)
     with asked, cluster:
         if not cluster.is_ready:

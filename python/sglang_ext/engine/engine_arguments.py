@@ -9,6 +9,8 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from sglang_ext.command_parser import RaisingParser
+
 
 def split_options(
     given: argparse.Namespace,
@@ -25,16 +27,11 @@ def split_options(
     """
     values = _values(given, destination)
     if any(argument.startswith(flag) for argument in engine_arguments):
-        parser = _RaisingParser(add_help=False, allow_abbrev=False)
+        parser = RaisingParser(add_help=False, allow_abbrev=False)
         declare(parser)
         found, engine_arguments = parser.parse_known_args(list(engine_arguments))
         values |= _values(found, destination)
     return values, tuple(engine_arguments)
-
-
-class _RaisingParser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise ValueError(message)
 
 
 def _values(namespace: argparse.Namespace, destination: str) -> dict[str, Any]:

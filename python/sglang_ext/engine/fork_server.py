@@ -12,7 +12,6 @@ it itself, the kernel sends it SIGTERM when the client ends, and the end of this
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -22,8 +21,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from sglang_ext.command_parser import CommandParser
 from sglang_ext.engine import worker
-from sglang_ext.engine.launch_plan import LaunchCommand
+from sglang_ext.engine.launch_plan import FLAGS_START, LaunchCommand
 from sglang_ext.engine.preload import Imports, become_engine, preload
 from sglang_ext.engine.process_lifetime import end_with_parent
 
@@ -100,9 +100,9 @@ def _engine(
         become_engine(environment, imports)
         sys.argv = list(command.argv[2:])
         setproctitle(" ".join(command.argv))
-        return serve(list(command.argv[3:]))
+        return serve(list(command.argv[FLAGS_START:]))
 
-    parser = argparse.ArgumentParser(prog="sglang-ext worker")
+    parser = CommandParser(prog="sglang-ext worker")
     worker.add_arguments(parser)
     return worker.run(parser.parse_args(request["arguments"]), become, parent_pid=request["client"])
 

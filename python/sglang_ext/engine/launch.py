@@ -12,8 +12,14 @@ import signal
 import sys
 from collections.abc import Sequence
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from sglang_ext.engine.process_lifetime import join_process_tree
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+    from sglang_ext.engine.options import ExtensionOptions
 
 if __name__ in {"__main__", "__mp_main__"}:
     join_process_tree(os.environ, is_child=__name__ == "__mp_main__")
@@ -27,10 +33,11 @@ if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
 def main(argv: Sequence[str], *, has_imports: bool = False) -> int:
     """Serve until the server ends. Returns the exit status of the process.
 
-    `has_imports`: this process was forked from a process that has SGLang imported.
+    `has_imports`: this process was forked from a process that has SGLang imported. Behind the word `--check` the
+    arguments are checked, and nothing is started.
     """
     _end_when_asked()
-    from sglang_ext.engine.launch_plan import START_METHOD_VARIABLE, StartMethod, data_parallel_problem
+    from sglang_ext.engine.launch_plan import CHECK_FLAG, START_METHOD_VARIABLE, StartMethod
     from sglang_ext.engine.options import InvalidOptionsError, options_from_environment
     from sglang_ext.engine.verification import HookNotInForceError, verify_hooks
 
@@ -40,7 +47,8 @@ def main(argv: Sequence[str], *, has_imports: bool = False) -> int:
             return _refuse("start this engine with `sglang-ext worker`, which sets its options")
     except InvalidOptionsError as error:
         return _refuse(str(error))
-    can_fork = os.environ.get(START_METHOD_VARIABLE) == StartMethod.FORK
+    is_check = list(argv[:1]) == [CHECK_FLAG]
+    can_fork = os.environ.get(START_METHOD_VARIABLE) == StartMethod.FORK and not is_check
     if can_fork:
         from sglang_ext.engine import preload
 
@@ -56,38 +64,33 @@ def main(argv: Sequence[str], *, has_imports: bool = False) -> int:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    from sglang_ext.command_parser import one_line_errors
+
     load_plugins()
     try:
         verify_hooks()
     except HookNotInForceError as error:
         return _refuse(str(error))
-    server_args = prepare_server_args(list(argv))
-    problem = data_parallel_problem(server_args.dp_size)  # a file of arguments may have it
+    try:
+        with one_line_errors("sglang-ext worker"):
+            server_args = prepare_server_args(list(argv[is_check:]))
+    except Exception as error:
+        if not is_check:
+            raise
+        return _refuse(f"SGLang: {' '.join(str(error).split()) or type(error).__name__}")
+    problem = _conflict(server_args, options)
     if problem is not None:
         return _refuse(problem)
+    if is_check:
+        return 0
     from sglang.srt.entrypoints.http_server import app
 
     from sglang_ext.engine.hooks.shutdown import ShutdownMiddleware
 
     app.add_middleware(ShutdownMiddleware)
-    if options.transfer is not None:
-        from sglang.srt.environ import envs
-
-        from sglang_ext.transfer.sglang.transfer_options import conflict as transfer_conflict
-
-        problem = transfer_conflict(server_args, has_staging_buffer=envs.SGLANG_DISAGG_STAGING_BUFFER.get())
-        if problem is not None:
-            return _refuse(problem)
     if options.laps is not None:
-        from sglang_ext.laps.sglang.laps_options import conflict
         from sglang_ext.laps.sglang.status import add_routes
-        from sglang_ext.long_pool.sglang.cdsp_options import conflict as pool_conflict
 
-        problem = conflict(server_args)
-        if problem is None and options.cdsp is not None:
-            problem = pool_conflict(server_args)
-        if problem is not None:
-            return _refuse(problem)
         add_routes(app)
     if can_fork:
         reason = preload.spawn_reason(server_args)
@@ -102,6 +105,25 @@ def main(argv: Sequence[str], *, has_imports: bool = False) -> int:
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
     return 0
+
+
+def _conflict(server_args: ServerArgs, options: ExtensionOptions) -> str | None:
+    """Return which of SGLang's arguments, a file's included, goes with none of this project's options, and why."""
+    from sglang.srt.environ import envs
+
+    from sglang_ext.engine.launch_plan import data_parallel_problem
+    from sglang_ext.laps.sglang.laps_options import conflict as laps_conflict
+    from sglang_ext.long_pool.sglang.cdsp_options import conflict as pool_conflict
+    from sglang_ext.transfer.sglang.transfer_options import conflict as transfer_conflict
+
+    problem = data_parallel_problem(server_args.dp_size)
+    if problem is None and options.transfer is not None:
+        problem = transfer_conflict(server_args, has_staging_buffer=envs.SGLANG_DISAGG_STAGING_BUFFER.get())
+    if problem is None and options.laps is not None:
+        problem = laps_conflict(server_args)
+        if problem is None and options.cdsp is not None:
+            problem = pool_conflict(server_args)
+    return problem
 
 
 def _end_when_asked() -> None:

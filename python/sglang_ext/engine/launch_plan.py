@@ -20,6 +20,8 @@ from sglang_ext.types import Role
 
 START_METHOD_VARIABLE = "SGLANG_EXT_START_METHOD"
 LAUNCH_MODULE = "sglang_ext.engine.launch"
+CHECK_FLAG = "--check"  # the first word: check the arguments that follow, and end
+FLAGS_START = 3  # in the words of a command: behind `python -m LAUNCH_MODULE`
 WILDCARD_HOSTS = frozenset({"0.0.0.0", "::"})
 TENSOR_PARALLEL_FLAGS = ("--tp", "--tp-size", "--tensor-parallel-size")
 PIPELINE_PARALLEL_FLAGS = ("--pp-size", "--pipeline-parallel-size")
@@ -87,6 +89,11 @@ class LaunchCommand:
     def full_environment(self, inherited: Mapping[str, str]) -> dict[str, str]:
         """The environment to start with, given the one of the caller."""
         return {**self.default_environment, **inherited, **self.environment}
+
+    def checking(self) -> LaunchCommand:
+        """Return the command that checks the arguments as this one does, and ends before anything is loaded."""
+        words = (*self.argv[:FLAGS_START], CHECK_FLAG, *self.argv[FLAGS_START:])
+        return replace(self, argv=words)
 
     def __str__(self) -> str:
         """Return the command as a line for a POSIX shell."""

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sglang_ext import settings
+from sglang_ext.command_parser import USAGE_ERROR
 from sglang_ext.engine.device import Device, MachineFacts, inspect_machine
 from sglang_ext.engine.launch_plan import (
     PIPELINE_PARALLEL_FLAGS,
@@ -32,7 +33,6 @@ from sglang_ext.transfer.sglang import transfer_options
 from sglang_ext.transfer.sglang.transfer_backend import BACKENDS, default_backend, unavailability
 from sglang_ext.types import Role
 
-USAGE_ERROR = 2
 SETTINGS = (*laps_options.SETTINGS, *graph_options.SETTINGS, *cdsp_options.SETTINGS, *transfer_options.SETTINGS)
 
 
@@ -93,6 +93,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     settings.add_arguments(parser, SETTINGS, file=None)
     parser.add_argument("--dry-run", action="store_true", help="print the command instead of running it")
     parser.add_argument(
+        "--check",
+        action="store_true",
+        help="import SGLang, check all options and SGLang's arguments as a start does, and end: 0, or a line that says "
+        "what is refused, and 2 or 3",
+    )
+    parser.add_argument(
         "engine_arguments",
         nargs="*",
         metavar="-- SGLANG ARGUMENTS",
@@ -119,23 +125,29 @@ def run(
     if arguments.exit_with_parent and not arguments.dry_run:
         # First of all: the parent of a process whose own has ended meanwhile is another one.
         end_with_parent(parent_pid or os.getppid(), signal.SIGTERM)
-    machine = inspect_machine(None if arguments.device == "auto" else Device(arguments.device))
     try:
-        arguments = settings.with_settings(arguments, SETTINGS)
-        options = _worker_options(arguments, machine.device)
-        problem = None if arguments.dry_run else _problem(options, machine)
+        command = launch_command(arguments)
     except ValueError as error:
-        return _refuse(str(error))
-    if problem is not None:
-        return _refuse(problem)
-    try:
-        command = build_launch(options, machine, read_model_facts(options.model_path))
-    except ValueError as error:
-        return _refuse(str(error))
+        print(f"sglang-ext worker: {error}", file=sys.stderr)
+        return USAGE_ERROR
     if arguments.dry_run:
         print(command)
         return 0
-    return become(command)
+    return become(command.checking() if arguments.check else command)
+
+
+def launch_command(arguments: argparse.Namespace) -> LaunchCommand:
+    """Return the command that starts the engine. Raises ValueError: one line that says what is refused, and why.
+
+    With --dry-run this machine may lack what the engine needs.
+    """
+    machine = inspect_machine(None if arguments.device == "auto" else Device(arguments.device))
+    arguments = settings.with_settings(arguments, SETTINGS)
+    options = _worker_options(arguments, machine.device)
+    problem = None if arguments.dry_run else _problem(options, machine)
+    if problem is not None:
+        raise ValueError(problem)
+    return build_launch(options, machine, read_model_facts(options.model_path))
 
 
 def _worker_options(arguments: argparse.Namespace, device: Device) -> WorkerOptions:
@@ -191,11 +203,6 @@ def _problem(options: WorkerOptions, machine: MachineFacts) -> str | None:
     if problem is not None:
         return problem
     return unavailability(options.transfer_backend or default_backend(machine.device), machine.device)
-
-
-def _refuse(problem: str) -> int:
-    print(f"sglang-ext worker: {problem}", file=sys.stderr)
-    return USAGE_ERROR
 
 
 def _port(text: str) -> int:

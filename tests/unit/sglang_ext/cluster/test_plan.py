@@ -28,7 +28,6 @@ from sglang_ext.cluster.plan import (
     Program,
     admin_key_of,
     count_ports,
-    given_ports,
     make_plan,
 )
 
@@ -109,7 +108,7 @@ def test_every_open_port_is_picked_once() -> None:
     ports = [int(program.url.rpartition(":")[2]) for program in (*plan.instances, plan.router)]
     ports += [program.bootstrap_port for program in plan.instances if program.bootstrap_port is not None]
     assert len(ports) == len(set(ports)) == 9
-    assert given_ports(config) == {31000: "pools.both.ports[0]"}
+    assert list(config.given_ports()) == [("pools.both.ports[0]", 31000)]
     assert option(plan.router, "--prefill") == "http://127.0.0.1:31000"
 
 
@@ -321,7 +320,7 @@ def test_long_instances_and_the_router_are_told_of_the_coordinator() -> None:
         cluster(short=PoolConfig(), long=PoolConfig(count=3), decode=PoolConfig()),
         coordinator=CoordinatorConfig(enabled=True, port=31000, args=("--min-chunk-tokens", "64")),
     )
-    assert (count_ports(config), given_ports(config)) == (1 + 2 + 6 + 1 + 1, {31000: "coordinator.port"})
+    assert (count_ports(config), list(config.given_ports())) == (1 + 2 + 6 + 1 + 1, [("coordinator.port", 31000)])
     plan = plan_of(config)
     coordinator = plan.coordinator
     assert coordinator is not None

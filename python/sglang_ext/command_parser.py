@@ -1,0 +1,40 @@
+"""Parsers of command lines whose errors are one line, without the usage of every option before it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+USAGE_ERROR = 2
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Print `PROGRAM: error: …`, one line, and exit with status 2 where the words cannot be parsed."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE_ERROR, f"{self.prog}: error: {_one_line(message)}\n")
+
+
+class RaisingParser(argparse.ArgumentParser):
+    """Raise ValueError with one line that names the option where the words cannot be parsed."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(_one_line(message))
+
+
+@contextmanager
+def one_line_errors(program: str) -> Iterator[None]:
+    """Let every parser made by others, as SGLang's is, print its errors as `CommandParser` does in the block."""
+    kind: Any = argparse.ArgumentParser
+    before = kind.error
+    kind.error = lambda parser, message: parser.exit(USAGE_ERROR, f"{program}: error: {_one_line(message)}\n")
+    try:
+        yield
+    finally:
+        kind.error = before
+
+
+def _one_line(message: str) -> str:
+    return " ".join(message.split())
