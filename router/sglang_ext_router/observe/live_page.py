@@ -45,10 +45,7 @@ LOOKED_AT_PER_FRAME = 64  # instances; of more, all are looked at less often
 MIN_ASK_S = 1.0  # between two rounds of asking instances for their queues
 ASKED_PER_S = 50  # instances; of more, each is asked less often
 _SCRIPT = re.compile(rb"<script>(.*?)</script>", re.DOTALL)
-_STREAM_HEAD = (
-    b"content-type: text/event-stream\r\ncache-control: no-store\r\nx-accel-buffering: no\r\n"
-    b"transfer-encoding: chunked\r\n"
-)
+_STREAM_HEAD = b"content-type: text/event-stream\r\ncache-control: no-store\r\nx-accel-buffering: no\r\n"
 
 
 def read_page() -> tuple[bytes, dict[str, str]]:
@@ -73,25 +70,30 @@ def read_page() -> tuple[bytes, dict[str, str]]:
 class Viewer:
     """One open stream; what serves its client connection."""
 
-    def __init__(self, page: LivePage, connection: ClientConnection) -> None:
+    def __init__(self, page: LivePage, connection: ClientConnection, is_http_11: bool) -> None:
+        """Begin the stream: in chunks, or for HTTP/1.0 without, until the connection ends."""
         self._page = page
         self._connection = connection
         self._peer = peer_of(connection.transport)
         self._began_s = asyncio.get_running_loop().time()
         self._is_paused = False
         self._has_missed = False
-        connection.write(replies.head(200, _STREAM_HEAD + connection.reply_headers))
+        self._is_chunked = is_http_11
+        coding = b"transfer-encoding: chunked\r\n" if is_http_11 else b""
+        connection.write(replies.head(200, _STREAM_HEAD + coding + connection.reply_headers))
 
     def send(self, message: bytes) -> None:
         """Write a message; a client that does not keep up misses it."""
         if self._is_paused:
             self._has_missed = True
         else:
-            self._connection.write(replies.chunk(b"data: %b\n\n" % message))
+            event = b"data: %b\n\n" % message
+            self._connection.write(replies.chunk(event) if self._is_chunked else event)
 
     def end(self) -> None:
         """The router stops: the stream is whole."""
-        self._connection.write(replies.CHUNKED_END)
+        if self._is_chunked:
+            self._connection.write(replies.CHUNKED_END)
         self._connection.finish(False)
 
     def on_client_gone(self) -> None:
@@ -136,14 +138,12 @@ class LivePage:
             is_admin = bool(self._router.config.admin_api_key)
             message = "missing or wrong admin API key" if is_admin else "missing or wrong API key"
             connection.respond_error(401, message, extra=b"www-authenticate: Bearer\r\n")
-        elif not request.is_http_11:
-            connection.respond_error(400, "a stream needs HTTP/1.1")
         elif len(self._viewers) >= MAX_VIEWERS or self._is_stopped:
             connection.respond_error(
                 503, f"{MAX_VIEWERS} pages are open already, or the router stops", extra=b"retry-after: 5\r\n"
             )
         else:
-            viewer = Viewer(self, connection)
+            viewer = Viewer(self, connection, request.is_http_11)
             connection.call = viewer
             self._viewers[viewer] = None
             if self._router.services.view is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from sglang_ext_router.control.control_plane import without_secrets
 from sglang_ext_router.http import api_keys
 from sglang_ext_router.http.api_keys import ApiKeyFileError, ApiKeys, read_api_keys
 from sglang_ext_router.router import Router
-from support.raw_client import RawClient, Reply
+from support.raw_client import RawClient, Reply, request_bytes
 from support.router_process import FAST, cluster
 
 PROMPT = {"text": "x"}
@@ -133,6 +134,31 @@ async def test_a_clients_key_gives_no_admin_rights_and_does_not_reach_the_instan
             assert (await served.ask("POST", "/generate", PROMPT, headers)).status == client
             assert (await served.ask("POST", "/flush_cache", headers=headers)).status == admin
         assert {request.header("authorization") for request in served.decode[0].requests} == {"Bearer client"}
+
+
+@pytest.mark.parametrize("scheme", ["bearer", "BEARER", "BeArEr"])
+@pytest.mark.parametrize(
+    ("method", "path", "key"),
+    [
+        ("GET", "/v1/models", "client"),
+        ("GET", "/metrics", "from-a-file"),
+        ("POST", "/generate", "from-a-file"),
+        ("GET", "/workers", "admin"),
+        ("POST", "/flush_cache", "admin"),
+        ("POST", "/abort_request", "admin"),
+        ("GET", "/ui/stream", "admin"),
+    ],
+)
+async def test_the_scheme_of_a_key_has_no_case(tmp_path: Path, method: str, path: str, key: str, scheme: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(line("alice", "from-a-file"))
+    body = {"/generate": PROMPT, "/abort_request": {"abort_all": True}}.get(path, b"")
+    sent = body if isinstance(body, bytes) else json.dumps(body).encode()
+    async with cluster(api_key="client", api_keys_file=str(file), admin_api_key="admin") as served:
+        for given, status in ((key, 200), (f"{key}x", 401)):
+            async with await served.connect() as client:
+                await client.send(request_bytes(method, path, sent, {"Authorization": f"{scheme} {given}"}))
+                assert (await client.head())[0] == status
 
 
 async def test_the_admin_key_alone_does_not_reach_the_instances() -> None:

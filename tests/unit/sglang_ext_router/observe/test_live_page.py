@@ -381,14 +381,26 @@ async def test_the_page_has_a_port_of_its_own_by_option_with_the_same_keys() -> 
         await served.until(lambda: not ports.pages.open)
 
 
-async def test_only_get_over_http_1_1_and_a_bounded_number_of_viewers(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_over_http_1_0_the_stream_ends_with_its_connection() -> None:
+    """As nginx's default `proxy_pass` asks for it."""
+    async with cluster() as served, await served.connect() as client:
+        await client.send(b"GET /ui/stream HTTP/1.0\r\n\r\n")
+        status, headers = await client.head()
+        assert (status, headers["connection"], "transfer-encoding" in headers) == (200, "close", False)
+        assert await client.exactly(len(b'data: {"kind":"hello"')) == b'data: {"kind":"hello"'
+        page = served.router.live_page
+        assert page is not None
+        page.stop()
+        got = await client.rest()
+        assert got.endswith(b"\n\n")
+        assert b"\r\n" not in got
+
+
+async def test_only_get_and_a_bounded_number_of_viewers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_page, "MAX_VIEWERS", 1)
     async with cluster() as served:
         refused = await served.ask("DELETE", "/ui/stream")
         assert (refused.status, refused.headers["allow"]) == (405, "GET")
-        async with await served.connect() as client:
-            await client.send(b"GET /ui/stream HTTP/1.0\r\n\r\n")
-            assert (await client.head())[0] == 400
         async with following(served):
             assert (await served.ask("GET", "/ui/stream")).status == 503
 
