@@ -17,7 +17,7 @@ from sglang_ext.batch.endpoint import EndpointClient
 from sglang_ext.batch.inputs import FileIdentity, Findings, add_input, find_inputs, identify
 from sglang_ext.batch.lines import LineOptions, Mode
 from sglang_ext.batch.outputs import OutputFormat, OutputOptions, choose_output, export
-from sglang_ext.batch.progress import ProgressReport
+from sglang_ext.batch.progress import ProgressReport, counted
 from sglang_ext.batch.runner import JobRunner, reply_body
 from sglang_ext.batch.scores import distillkit_config, pack_scores
 from sglang_ext.batch.sending_options import RunError, api_key, rate_limit, runner_settings
@@ -83,9 +83,9 @@ class BatchRun:
         with BatchStore.open(self.store_path, None if limit_mib is None else int(limit_mib * (1 << 20))) as store:
             job = self.prepare(store)
             if done := job.succeeded + job.failed:
-                print(f"going on: {done} of {job.lines} lines are done ({job.failed} failed)", file=sys.stderr)
+                print(f"going on: {done} of {counted(job.lines, 'line')} done ({job.failed} failed)", file=sys.stderr)
             if self.args.retry_failed:
-                print(f"{store.requeue_failed(job.id)} failed lines are sent again", file=sys.stderr)
+                print(f"{counted(store.requeue_failed(job.id), 'failed line')} to send again", file=sys.stderr)
                 job = store.job(job.id)
             is_finished = True
             if job.remaining:
@@ -102,7 +102,8 @@ class BatchRun:
             section = distillkit_config(self.args.vocabulary, self.args.top_logprobs)
             print(f"logprob_compressor: {orjson.dumps(section).decode()}")
         if job.failed:
-            print(f"{job.failed} lines failed, see {self.output.error_path}; --retry-failed sends them again")
+            failed = counted(job.failed, "line")
+            print(f"{failed} failed, see {self.output.error_path}; --retry-failed sends them again")
         return SOME_FAILED if job.failed else OK
 
     # -- the job ------------------------------------------------------------------------------------------------------
@@ -128,7 +129,7 @@ class BatchRun:
             store.start_over()
             if changed:
                 raise RunError(f"--input: {changed[0].path} changed while it was read")
-            raise RunError(f"--input: {findings.count} lines cannot be sent; nothing was\n{findings.text}")
+            raise RunError(f"--input: {counted(findings.count, 'line')} cannot be sent; nothing was\n{findings.text}")
         return store.job(number)
 
     def _description(self, identities: list[FileIdentity]) -> dict[str, object]:
@@ -202,7 +203,7 @@ class BatchRun:
     def _summarise(self, job: Job, wall_s: float) -> None:
         tokens = job.prompt_tokens + job.completion_tokens
         print(
-            f"{job.succeeded} of {job.lines} lines done, {job.failed} failed, {job.remaining} left; "
+            f"{job.succeeded} of {counted(job.lines, 'line')} done, {job.failed} failed, {job.remaining} left; "
             f"{tokens} tokens ({job.prompt_tokens} of prompts); {wall_s:.1f} s; store: {self.store_path}"
         )
 

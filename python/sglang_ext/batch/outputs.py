@@ -70,10 +70,7 @@ class OutputOptions:
         """Return where failures go."""
         if self.is_folder:
             return self.path / "errors.jsonl"
-        name = self.path.name
-        for suffix in (".gz", ".zst", ".jsonl", ".ndjson", ".json", ".parquet"):
-            name = name.removesuffix(suffix)
-        return self.path.with_name(f"{name}.errors.jsonl")
+        return self.path.with_name(f"{self.path.name}.errors.jsonl")
 
 
 class Exported(NamedTuple):
@@ -199,12 +196,14 @@ def error_line(result: StoredResult) -> bytes:
 
 
 def _line(result: StoredResult, status_code: int | None, body: object, error: dict[str, object] | None) -> bytes:
+    line_id = f"batch_req_{result.id >> 40}_{result.id & _POSITION_MASK}"
     response = None
     if status_code is not None:
-        response = {"status_code": status_code, "request_id": result.request_id, "body": body}
+        # A server that names no request, as SGLang's refusals do not, leaves the line's own id to find it by.
+        response = {"status_code": status_code, "request_id": result.request_id or line_id, "body": body}
     line = orjson.dumps(
         {
-            "id": f"batch_req_{result.id >> 40}_{result.id & _POSITION_MASK}",
+            "id": line_id,
             "custom_id": result.custom_id,
             "response": response,
             "error": error,

@@ -16,6 +16,11 @@ _BAR_INTERVAL_S = 0.25
 _LOG_INTERVAL_S = 15.0
 
 
+def counted(count: int, noun: str) -> str:
+    """Return the count with its noun: 1 line, 2 lines."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 class ProgressReport:
     """Shows on standard error how far something is, from a thread of its own. A context manager.
 

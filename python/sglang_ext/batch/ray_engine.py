@@ -33,6 +33,7 @@ from sglang_ext.batch.endpoint import EndpointClient
 from sglang_ext.batch.inputs import InputError
 from sglang_ext.batch.lines import BatchLine, Mode
 from sglang_ext.batch.outputs import OutputError, OutputFormat, generate_table
+from sglang_ext.batch.progress import counted
 from sglang_ext.batch.runner import JobRunner, RunnerSettings, reply_body
 from sglang_ext.batch.scores import pack_scores, score_schema, score_table
 from sglang_ext.batch.sending_options import RunError, api_key
@@ -366,10 +367,11 @@ def _summarise(output: Path, lines: int, wall_s: float) -> int:
     written = ds.dataset(output, format="parquet")
     rows = written.count_rows()
     failed = written.count_rows(filter=pc.field("error").is_valid())
-    print(f"{rows - failed} of {lines} lines done, {failed} failed; {wall_s:.1f} s; written: {output}")
+    print(f"{rows - failed} of {counted(lines, 'line')} done, {failed} failed; {wall_s:.1f} s; written: {output}")
     if rows != lines:
-        print(f"sglang-ext batch run: error: {output} has {rows} rows for {lines} lines", file=sys.stderr)
+        problem = f"{output} has {counted(rows, 'row')} for {counted(lines, 'line')}"
+        print(f"sglang-ext batch run: error: {problem}", file=sys.stderr)
         return SOME_FAILED
     if failed:
-        print(f"{failed} lines failed: the rows whose `error` is not null")
+        print(f"{counted(failed, 'line')} failed: the rows whose `error` is not null")
     return SOME_FAILED if failed else OK

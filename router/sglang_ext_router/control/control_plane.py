@@ -442,6 +442,7 @@ def _describe_model(registry: WorkerRegistry, name: str, model: str) -> dict[str
         "created": 0,
         "owned_by": "sglang",
         "root": model,
+        "parent": None,
         "max_model_len": min(lengths) if lengths else None,
     }
 

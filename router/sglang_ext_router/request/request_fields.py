@@ -114,11 +114,11 @@ def _body(fields: dict[str, Schema], **further: Any) -> Schema:
 
 _TOKENISE = _body(
     {
-        "prompt": {"type": ["string", "array"], "items": _TEXT},
-        "messages": _MESSAGES,
+        "prompt": {"type": ["string", "array", "null"], "items": _TEXT},
+        "messages": _or_null(_MESSAGES),
         "add_special_tokens": _FLAG,
     },
-    oneOf=[{"required": ["prompt"]}, {"required": ["messages"]}],
+    oneOf=[_only("prompt", "messages"), _only("messages", "prompt")],
 )
 _TOKEN_ID_LIST: Schema = {"type": "array", "items": _integer(0, 2**32 - 1)}
 _DETOKENISE = _body(
@@ -348,7 +348,7 @@ def _check_bias(body: dict[str, Any], where: str) -> None:
 def check_tokenise(body: dict[str, Any]) -> None:
     """Raise BadRequestError for a body of /v1/tokenize that an instance would misread or fail on."""
     _TOKENISE_CHECKS.check(body)
-    if ("prompt" in body) == ("messages" in body):
+    if (body.get("prompt") is None) == (body.get("messages") is None):
         raise BadRequestError("give either prompt or messages", "prompt")
 
 

@@ -7,6 +7,7 @@ import hmac
 import json
 import logging
 import sqlite3
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import orjson
@@ -149,7 +150,7 @@ def _add_file_routes(app: FastAPI, service: BatchService, max_file_bytes: int, c
         purpose: str | None = None,
     ) -> Response:
         """Files, the newest first, behind the id `after`."""
-        page = service.files.page(_cursor(after, "file-"), limit + 1, purpose, order == "asc")
+        page = service.files.page(_cursor(after, service.files.may_have_given), limit + 1, purpose, order == "asc")
         return _json(_page([stored.as_json() for stored in page], limit))
 
     @app.get("/v1/files/{file_id}", dependencies=client)
@@ -218,7 +219,7 @@ def _add_batch_routes(app: FastAPI, service: BatchService, client: list[Any]) ->
     @app.get("/v1/batches", dependencies=client)
     async def list_batches(after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20) -> Response:
         """Batches, the newest first, behind the id `after`."""
-        page = service.page(_cursor(after, "batch_"), limit + 1)
+        page = service.page(_cursor(after, lambda batch_id: service.find(batch_id) is not None), limit + 1)
         return _json(_page([entry.as_json() for entry in page], limit))
 
     @app.get("/v1/batches/{batch_id}", dependencies=client)
@@ -286,8 +287,8 @@ def _kept_s(fields: dict[str, str]) -> int | None:
     return int(seconds)
 
 
-def _cursor(after: str | None, prefix: str) -> str | None:
-    if after is not None and not after.startswith(prefix):
+def _cursor(after: str | None, is_known: Callable[[str], bool]) -> str | None:
+    if after is not None and not is_known(after):
         raise RequestError(400, f"after: {after!r} is not an id of this list", "after")
     return after
 

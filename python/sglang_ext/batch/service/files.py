@@ -8,6 +8,7 @@ bytes does not exist; bytes without a row are what a killed service left, and ar
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import sqlite3
 import time
@@ -40,6 +41,12 @@ class IdSource:
         """`PREFIX` and 32 hexadecimal digits: 16 of the time, 16 that cannot be guessed."""
         self._latest_ns = max(self._latest_ns + 1, time.time_ns())
         return f"{prefix}{self._latest_ns:016x}{secrets.token_hex(8)}"
+
+    def has_form(self, prefix: str, text: str) -> bool:
+        """Return whether `make` can have returned this text by now."""
+        digits = text.removeprefix(prefix)
+        is_form = text.startswith(prefix) and re.fullmatch("[0-9a-f]{32}", digits) is not None
+        return is_form and int(digits[:16], 16) <= max(self._latest_ns, time.time_ns())
 
 
 @dataclass(frozen=True)
@@ -139,6 +146,10 @@ class FileStore:
             (file_id, self._now_s()),
         ).fetchone()
         return None if row is None else StoredFile(*row)
+
+    def may_have_given(self, file_id: str) -> bool:
+        """Return whether this is the id of a file, which may be deleted by now: a list goes on behind it."""
+        return self._ids.has_form("file-", file_id)
 
     def page(self, after: str | None, limit: int, purpose: str | None, is_ascending: bool) -> list[StoredFile]:
         """Up to `limit` files behind the id `after`, the newest first unless `is_ascending`."""

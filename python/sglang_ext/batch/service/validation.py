@@ -9,6 +9,7 @@ from typing import BinaryIO
 import orjson
 
 from sglang_ext.batch.lines import BatchLine, LineError, LineOptions, parse_line
+from sglang_ext.batch.progress import counted
 from sglang_ext.batch.service.batches import LineProblem
 from sglang_ext.batch.store import BatchStore
 
@@ -48,7 +49,8 @@ def read_lines(
                 break
             count += 1
             if count > max_lines:
-                problems.append(LineProblem("too_many_lines", f"a batch has at most {max_lines} lines", number))
+                message = f"a batch has at most {counted(max_lines, 'line')}"
+                problems.append(LineProblem("too_many_lines", message, number))
                 break
             parsed = _parse(raw, number, endpoint, options)
             if isinstance(parsed, LineProblem):

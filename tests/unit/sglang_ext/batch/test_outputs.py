@@ -58,14 +58,14 @@ def test_openai_files(store: BatchStore, tmp_path: Path) -> None:
     options = choose_output(tmp_path / "out.jsonl", Mode.GENERATE, None)
     exported = export(store, 1, options)
     assert (exported.rows, exported.failures) == (27, 3)
-    good, bad = lines_of(tmp_path / "out.jsonl"), lines_of(tmp_path / "out.errors.jsonl")
+    good, bad = lines_of(tmp_path / "out.jsonl"), lines_of(tmp_path / "out.jsonl.errors.jsonl")
     assert [one["custom_id"] for one in good] == [f"in:{number}" for number in range(30) if number % 10]
     assert good[0]["response"] == {"status_code": 200, "request_id": "r1", "body": COMPLETION}
     assert good[0]["error"] is None
     assert len({one["id"] for one in good + bad}) == 30
     assert bad[0]["response"] is None
     assert bad[0]["error"] == {"code": "no_reply", "message": "no good"}
-    assert bad[1]["response"] == {"status_code": 400, "request_id": "", "body": {"x": 1}}
+    assert bad[1]["response"] == {"status_code": 400, "request_id": bad[1]["id"], "body": {"x": 1}}
     assert bad[1]["error"]["code"] == "http_400"
 
 

@@ -52,7 +52,7 @@ def test_a_run_and_the_same_again(tmp_path: Path) -> None:
         (tmp_path / "out.jsonl").unlink()
         again = run(tmp_path, endpoint.url)
         assert again.returncode == 0
-        assert "going on: 200 of 200 lines are done" in again.stderr
+        assert "going on: 200 of 200 lines done" in again.stderr
         assert ids(tmp_path / "out.jsonl") == [f"id-{number}" for number in range(200)]
         assert set(endpoint.asked.values()) == {1}
 
@@ -65,12 +65,12 @@ def test_failed_lines_and_failed_lines_again(tmp_path: Path) -> None:
         assert first.returncode == 3, first.stderr
         assert "2 lines failed" in first.stdout
         assert ids(tmp_path / "out.jsonl") == ["id-0", "id-3"]
-        assert ids(tmp_path / "out.errors.jsonl") == ["id-1", "id-2"]
+        assert ids(tmp_path / "out.jsonl.errors.jsonl") == ["id-1", "id-2"]
         assert run(tmp_path, endpoint.url).returncode == 3
         again = run(tmp_path, endpoint.url, "--retry-failed")
         assert again.returncode == 0, again.stderr
         assert ids(tmp_path / "out.jsonl") == ["id-0", "id-1", "id-2", "id-3"]
-        assert not (tmp_path / "out.errors.jsonl").exists()
+        assert not (tmp_path / "out.jsonl.errors.jsonl").exists()
 
 
 def kill_and_go_on(tmp_path: Path, lines: int, kills: int) -> None:
@@ -285,7 +285,7 @@ def test_scores(tmp_path: Path) -> None:
         first, second = pq.read_table(tmp_path / "out.parquet").to_pylist()
         assert (first["custom_id"], first["prompt_len"], first["topk_ids"][1]) == ("a", 1, [0, 1, 2, 3])
         assert (second["topk_ids"], second["token_ids"]) == ([[], [3]], [8, 9])
-        (failed,) = (tmp_path / "out.errors.jsonl").read_text().splitlines()
+        (failed,) = (tmp_path / "out.parquet.errors.jsonl").read_text().splitlines()
         assert "no input_token_logprobs" in json.loads(failed)["error"]["message"]
         assert {headers["x-sgl-priority"] for headers in endpoint.headers} == {"low"}
         kit = ["--format", "distillkit", "--vocabulary", "100", "--store", str(tmp_path / "out.parquet.store")]

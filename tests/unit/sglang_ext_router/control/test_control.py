@@ -58,6 +58,7 @@ async def test_the_models() -> None:
         answer = await served.ask("GET", "/v1/models")
         assert answer.status == 200
         (model,) = answer.json["data"]
+        assert model["parent"] is None
         assert (model["id"], model["object"], model["max_model_len"]) == (MODEL, "model", CONTEXT_TOKENS)
         assert answer.json["object"] == "list"
 

@@ -72,9 +72,14 @@ def test_everything_else_is_passed_on(path: bytes, body: dict[str, Any]) -> None
 def test_a_body_to_tokenise() -> None:
     check_tokenise({"prompt": ["a", "b"], "model": "m"})
     check_tokenise({"messages": [{"role": "user", "content": "x"}]})
+    check_tokenise({"messages": [{"role": "user", "content": "x"}], "prompt": None, "tools": None})
+    check_tokenise({"prompt": "a", "messages": None, "tool_choice": None, "add_generation_prompt": None})
     check_detokenise({"tokens": []})
     check_detokenise({"tokens": [[1, 2], []]})
-    for body in ({"messages": None}, {"prompt": None}, {}):
+    for body in (
+        *({"messages": None}, {"prompt": None}, {"prompt": None, "messages": None}, {}),
+        *({"prompt": "a", "messages": []}, {"prompt": "a", "add_special_tokens": None}),
+    ):
         with pytest.raises(BadRequestError):
             check_tokenise(body)
     for tokens in (None, "1", [1.0], [[1], [True]], [1 << 32]):
