@@ -35,13 +35,13 @@ from sglang_ext_router.instances.registry import WorkerRegistry
 from sglang_ext_router.instances.workers import Worker
 from sglang_ext_router.observe.live_page import read_page
 from sglang_ext_router.request.prompt import BadRequestError, parse_body
-from sglang_ext_router.request.request_fields import check_detokenise, check_tokenise
+from sglang_ext_router.request.request_fields import check_detokenise
 
 if TYPE_CHECKING:
     from sglang_ext_router.router import Router
 
 HIDDEN = "(hidden)"
-CHECKED_BYTES = 4 << 20  # of a body to tokenise: parsing a larger one takes too long, so only an instance checks it
+CHECKED_BYTES = 4 << 20  # of a body with token ids: parsing a larger one takes too long, so only an instance checks it
 _SECRET_NAME = re.compile(
     r"(?:^|[_-])(?:(?:api|admin|auth|access|private|secret)?[_-]?keys?|keyfile|secrets?|passw(?:or)?d|pass|tokens?|credentials?)"
     r"(?:$|[_-](?:password|hash|value)$)|password|secret",
@@ -49,10 +49,7 @@ _SECRET_NAME = re.compile(
 )
 
 
-_CHECKS = {
-    **dict.fromkeys(("/v1/tokenize", "/tokenize"), check_tokenise),
-    **dict.fromkeys(("/v1/detokenize", "/detokenize"), check_detokenise),
-}
+_DETOKENISE_PATHS = ("/v1/detokenize", "/detokenize")
 MAX_LABEL_CHARACTERS = 63  # of the value of a Kubernetes label
 MAX_ID_CHARACTERS = 4096  # of a request's id
 MAX_IDS = 4096  # that one call aborts
@@ -246,10 +243,9 @@ def build_app(router: Router) -> FastAPI:
     async def pass_on(request: Request) -> Response:
         """Answered by an instance of the model that the body names; without one by any."""
         path, body = request.url.path, await request.body()
-        check = _CHECKS.get(path)
-        if check is not None and len(body) <= CHECKED_BYTES:
+        if path in _DETOKENISE_PATHS and len(body) <= CHECKED_BYTES:
             try:
-                check(parse_body(body))
+                check_detokenise(parse_body(body))
             except BadRequestError as error:
                 return _json_error(400, str(error), error.param)
         answer = await ask_any(path, body, _model_named_in(body))

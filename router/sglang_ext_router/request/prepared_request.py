@@ -19,7 +19,7 @@ from sglang_ext_router.request.request_body import (
     clean_response_body,
     hint_field,
 )
-from sglang_ext_router.request.request_fields import check_field_types, use_whole_numbers
+from sglang_ext_router.request.request_fields import read_fields
 from sglang_ext_router.request.request_ids import room_id
 from sglang_ext_router.request.scores import NO_SCORES, SCORE_FIELDS, ScorePlan, plan_scores
 
@@ -92,8 +92,7 @@ def read_body(path: bytes, raw: bytes | bytearray, has_hints: bool) -> ReadBody:
     BadRequestError where the client asks for something that cannot be served.
     """
     body = parse_body(raw)
-    check_field_types(path, body)
-    use_whole_numbers(body)
+    read_fields(path, body)
     model = body.get("model")
     if model is not None and type(model) is not str:
         raise BadRequestError("model must be a string", "model")

@@ -6,6 +6,7 @@ from array import array
 from typing import Any, NamedTuple
 
 import orjson
+from pydantic import TypeAdapter, ValidationError
 
 from sglang_ext_router.decide.prefix_index import block_hashes
 
@@ -85,10 +86,7 @@ def measure(path: bytes, body: dict[str, Any]) -> Prompt:
         else:
             counts.append(len(item))
             if index == 0:
-                try:
-                    encoded = array("q", item).tobytes()
-                except (TypeError, OverflowError):
-                    raise BadRequestError("token ids must be integers", "input_ids") from None
+                encoded = _id_bytes(item)
         if index == 0:
             hashes = block_hashes(encoded)
     images, audios = count_media(path, body) if len(items) == 1 and texts else (0, 0)
@@ -107,20 +105,47 @@ def measure(path: bytes, body: dict[str, Any]) -> Prompt:
     )
 
 
+_PROMPT: Any = TypeAdapter(list[int] | list[list[int]] | str | list[str])
+_TOKEN_IDS: Any = TypeAdapter(list[int])
+
+
 def _items(value: Any, name: str) -> list[str | list[int]]:
     """Return the prompts of a batch: `value` is a string, a list of token ids, or a list of either."""
+    items = _plain_items(value)
+    if items is None and name == "prompt":  # SGLang takes `"1"`, `1.0` and `true` as token ids there
+        try:
+            items = _plain_items(_PROMPT.validate_python(value))
+        except ValidationError:
+            pass
+    if items is None:
+        message = f"{name} must be a string, a non-empty list of token ids, or a non-empty list of either"
+        raise BadRequestError(message, name)
+    return items
+
+
+def _plain_items(value: Any) -> list[str | list[int]] | None:
+    """Do as `_items` does, without reading anything; None for what is neither. A list's first token id is looked at."""
     if type(value) is str:
         return [value]
     if type(value) is not list or not value:
-        raise BadRequestError(f"{name} must be a string, a list of token ids, or a non-empty list of these", name)
+        return None
     if type(value[0]) is int:
         return [value]
     for item in value:
-        if type(item) is not str and type(item) is not list:
-            raise BadRequestError(f"{name} holds an item that is neither a string nor a list of token ids", name)
-        if type(item) is list and (not item or type(item[0]) is not int):  # an instance exits on an empty prompt
-            raise BadRequestError(f"{name} holds a list that does not begin with a token id", name)
+        if type(item) is not str and (type(item) is not list or not item or type(item[0]) is not int):
+            return None  # an instance exits on an empty prompt
     return list(value)
+
+
+def _id_bytes(ids: Any) -> bytes:
+    """Return token ids as bytes. Raise BadRequestError for ids that are not integers."""
+    try:
+        try:
+            return array("q", ids).tobytes()
+        except TypeError:
+            return array("q", _TOKEN_IDS.validate_python(ids)).tobytes()
+    except (ValidationError, OverflowError):
+        raise BadRequestError("token ids must be integers", "input_ids") from None
 
 
 def _embedded(value: Any) -> list[str | list[int]]:

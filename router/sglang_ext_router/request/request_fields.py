@@ -1,14 +1,19 @@
 """The fields of request bodies that the router knows: one declaration per endpoint, for the document and the checks.
 
-An instance reads `true` and `"1"` as numbers, and would then understand a request differently from the router; it exits
-on a `top_k` beyond its integers. A field of another type than declared here, or out of its range, is refused before it
-reaches two instances. Fields that are not declared here are passed on unchanged.
+SGLang reads `"1"`, `1.0` and `true` as the number 1 on every path but /generate, and `1` and `"yes"` as true. The
+router reads them likewise, by the same library, as both must understand a request alike; a test compares every field
+with SGLang's own models. A value that SGLang does not take, or out of the range declared here, is refused before it
+reaches two instances: an instance exits on a `top_k` beyond its integers. Fields that are not declared here are passed
+on unchanged, and of those that are the instances get what the client wrote.
 """
 
 from __future__ import annotations
 
-import math
-from typing import Any
+import sys
+from functools import cache
+from typing import Any, Union
+
+from pydantic import TypeAdapter, ValidationError
 
 from sglang_ext_router.request.prompt import BadRequestError
 from sglang_ext_router.request.scores import MAX_TOP_LOGPROBS
@@ -90,8 +95,10 @@ _CHOICES: dict[str, Schema] = {
     "n": _COUNT,
     "seed": _SEED,
     "stream_options": {"type": ["object", "null"], "properties": {"include_usage": _FLAG}},
+    "min_tokens": _integer(0, MAX_INT32),
     "ignore_eos": _FLAG,
     "skip_special_tokens": _FLAG,
+    "no_stop_trim": _FLAG,
 }
 _SGLANG_SAMPLING: dict[str, Schema] = {
     "max_new_tokens": _or_null(_integer(0, MAX_INT32)),
@@ -140,9 +147,10 @@ BODIES: dict[str, Schema] = {
     "/v1/chat/completions": _body(
         {
             "messages": _MESSAGES,
-            "max_tokens": _or_null(_COUNT),
-            "max_completion_tokens": _or_null(_COUNT),
+            "max_tokens": _or_null(_integer(0, MAX_INT32)),
+            "max_completion_tokens": _or_null(_integer(0, MAX_INT32)),
             "logprobs": _FLAG,
+            "top_logprobs": _or_null(_integer(MIN_INT64, MAX_INT64)),
             **_OPENAI,
             **_CHOICES,
             **_all_or_null(_SAMPLING),
@@ -155,6 +163,9 @@ BODIES: dict[str, Schema] = {
             "max_tokens": _COUNT,
             "echo": _FLAG,
             "logprobs": _or_null(_integer(0, MAX_TOP_LOGPROBS, description="alternatives for each token")),
+            "prompt_logprobs": _or_null(
+                _integer(0, MAX_TOP_LOGPROBS, description="alternatives for each token of the prompt, as in vLLM")
+            ),
             **_OPENAI,
             **_CHOICES,
             **_SAMPLING,
@@ -181,6 +192,7 @@ BODIES: dict[str, Schema] = {
             "max_output_tokens": _or_null(_integer(3, MAX_INT32, description="SGLang generates two fewer")),
             "store": {**_or_null(_FLAG), "description": "has no effect: replies are never kept"},
             **_OPENAI,
+            "stream": _or_null(_FLAG),
             **_all_or_null(_SAMPLING),
         },
         required=["model", "input"],
@@ -224,21 +236,54 @@ _LISTS_OF_NUMBERS = frozenset(
 )
 
 
+# JSON's name of a type and the type of SGLang's models; objects have checks of their own.
+_ANNOTATIONS: dict[str, Any] = {
+    "string": str,
+    "boolean": bool,
+    "integer": int,
+    "number": float,
+    "array": list[str],
+    "null": None,
+}
+
+
+@cache
+def _reader(names: tuple[str, ...]) -> Any:
+    """Return what reads a value of these types as SGLang's models do; None where it is an object."""
+    if "object" in names:
+        return None
+    union: Any = Union[tuple(_ANNOTATIONS[name] for name in names)]  # noqa: UP007 - of any number
+    return TypeAdapter(union)
+
+
 class _FieldCheck:
     """The types and the range that one field may have, from its schema."""
 
-    __slots__ = ("allowed", "high", "low", "nested", "refuses_zero", "wanted")
+    __slots__ = ("allowed", "high", "low", "nested", "reader", "refuses_low", "refuses_zero", "wanted")
 
-    def __init__(self, schema: Schema) -> None:
+    def __init__(self, schema: Schema, is_lax: bool) -> None:
         given = schema["type"]
         names: list[str] = [given] if isinstance(given, str) else given
         self.allowed = frozenset(kind for name in names for kind in _TYPES[name][0])
         self.wanted = " or ".join(_TYPES[name][1] for name in names)
+        self.reader: Any = _reader(tuple(names)) if is_lax else None
         # Integers stay exact: as floats the largest would be rounded.
-        self.low: Any = schema.get("minimum", schema.get("exclusiveMinimum", -math.inf))
-        self.high: Any = schema.get("maximum", math.inf)
+        self.low: Any = schema.get("minimum", schema.get("exclusiveMinimum", -sys.float_info.max))
+        self.high: Any = schema.get("maximum", sys.float_info.max)
+        self.refuses_low = "exclusiveMinimum" in schema
         self.refuses_zero = "not" in schema
-        self.nested = FieldChecks(schema["properties"]) if "properties" in schema else None
+        self.nested = FieldChecks(schema["properties"], is_lax) if "properties" in schema else None
+
+    def read(self, value: Any, name: str) -> Any:
+        """Return the value of another type than declared as SGLang reads it. Raise BadRequestError if it does not."""
+        if self.reader is not None:
+            try:
+                return self.reader.validate_python(value)
+            except ValidationError:
+                pass
+        elif type(value) is float and int in self.allowed and value.is_integer():  # an integer may come as 16.0
+            return int(value)
+        raise BadRequestError(f"{name} must be {self.wanted}", name)
 
 
 class FieldChecks:
@@ -246,27 +291,29 @@ class FieldChecks:
 
     __slots__ = ("_checks",)
 
-    def __init__(self, fields: dict[str, Schema]) -> None:
-        """Fields without one `type`, and `model`, are checked where they are read."""
+    def __init__(self, fields: dict[str, Schema], is_lax: bool = True) -> None:
+        """Fields without one `type`, and `model`, are checked where they are read. `is_lax`: 1 may come as "1"."""
         self._checks = {
-            name: _FieldCheck(schema) for name, schema in fields.items() if "type" in schema and name != "model"
+            name: _FieldCheck(schema, is_lax) for name, schema in fields.items() if "type" in schema and name != "model"
         }
 
-    def check(self, body: dict[str, Any], where: str = "") -> None:
-        """Raise BadRequestError for a value of another type or out of range; `where` precedes the field's name."""
+    def read(self, body: dict[str, Any], where: str = "") -> None:
+        """Replace each value by what SGLang reads; `where` precedes the field's name.
+
+        Raise BadRequestError for a value of another type or out of range.
+        """
         for name, value in body.items():
             field = self._checks.get(name)
             if field is None:
                 continue
+            if type(value) not in field.allowed:
+                body[name] = value = field.read(value, f"{where}{name}")
             kind = type(value)
-            # An integer may come as 16.0.
-            if kind not in field.allowed and not (kind is float and int in field.allowed and value.is_integer()):
-                raise BadRequestError(f"{where}{name} must be {field.wanted}", f"{where}{name}")
             if kind is dict:
                 if field.nested is not None:
-                    field.nested.check(value, f"{where}{name}.")
+                    field.nested.read(value, f"{where}{name}.")
             elif kind is int or kind is float:
-                if not field.low <= value <= field.high:
+                if not field.low <= value <= field.high or (field.refuses_low and value == field.low):
                     message = f"{where}{name} is {value}, not between {field.low} and {field.high}"
                     raise BadRequestError(message, f"{where}{name}")
                 if value == 0 and field.refuses_zero:
@@ -284,45 +331,32 @@ _CHECKS = {
     b"/v1/responses": _checks_of("/v1/responses"),
     b"/v1/messages": _checks_of("/v1/messages"),
 }
-_GENERATE_CHECKS = FieldChecks({"stream": _FLAG})
-_SAMPLING_CHECKS = FieldChecks(_SGLANG_SAMPLING)
-_TOKENISE_CHECKS = _checks_of("/tokenize")
-_DETOKENISE_CHECKS = _checks_of("/detokenize")
+_GENERATE_CHECKS = FieldChecks({"stream": _FLAG}, is_lax=False)
+_SAMPLING_CHECKS = FieldChecks(_SGLANG_SAMPLING, is_lax=False)
 
 
-def check_field_types(path: bytes, body: dict[str, Any]) -> None:
-    """Raise BadRequestError for a field of a generation request whose value is not as its schema says."""
+def read_fields(path: bytes, body: dict[str, Any]) -> None:
+    """Replace the values of a generation request by what SGLang reads of them; only the parsed body changes.
+
+    Raise BadRequestError for a field whose value is not as its schema says.
+    """
     checks = _CHECKS.get(path)
     if checks is not None:
-        checks.check(body)
+        checks.read(body)
         _check_bias(body, "")
-        return
-    _GENERATE_CHECKS.check(body)
-    parameters = body.get("sampling_params")
-    for item in parameters if type(parameters) is list else [parameters]:
-        if type(item) is dict:
-            _SAMPLING_CHECKS.check(item, "sampling_params.")
-            _check_bias(item, "sampling_params.")
-        elif item is not None:
-            raise BadRequestError("sampling_params must be an object", "sampling_params")
-
-
-def use_whole_numbers(body: dict[str, Any]) -> None:
-    """Read 16.0 as 16, as SGLang does: numbers of Lua, of R, of JSON libraries with one kind of number.
-
-    Only the parsed body changes, and in it sampling parameters, options and prompts of token ids; what the client wrote
-    goes on to the instances.
-    """
-    for name, value in body.items():
-        kind = type(value)
-        if kind is float or (kind is list and value and name in _LISTS_OF_NUMBERS):
+    else:
+        _GENERATE_CHECKS.read(body)
+        parameters = body.get("sampling_params")
+        for item in parameters if type(parameters) is list else [parameters]:
+            if type(item) is dict:
+                _SAMPLING_CHECKS.read(item, "sampling_params.")
+                _check_bias(item, "sampling_params.")
+            elif item is not None:
+                raise BadRequestError("sampling_params must be an object", "sampling_params")
+    for name in _LISTS_OF_NUMBERS:
+        value = body.get(name)
+        if value is not None:
             body[name] = _whole(value)
-    parameters = body.get("sampling_params")
-    for item in parameters if type(parameters) is list else [parameters]:
-        if type(item) is dict:
-            for name, value in item.items():
-                if type(value) is float:
-                    item[name] = _whole(value)
 
 
 def _whole(value: Any) -> Any:
@@ -334,29 +368,31 @@ def _whole(value: Any) -> Any:
     return value
 
 
+_BIAS: Any = TypeAdapter(dict[str, float])
+
+
 def _check_bias(body: dict[str, Any], where: str) -> None:
     bias = body.get("logit_bias")
     if bias is None:
         return
     name = f"{where}logit_bias"
-    if type(bias) is not dict or any(type(value) is not float and type(value) is not int for value in bias.values()):
-        raise BadRequestError(f"{name} must be an object of numbers", name)
-    if any(abs(value) > MAX_LOGIT_BIAS for value in bias.values()):
+    try:
+        numbers = _BIAS.validate_python(bias, strict=bool(where))
+    except ValidationError:
+        raise BadRequestError(f"{name} must be an object of numbers", name) from None
+    if any(not abs(value) <= MAX_LOGIT_BIAS for value in numbers.values()):
         raise BadRequestError(f"{name} holds a number beyond {MAX_LOGIT_BIAS:g}", name)
+    body["logit_bias"] = numbers
 
 
-def check_tokenise(body: dict[str, Any]) -> None:
-    """Raise BadRequestError for a body of /v1/tokenize that an instance would misread or fail on."""
-    _TOKENISE_CHECKS.check(body)
-    if (body.get("prompt") is None) == (body.get("messages") is None):
-        raise BadRequestError("give either prompt or messages", "prompt")
+_IDS_OR_LISTS: Any = TypeAdapter(list[int] | list[list[int]])
 
 
 def check_detokenise(body: dict[str, Any]) -> None:
-    """Raise BadRequestError for a body of /v1/detokenize that an instance would misread or fail on."""
-    _DETOKENISE_CHECKS.check(body)
-    tokens = body.get("tokens")
-    lists = tokens if type(tokens) is list and tokens and type(tokens[0]) is list else [tokens]
-    for ids in lists:
-        if type(ids) is not list or any(type(token) is not int or not 0 <= token < 2**32 for token in ids):
-            raise BadRequestError("tokens must be a list of token ids, or a list of such lists", "tokens")
+    """Raise BadRequestError for token ids on which an instance would fail; it refuses everything else itself."""
+    try:
+        ids = _IDS_OR_LISTS.validate_python(body.get("tokens"))
+    except ValidationError:
+        return
+    if any(not 0 <= token < 2**32 for item in ids for token in (item if type(item) is list else [item])):
+        raise BadRequestError(f"tokens must be from 0 to {2**32 - 1}", "tokens")

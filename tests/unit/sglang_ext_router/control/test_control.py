@@ -67,7 +67,7 @@ async def test_the_models() -> None:
 @pytest.mark.parametrize("path", ["/v1/tokenize", "/tokenize", "/v1/detokenize", "/detokenize"])
 async def test_tokenising_is_asked_of_an_instance(path: str) -> None:
     async with cluster() as served:
-        body = {"tokens": [1, 2]} if "detokenize" in path else {"prompt": "x"}
+        body = {"tokens": [1, "2"]} if "detokenize" in path else {"prompt": "x", "messages": None}
         answer = await served.ask("POST", path, body)
         assert answer.status == 200
         assert answer.json == {"path": path, "got": json.dumps(body)}
@@ -77,21 +77,14 @@ async def test_tokenising_is_asked_of_an_instance(path: str) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "field"),
     [
-        ("/v1/tokenize", {}, "prompt"),
-        ("/v1/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "prompt"),
-        ("/v1/tokenize", {"prompt": 5}, "prompt"),
-        ("/v1/tokenize", {"prompt": "x", "add_special_tokens": 1}, "add_special_tokens"),
-        ("/v1/detokenize", {}, "tokens"),
-        ("/v1/detokenize", {"tokens": ["1"]}, "tokens"),
-        ("/v1/detokenize", {"tokens": [1, True]}, "tokens"),
-        ("/v1/detokenize", {"tokens": [[1], 2]}, "tokens"),
         ("/v1/detokenize", {"tokens": [1 << 32]}, "tokens"),
         ("/v1/detokenize", {"tokens": [-1]}, "tokens"),
+        ("/detokenize", {"tokens": [[1], [-1]]}, "tokens"),
+        ("/v1/detokenize", {"tokens": [1, "-1"]}, "tokens"),
+        ("/v1/detokenize", {"tokens": [[4294967296.0]]}, "tokens"),
     ],
 )
-async def test_what_an_instance_would_take_for_something_else_is_refused(
-    path: str, body: dict[str, Any], field: str
-) -> None:
+async def test_what_an_instance_would_fail_on_is_refused(path: str, body: dict[str, Any], field: str) -> None:
     async with cluster() as served:
         answer = await served.ask("POST", path, body)
         assert (answer.status, answer.error["param"]) == (400, field)

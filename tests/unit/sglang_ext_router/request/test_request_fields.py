@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sglang_ext_router.request.prompt import BadRequestError
-from sglang_ext_router.request.request_fields import check_detokenise, check_field_types, check_tokenise
+from sglang_ext_router.request.request_fields import check_detokenise, read_fields
 
 CHAT, COMPLETIONS, RESPONSES, GENERATE = b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/generate"
 
@@ -15,17 +15,20 @@ CHAT, COMPLETIONS, RESPONSES, GENERATE = b"/v1/chat/completions", b"/v1/completi
 @pytest.mark.parametrize(
     ("path", "body", "field"),
     [
-        (CHAT, {"stream": 1}, "stream"),
         (CHAT, {"stream": None}, "stream"),
-        (CHAT, {"temperature": "0.7"}, "temperature"),
-        (CHAT, {"temperature": True}, "temperature"),
+        (CHAT, {"stream": 2}, "stream"),
+        (CHAT, {"stream": "x"}, "stream"),
+        (CHAT, {"temperature": "hot"}, "temperature"),
+        (CHAT, {"temperature": "nan"}, "temperature"),
         (CHAT, {"temperature": -0.1}, "temperature"),
+        (CHAT, {"temperature": "-0.1"}, "temperature"),
+        (CHAT, {"top_p": 0}, "top_p"),
+        (CHAT, {"stream_options": {"include_usage": 2}}, "stream_options.include_usage"),
         (CHAT, {"max_tokens": 1.5}, "max_tokens"),
-        (CHAT, {"max_tokens": 0}, "max_tokens"),
+        (CHAT, {"max_tokens": -1}, "max_tokens"),
         (CHAT, {"top_k": 1 << 31}, "top_k"),
         (CHAT, {"top_k": -2}, "top_k"),
         (CHAT, {"top_k": 0}, "top_k"),
-        (CHAT, {"stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         (CHAT, {"stop": 5}, "stop"),
         (CHAT, {"repetition_penalty": 1e-300}, "repetition_penalty"),
         (CHAT, {"logit_bias": {"5": 1e308}}, "logit_bias"),
@@ -33,11 +36,12 @@ CHAT, COMPLETIONS, RESPONSES, GENERATE = b"/v1/chat/completions", b"/v1/completi
         (CHAT, {"logit_bias": [1]}, "logit_bias"),
         (GENERATE, {"sampling_params": {"logit_bias": {"5": -1e99}}}, "sampling_params.logit_bias"),
         (COMPLETIONS, {"temperature": None}, "temperature"),
-        (COMPLETIONS, {"echo": "yes"}, "echo"),
         (COMPLETIONS, {"seed": 1 << 63}, "seed"),
         (RESPONSES, {"max_output_tokens": 2}, "max_output_tokens"),
-        (RESPONSES, {"store": "no"}, "store"),
         (GENERATE, {"stream": "true"}, "stream"),
+        (GENERATE, {"stream": 1}, "stream"),
+        (GENERATE, {"sampling_params": {"n": True}}, "sampling_params.n"),
+        (GENERATE, {"sampling_params": {"temperature": "1"}}, "sampling_params.temperature"),
         (GENERATE, {"sampling_params": 5}, "sampling_params"),
         (GENERATE, {"sampling_params": {"n": None}}, "sampling_params.n"),
         (GENERATE, {"sampling_params": [{}, {"top_p": 1.1}]}, "sampling_params.top_p"),
@@ -45,7 +49,7 @@ CHAT, COMPLETIONS, RESPONSES, GENERATE = b"/v1/chat/completions", b"/v1/completi
 )
 def test_what_is_not_as_the_document_says_is_refused_by_name(path: bytes, body: dict[str, Any], field: str) -> None:
     with pytest.raises(BadRequestError) as refused:
-        check_field_types(path, body)
+        read_fields(path, body)
     assert refused.value.param == field
     assert field in str(refused.value)
 
@@ -66,22 +70,31 @@ def test_what_is_not_as_the_document_says_is_refused_by_name(path: bytes, body: 
     ],
 )
 def test_everything_else_is_passed_on(path: bytes, body: dict[str, Any]) -> None:
-    check_field_types(path, body)
+    read_fields(path, body)
 
 
-def test_a_body_to_tokenise() -> None:
-    check_tokenise({"prompt": ["a", "b"], "model": "m"})
-    check_tokenise({"messages": [{"role": "user", "content": "x"}]})
-    check_tokenise({"messages": [{"role": "user", "content": "x"}], "prompt": None, "tools": None})
-    check_tokenise({"prompt": "a", "messages": None, "tool_choice": None, "add_generation_prompt": None})
-    check_detokenise({"tokens": []})
-    check_detokenise({"tokens": [[1, 2], []]})
-    for body in (
-        *({"messages": None}, {"prompt": None}, {"prompt": None, "messages": None}, {}),
-        *({"prompt": "a", "messages": []}, {"prompt": "a", "add_special_tokens": None}),
-    ):
-        with pytest.raises(BadRequestError):
-            check_tokenise(body)
-    for tokens in (None, "1", [1.0], [[1], [True]], [1 << 32]):
+@pytest.mark.parametrize(
+    ("path", "body", "read"),
+    [
+        (CHAT, {"stream": 1, "n": "2", "temperature": "0.7"}, {"stream": True, "n": 2, "temperature": 0.7}),
+        (CHAT, {"stream_options": {"include_usage": 1}}, {"stream_options": {"include_usage": True}}),
+        (CHAT, {"logit_bias": {"5": "1"}, "logprobs": "yes"}, {"logit_bias": {"5": 1.0}, "logprobs": True}),
+        (COMPLETIONS, {"echo": "yes", "logprobs": True}, {"echo": True, "logprobs": 1}),
+        (COMPLETIONS, {"max_tokens": " 7 ", "seed": 5.0}, {"max_tokens": 7, "seed": 5}),
+        (RESPONSES, {"store": "no", "max_output_tokens": "16"}, {"store": False, "max_output_tokens": 16}),
+    ],
+)
+def test_what_sglang_reads_of_another_type_is_read_likewise(
+    path: bytes, body: dict[str, Any], read: dict[str, Any]
+) -> None:
+    read_fields(path, body)
+    assert body == read
+    assert [type(value) for value in body.values()] == [type(value) for value in read.values()]
+
+
+def test_token_ids_to_detokenise() -> None:
+    for tokens in ([], [[1, 2], []], [1, "2"], [1.0], [True], None, "1", [[1], 2], [1.5]):
+        check_detokenise({"tokens": tokens})  # the instance refuses some
+    for tokens in ([1 << 32], [-1], [[1], [-1]], ["-1"]):
         with pytest.raises(BadRequestError):
             check_detokenise({"tokens": tokens})
