@@ -71,6 +71,9 @@ def test_every_path_is_in_the_document(router: RunningRouter) -> None:
         {"text": "x", "sampling_params": {"repetition_penalty": 1e-40, "max_new_tokens": 20}},
         {"text": "x", "sampling_params": {"logit_bias": {"5": 1e308}}},
         {"text": "x", "stream": 1},
+        {"text": "x", "return_logprob": True, "logprob_start_len": -2},
+        {"text": "x", "return_logprob": True, "top_logprobs_num": 5000},
+        {"text": "x", "custom_labels": {"team": "a"}},
     ],
     ids=str,
 )

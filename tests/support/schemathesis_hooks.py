@@ -16,6 +16,7 @@ LENGTHS = {
     "/v1/chat/completions": "max_tokens",
     "/v1/completions": "max_tokens",
     "/v1/responses": "max_output_tokens",
+    "/v1/messages": "max_tokens",
     "/generate": "max_new_tokens",
 }
 MOST_TOKENS = 4  # of /v1/responses two fewer

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import aiohttp
 import orjson
-from fastapi import Depends, FastAPI, Header, Request, Response
+from fastapi import Depends, FastAPI, Header, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
@@ -50,6 +50,7 @@ _SECRET_NAME = re.compile(
 
 
 _DETOKENISE_PATHS = ("/v1/detokenize", "/detokenize")
+LOAD_SECTIONS = r"^(core|memory|spec|lora|disagg|queues|all)(,(core|memory|spec|lora|disagg|queues|all))*$"
 MAX_LABEL_CHARACTERS = 63  # of the value of a Kubernetes label
 MAX_ID_CHARACTERS = 4096  # of a request's id
 MAX_IDS = 4096  # that one call aborts
@@ -236,7 +237,7 @@ def build_app(router: Router) -> FastAPI:
             except (aiohttp.ClientError, TimeoutError):
                 continue
             if status >= 400:
-                answer = replies.instance_error_json(status, answer)
+                return _instance_error(status, answer)
             return Response(answer, status_code=status, media_type="application/json")
         return _json_error(503, "no instance can answer")
 
@@ -269,11 +270,12 @@ def build_app(router: Router) -> FastAPI:
 
     @app.get("/v1/loads", dependencies=client, responses=answers(_400="a parameter that instances do not know"))
     async def loads(
-        request: Request, dp_rank: int | None = None, include: str | None = None, format: str | None = None
+        request: Request,
+        dp_rank: Annotated[int, Query(ge=0)] | None = None,
+        include: Annotated[str, Query(pattern=LOAD_SECTIONS)] | None = None,
+        format: Literal["json"] | None = None,
     ) -> Response:
         """Return what every ready instance reports of its load, as SGLang does, each with its `url` and `role`."""
-        if format not in (None, "json"):
-            return _json_error(400, "format: the router has loads as json; for prometheus ask an instance", "format")
         workers = (*registry.ready_prefill, *registry.ready_decode)
         path = f"/v1/loads?{request.url.query}"
         asked = await asyncio.gather(
@@ -283,8 +285,8 @@ def build_app(router: Router) -> FastAPI:
         for worker, answer in zip(workers, asked, strict=True):
             if isinstance(answer, BaseException):
                 continue
-            if answer[0] == 400:
-                return Response(replies.instance_error_json(*answer), status_code=400, media_type="application/json")
+            if 400 <= answer[0] < 500:
+                return _instance_error(*answer)
             if answer[0] == 200:
                 report = orjson.loads(answer[1])
                 own = [{"url": worker.url, "role": worker.role.value, **load} for load in report["loads"]]
@@ -353,7 +355,7 @@ def build_app(router: Router) -> FastAPI:
         router.forget_prefixes()
         return _json({"flushed": flushed, "failed": failed}, 200 if not failed else 502)
 
-    @app.post("/abort_request", dependencies=client)
+    @app.post("/abort_request", dependencies=client, response_class=PlainTextResponse)
     async def abort_request(
         wanted: Abort, authorization: Annotated[str | None, Header(include_in_schema=False)] = None
     ) -> Response:
@@ -491,6 +493,10 @@ def methods_of(app: FastAPI, path: str) -> list[str]:
 
 def _json(content: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(content), status_code=status, media_type="application/json")
+
+
+def _instance_error(status: int, body: bytes) -> Response:
+    return Response(replies.instance_error_json(status, body), status_code=status, media_type="application/json")
 
 
 def _json_error(

@@ -139,8 +139,15 @@ _DETOKENISE = _body(
     required=["tokens"],
 )
 _ANTHROPIC: dict[str, Schema] = {
-    "messages": _list_of({"type": "object", "required": ["role", "content"]}),
-    "system": {"anyOf": [_TEXT, _NULL, {"type": "array", "items": {"type": "object"}}]},
+    "model": {"type": "string", "minLength": 1},
+    "messages": _list_of(
+        {
+            "type": "object",
+            "required": ["role", "content"],
+            "properties": {"role": {"enum": ["user", "assistant", "system"]}, "content": {"anyOf": _CONTENT}},
+        }
+    ),
+    "system": {"anyOf": [*_CONTENT, _NULL]},
 }
 # The schema of every body that goes to the instances, by its path.
 BODIES: dict[str, Schema] = {
@@ -259,7 +266,7 @@ def _reader(names: tuple[str, ...]) -> Any:
 class _FieldCheck:
     """The types and the range that one field may have, from its schema."""
 
-    __slots__ = ("allowed", "high", "low", "nested", "reader", "refuses_low", "refuses_zero", "wanted")
+    __slots__ = ("allowed", "high", "low", "nested", "reader", "refuses_low", "wanted")
 
     def __init__(self, schema: Schema, is_lax: bool) -> None:
         given = schema["type"]
@@ -271,8 +278,11 @@ class _FieldCheck:
         self.low: Any = schema.get("minimum", schema.get("exclusiveMinimum", -sys.float_info.max))
         self.high: Any = schema.get("maximum", sys.float_info.max)
         self.refuses_low = "exclusiveMinimum" in schema
-        self.refuses_zero = "not" in schema
         self.nested = FieldChecks(schema["properties"], is_lax) if "properties" in schema else None
+
+    def includes(self, value: Any) -> bool:
+        """Return whether a number is in the field's range."""
+        return bool(self.low <= value <= self.high and not (self.refuses_low and value == self.low))
 
     def read(self, value: Any, name: str) -> Any:
         """Return the value of another type than declared as SGLang reads it. Raise BadRequestError if it does not."""
@@ -293,8 +303,13 @@ class FieldChecks:
 
     def __init__(self, fields: dict[str, Schema], is_lax: bool = True) -> None:
         """Fields without one `type`, and `model`, are checked where they are read. `is_lax`: 1 may come as "1"."""
+        checked = dict(fields)
+        if "top_k" in fields:  # with a temperature of 0 an instance takes any
+            checked["top_k"] = {**fields["top_k"], "minimum": -MAX_INT32}
         self._checks = {
-            name: _FieldCheck(schema, is_lax) for name, schema in fields.items() if "type" in schema and name != "model"
+            name: _FieldCheck(schema, is_lax)
+            for name, schema in checked.items()
+            if "type" in schema and name != "model"
         }
 
     def read(self, body: dict[str, Any], where: str = "") -> None:
@@ -312,12 +327,9 @@ class FieldChecks:
             if kind is dict:
                 if field.nested is not None:
                     field.nested.read(value, f"{where}{name}.")
-            elif kind is int or kind is float:
-                if not field.low <= value <= field.high or (field.refuses_low and value == field.low):
-                    message = f"{where}{name} is {value}, not between {field.low} and {field.high}"
-                    raise BadRequestError(message, f"{where}{name}")
-                if value == 0 and field.refuses_zero:
-                    raise BadRequestError(f"{where}{name} must not be 0", f"{where}{name}")
+            elif (kind is int or kind is float) and not field.includes(value):
+                message = f"{where}{name} is {value}, not between {field.low} and {field.high}"
+                raise BadRequestError(message, f"{where}{name}")
 
 
 def _checks_of(path: str, **changed: Schema) -> FieldChecks:
@@ -346,6 +358,9 @@ def read_fields(path: bytes, body: dict[str, Any]) -> None:
         _check_bias(body, "")
     else:
         _GENERATE_CHECKS.read(body)
+        if body.get("custom_labels"):
+            message = "custom_labels go into the header that the instances take them from: of unknown names one exits"
+            raise BadRequestError(message, "custom_labels")
         parameters = body.get("sampling_params")
         for item in parameters if type(parameters) is list else [parameters]:
             if type(item) is dict:

@@ -27,6 +27,7 @@ COMPLETIONS_DEFAULT_TOKENS = 16
 GENERATE_DEFAULT_TOKENS = 128
 
 _INPUT_FIELDS = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
+_CANDIDATES_FIELD = "output_token_ids_logprobs"
 _SAMPLING_FIELDS = {
     "max_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
@@ -101,6 +102,9 @@ def plan_scores(path: bytes, body: dict[str, Any]) -> ScorePlan:
 
 
 def _plan_generate(body: dict[str, Any]) -> ScorePlan:
+    starts = _integers(body.get("logprob_start_len"))
+    if any(start < -1 for start in starts):  # an instance exits on it
+        raise BadRequestError("logprob_start_len must be at least -1", "logprob_start_len")
     tops = _integers(body.get("top_logprobs_num"))
     top = max(tops, default=0)
     _check_top(top, "top_logprobs_num", MAX_TOP_LOGPROBS)
@@ -117,7 +121,7 @@ def _plan_generate(body: dict[str, Any]) -> ScorePlan:
     _check_top(top, "top_logprobs_num", MAX_TOP_LOGPROBS_WITH_DECODE)
     if body.get("stream") is not True:
         return ScorePlan(False, True, None, None, entries)
-    if any(start >= 0 for start in _integers(body.get("logprob_start_len"))):
+    if any(start >= 0 for start in starts):
         raise BadRequestError(
             "logprob_start_len of at least 0 in a streamed reply needs max_new_tokens 0 or 1", "logprob_start_len"
         )
@@ -272,6 +276,10 @@ def join_logprobs(prefill: bytes, decode: bytes) -> bytes:
             found = prompt["meta_info"].get(field)
             if found:
                 output["meta_info"][field] = found + (output["meta_info"].get(field) or [])
+        first = prompt["meta_info"].get(_CANDIDATES_FIELD)
+        generated = output["meta_info"].get(_CANDIDATES_FIELD)
+        if first and generated and generated[0] is None:  # decode has the first token from prefill, without these
+            generated[0] = first[0]
     return orjson.dumps(ours)
 
 

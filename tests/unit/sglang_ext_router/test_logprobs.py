@@ -161,6 +161,18 @@ def test_numbers_survive() -> None:
     assert json.loads(join_logprobs(prefill, b'{"meta_info":{}}'))["meta_info"]["input_token_logprobs"] == numbers
 
 
+def test_the_first_tokens_candidates_come_from_prefill() -> None:
+    """A decode instance has that token from prefill, without them."""
+    prefill = [{"meta_info": {"output_token_ids_logprobs": [[[-1.0, 5, None]]]}}, {"meta_info": {}}]
+    decode = [
+        {"meta_info": {"output_token_ids_logprobs": [None, [[-2.0, 5, None]]]}},
+        {"meta_info": {"output_token_ids_logprobs": [None]}},
+    ]
+    joined = json.loads(join_logprobs(json.dumps(prefill).encode(), json.dumps(decode).encode()))
+    candidates = [output["meta_info"]["output_token_ids_logprobs"] for output in joined]
+    assert candidates == [[[[-1.0, 5, None]], [[-2.0, 5, None]]], [None]]
+
+
 def completion_of(*choices: tuple[list[str], list[float | None]]) -> bytes:
     """A completion with log-probabilities of these tokens."""
     made = [{"logprobs": {"tokens": tokens, "token_logprobs": values}} for tokens, values in choices]
