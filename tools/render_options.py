@@ -37,7 +37,7 @@ def render() -> str:
         module.add_arguments(parser)
         parts.append(f"\n## sglang-ext {name}\n\n{command.summary[0].upper()}{command.summary[1:]}.\n\n")
         parts.append("| option | default | |\n|---|---|---|\n")
-        parts += [_option(action) for action in parser._actions]
+        parts += [_option(action) for action in parser._actions if action.help != argparse.SUPPRESS]
         settings: Sequence[Setting] = getattr(module, "SETTINGS", ())
         for section, entries in sections(settings).items():
             parts.append(f"\n**Settings: `{section}`**\n\n| setting | default | |\n|---|---|---|\n")

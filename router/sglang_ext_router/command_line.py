@@ -14,8 +14,10 @@ from sglang_ext.types import Role
 from sglang_ext_router.config import KEYS, RouterConfig, RouterConfigError, WorkerAddress, flag_of, parse_worker_url
 from sglang_ext_router.decide.decode_choice import DECODE_POLICIES
 from sglang_ext_router.decide.prefill_choice import PREFILL_POLICIES
+from sglang_ext_router.sglang_router_options import JoinedValues, add_sglang_router_arguments
 
 _POLICIES = {"prefill_policy": PREFILL_POLICIES, "decode_policy": DECODE_POLICIES}
+_SELECTORS = ("prefill_short_selector", "prefill_long_selector", "prefill_selector", "decode_selector")
 _PREFILL_OPTIONS = (
     ("--prefill-short", Role.SHORT, "prefill instance for short prompts"),
     ("--prefill-long", Role.LONG, "prefill instance for long prompts"),
@@ -81,7 +83,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if entry.name in _POLICIES:  # None: it was not given, next to --policy
             options["default"] = None
             options["help"] += f" (default: --policy, or {default})"
+        if entry.name in _SELECTORS:  # sglang_router takes KEY=VALUE KEY=VALUE
+            options |= {"nargs": "+", "metavar": "KEY=VALUE", "action": JoinedValues}
         parser.add_argument(flag_of(entry.name), **options)
+    add_sglang_router_arguments(parser)
 
 
 def config_from_arguments(arguments: argparse.Namespace, environment: Mapping[str, str] = os.environ) -> RouterConfig:
@@ -111,6 +116,8 @@ def config_from_arguments(arguments: argparse.Namespace, environment: Mapping[st
         values |= settings.read(SETTINGS, arguments.config, arguments.set)
     except SettingsError as error:
         raise RouterConfigError(str(error)) from None
+    if values["max_concurrent_requests"] == -1:  # sglang_router's way to say no limit
+        values["max_concurrent_requests"] = 0
     values["model_alias"], values["peer"] = tuple(values["model_alias"]), tuple(values["peer"])
     return RouterConfig(workers=tuple(workers), **values)
 

@@ -29,6 +29,7 @@ from sglang_ext_router.instances.discovery import role_rules
 from sglang_ext_router.instances.kubernetes_api import connect_kubernetes
 from sglang_ext_router.observe.access_log import AccessLog
 from sglang_ext_router.router import Router
+from sglang_ext_router.sglang_router_options import WITHOUT_EFFECT
 
 __all__ = ["SETTINGS", "add_arguments", "run", "serve"]
 logger = logging.getLogger(__name__)
@@ -57,6 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not config.workers and not config.service_discovery:
         logger.warning("no workers given: add some with POST /workers")
     if place is None:
+        for option in arguments.without_effect:
+            logger.warning("%s of sglang_router has no effect: %s", option, WITHOUT_EFFECT[option][1])
         _warn_of_open_ports(config)
         _raise_descriptor_limit(config.max_connections)
     if is_supervisor:

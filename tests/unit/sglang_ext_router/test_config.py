@@ -41,7 +41,7 @@ BAD: list[tuple[str, ...]] = [
     ("--decode-policy", "cache_aware"),
     ("--set", "placement.prefix_index_blocks=0"),
     ("--tokenizer-path", "/nowhere/at/all"),
-    ("--max-concurrent-requests", "-1"),
+    ("--max-concurrent-requests", "-2"),
     ("--queue-size", "-1"),
     ("--queue-timeout-secs", "0"),
     ("--queue-timeout-secs", "-3"),
