@@ -15,6 +15,8 @@ ignored.
 * A lost connection ends the attempt at once. A 5xx may be the echo of the other leg's failure (a decode
   instance answers 500 when its prefill instance dies), so the verdict waits, for one back-off at most, for
   the end of the other leg: an answer there outweighs a loss, a loss a 408 or 429, and those a 5xx.
+* A leg whose instance is too small for the prompt, where another one is not, is no answer: both legs start again at
+  once. That is no retry, as every instance can refuse so only once, and no failure.
 * A leg that an instance has taken and lost (or may have taken, see `on_leg_stale`) is sent again only once: a request
   that ends the instances that serve it must not visit them all.
 * Where prefill serves without decode, its leg is relayed instead of decode's, which counts as ended from the start.
@@ -238,6 +240,20 @@ class PDProtocol:
             return NOTHING
         return self._reject(leg, status)
 
+    def on_leg_too_small(self, leg: Leg, attempt: int) -> Actions:
+        """A leg's instance refuses what it cannot hold, and an instance that holds more is left.
+
+        Feed it instead of the head of a refusal that is here whole, or instead of `on_error_event`. Ignored where
+        nothing may be tried again; then the refusal is the answer.
+        """
+        state = self._legs[leg]
+        is_open = self._phase in (_OPEN, _SETTLING) and state in (_SENT, _ACCEPTED)
+        if attempt != self._attempt or not is_open or not self.max_retries:
+            return NOTHING
+        self._legs[leg] = _REFUSED if state is _SENT else _REJECTED
+        actions = [*self._end(leg, is_failure=False), _EXCLUDE[leg], *self._end(_OTHER[leg], is_failure=False)]
+        return self._back_off(actions) if self._phase is _SETTLING else self._restart(actions)
+
     def on_first_body(self, leg: Leg, attempt: int) -> Actions:
         """The first body byte of a leg has arrived; that of prefill is ignored where there is a decode leg."""
         if attempt != self._attempt or leg is not self._relayed or self._legs[leg] is not _ACCEPTED:
@@ -299,10 +315,7 @@ class PDProtocol:
         self._has_lost = True
         self._legs[leg] = _ENDED
         actions = [_RELEASE_TRIAL[leg], *self._end(_OTHER[leg], is_failure=False)]
-        self._restarts += 1
-        self._attempt += 1
-        self._legs = self._fresh_legs()
-        return (*actions, StartLegs(self._attempt, on_new_connections=True))
+        return self._restart(actions, on_new_connections=True)
 
     def on_retry_refused(self, attempt: int) -> Actions:
         """The retry that `ScheduleRetry` asked for during `attempt` is beyond the router's budget."""
@@ -341,6 +354,13 @@ class PDProtocol:
     @property
     def _has_retries(self) -> bool:
         return self._attempt - self._restarts < self.max_retries
+
+    def _restart(self, actions: list[Action], *, on_new_connections: bool = False) -> Actions:
+        """Start both legs again at once: no instance has failed."""
+        self._restarts += 1
+        self._attempt += 1
+        self._legs = self._fresh_legs()
+        return (*actions, StartLegs(self._attempt, on_new_connections))
 
     def _fresh_legs(self) -> list[_LegState]:
         return [_SENT, _SENT if self.needs_decode else _ENDED]

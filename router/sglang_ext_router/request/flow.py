@@ -47,7 +47,7 @@ from sglang_ext_router.request.body_reader import SMALL_BYTES, Outcome, is_read_
 from sglang_ext_router.request.prepared_request import ClientHeaders, PreparedRequest, ReadBody, read_body, read_headers
 from sglang_ext_router.request.prompt import BadRequestError
 from sglang_ext_router.request.relay import REASON_TEXT, Relay, begins_unclear, stream_error_status
-from sglang_ext_router.request.routing import NoInstanceError, PoolPlace
+from sglang_ext_router.request.routing import NoInstanceError, PoolPlace, capacity_refusal
 from sglang_ext_router.request.services import Services
 from sglang_ext_router.request.upstream import UpstreamConnection
 
@@ -59,6 +59,7 @@ logger = logging.getLogger(__name__)
 
 ABORTED_EARLY = "the request was aborted before it had any output"
 SAFELY_SMALL = 4  # an estimate of the tokens is hardly ever this many times too low
+REFUSED_STATUS = 400
 _DECODE = Leg.DECODE
 _NONE_EXCLUDED: tuple[set[int], set[int]] = (set(), set())
 
@@ -73,6 +74,7 @@ class RequestFlow:
     __slots__ = (
         "_asking",
         "_attempt",
+        "_counted_tokens",
         "_excluded",
         "_headers",
         "_is_queued",
@@ -105,6 +107,7 @@ class RequestFlow:
         self._place: PoolPlace | None = None  # for the first attempt
         self._protocol: PDProtocol | None = None  # from the first attempt on
         self._relayed = _DECODE
+        self._counted_tokens = 0  # of the longest prompt, by an instance that cannot hold it
         self._attempt: Attempt | None = None  # the latest
         self._excluded: tuple[set[int], set[int]] | None = None  # prefill and decode that have failed this request
         self._timer: asyncio.TimerHandle | None = None
@@ -309,6 +312,7 @@ class RequestFlow:
         assert protocol is not None
         now_s = services.loop.time()
         record.attempts = number + 1
+        request.prompt_tokens = max(request.prompt_tokens, self._counted_tokens)
         excluded = self._excluded or _NONE_EXCLUDED
         place, self._place = self._place, None
         try:
@@ -350,7 +354,9 @@ class RequestFlow:
         )
 
     def on_leg_head(self, leg: UpstreamConnection) -> None:
-        """A leg's response head has come."""
+        """A leg's response head has come. A refusal is judged by its reason, when it is here whole."""
+        if leg.status == REFUSED_STATUS:
+            return
         protocol = self._protocol
         assert protocol is not None
         actions = protocol.on_leg_head(leg.kind, leg.attempt, leg.status)
@@ -368,6 +374,8 @@ class RequestFlow:
                 leg.body_reported = False  # ask again when more is there
                 return
             status = stream_error_status(leg)
+            if status == REFUSED_STATUS and self._moves_on(leg):
+                return
             if status is not None:
                 if record.first_byte_s is None or leg.kind is self._relayed:
                     record.error_status = status
@@ -391,10 +399,36 @@ class RequestFlow:
                 attempt.learn_from_prefill(leg)
             if leg.kind is self._relayed:
                 attempt.learn_from_reply(leg)
+        elif leg.status == REFUSED_STATUS:
+            if self._moves_on(leg):
+                attempt.forget_leg(leg)
+                return
+            self._act(protocol.on_leg_head(leg.kind, leg.attempt, leg.status))
         actions = protocol.on_leg_complete(leg.kind, leg.attempt)
         self._relay.take_complete(leg)
         self._act(actions)
         attempt.forget_leg(leg)
+
+    def _moves_on(self, leg: UpstreamConnection) -> bool:
+        """Let an instance that holds more, if there is one, serve what this leg's instance refuses as too long."""
+        attempt, protocol, request, planner = self._attempt, self._protocol, self._request, self._services.planner
+        assert attempt is not None
+        assert protocol is not None
+        refusal = capacity_refusal(leg.raw)
+        if refusal is None or leg.attempt != protocol.attempt:
+            return False
+        excluded = self._excluded or _NONE_EXCLUDED
+        worker = attempt.worker(leg.kind)
+        smaller = planner.too_small(request.model, worker, refusal.needed_tokens, excluded[leg.kind])
+        actions = protocol.on_leg_too_small(leg.kind, leg.attempt) if smaller else ()
+        if not actions:
+            return False
+        if self._excluded is None:
+            self._excluded = (set(), set())
+        self._excluded[leg.kind].update(smaller)
+        self._counted_tokens = refusal.prompt_tokens
+        self._act(actions)
+        return True
 
     def on_leg_lost(self, leg: UpstreamConnection) -> None:
         """A leg's connection could not be made, or has ended before its response was whole."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence, Set
 from math import inf
 from typing import NamedTuple
@@ -34,6 +35,39 @@ class PoolPlace(NamedTuple):
 
     prefill: Worker
     room: int
+
+
+class CapacityRefusal(NamedTuple):
+    """What an instance says of a prompt that it cannot hold; 0 where it does not name a number."""
+
+    prompt_tokens: int
+    needed_tokens: int  # the prompt, and the reply where that counts
+
+
+# SGLang's sentences where a prompt exceeds the context or the KV cache of an instance, with the prompt's tokens.
+_CAPACITY = re.compile(
+    rb"The input \((\d+) tokens\) is longer than the model's context length"
+    rb"|Input length \((\d+) tokens\) exceeds the maximum allowed length"
+    rb"|exceeds the maximum number of tokens: (\d+) >"
+    rb"|exceeds the KV memory budget: input_len=(\d+)"
+    rb"|exceeds the unified FULL/SWA KV byte budget: full=(\d+)"
+    rb"|requires too many SWA KV tokens for decode preallocation: (\d+) >"
+    rb"|Multimodal prompt is too long after expanding[^\"]*=> (\d+) >="
+)
+# The same where it fits and its reply does not: with the tokens of both, and of the prompt.
+_CAPACITY_WITH_REPLY = re.compile(
+    rb"maximum context length of \d+ tokens\. You requested a total of (\d+) tokens: (\d+) tokens from the input"
+)
+
+
+def capacity_refusal(reply: bytes) -> CapacityRefusal | None:
+    """Return what a refused request would need, where the instance refuses it for lack of capacity; else None."""
+    found = _CAPACITY.search(reply)
+    if found is not None:
+        tokens = int(found[found.lastindex or 0])
+        return CapacityRefusal(tokens, tokens)
+    found = _CAPACITY_WITH_REPLY.search(reply)
+    return None if found is None else CapacityRefusal(int(found[2]), int(found[1]))
 
 
 class NoInstanceError(Exception):
@@ -260,6 +294,22 @@ class RoutePlanner:
             for worker in ready
             if worker.max_prompt_tokens >= longest_tokens or (self._shares_long and worker.role is Role.LONG)
         ]
+
+    def too_small(self, model: ModelPools, refuser: Worker, needed_tokens: int, refused: Set[int]) -> set[int]:
+        """Return the ready instances that hold no more than `refuser`; none where all others have refused, too.
+
+        `refused` are the ids of the instances of its kind that have failed the request before.
+        """
+        ready = model.ready_prefill if refuser.role.is_prefill else model.ready_decode
+        is_shared = self._shares_long and refuser.role is not Role.LONG  # a long pool holds it together
+        smaller = {
+            worker.id
+            for worker in ready
+            if worker is refuser
+            or (worker.max_prompt_tokens < needed_tokens and not (is_shared and worker.role is Role.LONG))
+        }
+        is_any_left = any(worker.id not in smaller and worker.id not in refused for worker in ready)
+        return smaller if is_any_left and refuser.id not in refused else set()
 
     def _usable(self, ready: Sequence[Worker], excluded: Set[int], now_s: float) -> Sequence[Worker]:
         """Return the instances without open circuits and without excluded ones, unless that leaves none."""

@@ -178,6 +178,40 @@ class TestConnectionFailures:
         protocol.on_retry_timer(2)
         assert protocol.on_leg_stale(D, 3)[-2:] == (ReplyError(502, LOST), RequestFinished())
 
+    def test_an_instance_that_is_too_small_starts_all_again_elsewhere_without_a_failure(self) -> None:
+        protocol = started(max_retries=1)
+        for number, leg, other in ((0, P, D), (1, D, P), (2, P, D)):
+            assert protocol.on_leg_too_small(leg, number) == (
+                ReleaseTrial(leg),
+                Exclude(leg),
+                AbortLeg(other),
+                ReleaseTrial(other),
+                StartLegs(number + 1),
+            )
+            assert protocol.on_leg_too_small(other, number) == NOTHING
+        assert ScheduleRetry(3) in protocol.on_leg_connect_failed(D, 3)
+
+    def test_a_stream_that_says_so_is_aborted(self) -> None:
+        protocol = started()
+        protocol.on_leg_head(P, 0, 200)
+        assert protocol.on_leg_too_small(P, 0)[:2] == (AbortLeg(P), ReleaseTrial(P))
+
+    def test_an_instance_that_is_too_small_while_the_other_leg_has_failed(self) -> None:
+        protocol = started()
+        assert protocol.on_leg_head(D, 0, 500) == (ScheduleRetry(0),)
+        actions = protocol.on_leg_too_small(P, 0)
+        assert actions == (ReleaseTrial(P), Exclude(P), AbortLeg(D), ReleaseTrial(D))
+        assert protocol.on_retry_timer(0) == (StartLegs(1),)
+
+    def test_too_small_is_an_answer_where_nothing_may_be_tried_again(self) -> None:
+        protocol = started(max_retries=0)
+        assert protocol.on_leg_too_small(P, 0) == NOTHING
+        assert protocol.on_leg_head(P, 0, 400)[-1] == RelayReply(P)
+        relaying = started()
+        relaying.on_leg_head(D, 0, 200)
+        relaying.on_first_body(D, 0)
+        assert relaying.on_leg_too_small(D, 0) == NOTHING
+
     def test_a_retry_beyond_the_budget_is_answered(self) -> None:
         protocol = started()
         protocol.on_leg_lost(D, 0)
