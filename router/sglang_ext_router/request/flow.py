@@ -435,6 +435,8 @@ class RequestFlow:
         attempt, protocol = self._attempt, self._protocol
         assert attempt is not None
         assert protocol is not None
+        if leg.status == REFUSED_STATUS:  # a refusal that breaks off is relayed as far as it came
+            self._act(protocol.on_leg_head(leg.kind, leg.attempt, leg.status))
         attempt.forget_leg(leg)
         self._services.prober.check_now(leg.worker)
         event = protocol.on_leg_lost if leg.has_connected else protocol.on_leg_connect_failed
