@@ -19,7 +19,7 @@ import pytest
 from sglang_ext_router.http.replies import CHUNKED_END, chunk
 from support.engines import Engine, free_port
 from support.raw_client import RawClient, request_bytes
-from support.router_cli import RunningRouter
+from support.router_cli import ADMIN_KEY, RunningRouter
 from support.router_process import cluster
 from support.scripted_engine import DONE, event, stream
 
@@ -201,6 +201,15 @@ def test_a_client_that_leaves_aborts_its_request(
     for engine in engines:
         engine.wait_idle()
     wait_for(router.is_idle)
+
+
+def test_the_live_page_moves(client: http.client.HTTPConnection) -> None:
+    client.request("GET", "/ui/stream", headers={"authorization": f"Bearer {ADMIN_KEY}"})
+    reply = client.getresponse()
+    assert reply.status == 200
+    events = [reply.readline(), reply.readline(), reply.readline()]
+    assert events[0].startswith(b'data: {"kind":"hello"')
+    assert events[2].startswith(b'data: {"kind":"frame"')
 
 
 def wait_for(is_so: Any) -> None:

@@ -113,6 +113,31 @@ def test_a_prompt_that_does_not_fit_is_refused_as_by_a_plain_server(
         assert ours.body["error"]["code"] == "context_length_exceeded"
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"max_tokens": 1900}),
+        ("/v1/completions", {"max_tokens": 1900, "stream": True}),
+        ("/v1/completions", {"max_tokens": 1900, "echo": True, "logprobs": 1}),
+        ("/v1/chat/completions", {"max_tokens": 1900}),
+        ("/v1/chat/completions", {"max_completion_tokens": 1900, "stream": True}),
+        ("/v1/messages", {"model": "m", "max_tokens": 1900}),
+    ],
+)
+def test_a_prompt_that_does_not_fit_with_its_reply_is_refused_as_by_a_plain_server(
+    router: RunningRouter, plain: Engine, path: str, body: dict[str, Any]
+) -> None:
+    text = TEXTS["thai"] * 20
+    prompt = {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
+    ours, theirs = (server.post(path, {**prompt, **body}) for server in (router, plain))
+    assert ours.status == theirs.status == 400
+    words = message_of(theirs.body)
+    assert "maximum context length" in words
+    assert message_of(ours.body) == words
+    if path != "/v1/messages":
+        assert ours.body["error"]["code"] == "context_length_exceeded"
+
+
 def message_of(body: dict[str, Any]) -> str:
     error = body.get("error", body)
     message: str = error if isinstance(error, str) else error["message"]
