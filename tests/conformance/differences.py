@@ -183,6 +183,8 @@ FATAL = (
         "its scheduler ends at some number",
     ),
     ("`custom_labels` in the body of /generate", "with `--enable-metrics` it ends at a label that it does not know"),
+    ("`lora_id`, `positional_embed_overrides` and other fields that are SGLang's own", "its tokenizer process ends"),
+    ("a list of `top_logprobs_num`, `return_hidden_states` and the like that does not fit the batch", "it may end"),
     ("`top_k`, `max_tokens`, `n`, `min_tokens` beyond 32 bits", "sampling on a GPU ends"),
     ("`repetition_penalty` below 0.001, `logit_bias` beyond 1e30", "logits become infinite, and sampling ends"),
 )

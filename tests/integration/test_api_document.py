@@ -74,6 +74,10 @@ def test_every_path_is_in_the_document(router: RunningRouter) -> None:
         {"text": "x", "return_logprob": True, "logprob_start_len": -2},
         {"text": "x", "return_logprob": True, "top_logprobs_num": 5000},
         {"text": "x", "custom_labels": {"team": "a"}},
+        {"text": "x", "lora_id": ["a"]},
+        {"text": "x", "positional_embed_overrides": 0},
+        {"text": "x", "return_hidden_states": []},
+        {"text": "x", "return_logprob": True, "top_logprobs_num": [1]},
     ],
     ids=str,
 )

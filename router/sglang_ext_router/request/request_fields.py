@@ -358,9 +358,8 @@ def read_fields(path: bytes, body: dict[str, Any]) -> None:
         _check_bias(body, "")
     else:
         _GENERATE_CHECKS.read(body)
-        if body.get("custom_labels"):
-            message = "custom_labels go into the header that the instances take them from: of unknown names one exits"
-            raise BadRequestError(message, "custom_labels")
+        _check_internal(body)
+        _check_lists(body)
         parameters = body.get("sampling_params")
         for item in parameters if type(parameters) is list else [parameters]:
             if type(item) is dict:
@@ -381,6 +380,58 @@ def _whole(value: Any) -> Any:
     if type(value) is list and value and type(value[0]) in (float, list):
         return [_whole(item) for item in value]
     return value
+
+
+# Fields of /generate by which parts of SGLang speak to each other, or whose values are not checked: an instance exits
+# at most of what they may hold. (Labels come in a header, of which SGLang reads the allowed ones.)
+INTERNAL_FIELDS = frozenset(
+    {
+        *("custom_labels", "lora_id", "positional_embed_overrides", "http_worker_ipc", "encoder_urls"),
+        *("num_items_assigned", "need_wait_for_mm_inputs", "external_trace_header", "received_time"),
+        *("multi_item_delimiter_indices", "token_indices_to_pool"),
+    }
+)
+
+
+def _check_internal(body: dict[str, Any]) -> None:
+    if INTERNAL_FIELDS.isdisjoint(body):
+        return
+    for name in INTERNAL_FIELDS.intersection(body):
+        if body[name] is not None and body[name] != {}:
+            raise BadRequestError(f"{name} is not taken from clients: an instance may end at it", name)
+
+
+# Fields of /generate that are one value for all prompts, or a list with one for each: an instance exits at another one.
+_LISTS_BY_PROMPT = (
+    *("return_logprob", "logprob_start_len", "top_logprobs_num", "return_hidden_states", "return_sampling_mask"),
+    "sampling_logprobs_mode",
+)
+
+
+def _check_lists(body: dict[str, Any]) -> None:
+    for name in _LISTS_BY_PROMPT:
+        value = body.get(name)
+        if type(value) is list and len(value) != _batch_size(body):
+            raise BadRequestError(f"{name} must be one value, or a list with one for each prompt of a batch", name)
+    candidates = body.get("token_ids_logprob")
+    nested = [type(ids) is list for ids in candidates] if type(candidates) is list else []
+    if any(nested) and (not all(nested) or len(nested) != _batch_size(body)):
+        message = "token_ids_logprob must be a list of token ids, or one such list for each prompt of a batch"
+        raise BadRequestError(message, "token_ids_logprob")
+
+
+def _batch_size(body: dict[str, Any]) -> int | None:
+    """Return the number of prompts in a batch of /generate; None for a single prompt that is not in a list."""
+    for name in ("text", "input_ids", "input_embeds"):
+        given = body.get(name)
+        if type(given) is list and given:
+            is_batch = name == "text" or (type(given[0]) is list and (name == "input_ids" or _is_matrix(given[0])))
+            return len(given) if is_batch else None
+    return None
+
+
+def _is_matrix(value: list[Any]) -> bool:
+    return bool(value) and type(value[0]) is list
 
 
 _BIAS: Any = TypeAdapter(dict[str, float])
