@@ -50,6 +50,7 @@ await run({
     const tooLong = { ...asked, messages: [{ role: "user", content: TOO_LONG }] };
     const refused = await errorOf(() => client.messages.create(tooLong));
     assert.ok(refused instanceof Anthropic.BadRequestError, refused);
+    assert.equal(refused.error.error.type, "invalid_request_error");
     assert.match(refused.error.error.message, /longer than the model's context length/);
     // SGLang begins a stream before it has looked at the prompt: the error is an event.
     const broken = await errorOf(() => client.messages.stream(tooLong).finalMessage());

@@ -53,6 +53,7 @@ def context_overflow() -> None:
         (anthropic.APIStatusError, lambda: list(client.messages.create(**too_long, stream=True))),
     ):
         error = steps.error_of(kind, call)
+        assert error.body["error"]["type"] == "invalid_request_error", error
         assert "longer than the model's context length" in error.body["error"]["message"], error
 
 

@@ -113,6 +113,11 @@ def path_error_json(
     return anthropic_error_json(status, error) if target.startswith(MESSAGES_PATH) else error
 
 
+def relayed_error_json(path: bytes, status: int, body: bytes) -> bytes:
+    """Return an instance's error in the shape that clients of this path read."""
+    return anthropic_error_json(status, body) if path == MESSAGES_PATH else instance_error_json(status, body)
+
+
 def context_too_long(tokens: int, limit_tokens: int) -> str:
     """Return SGLang's sentence about a prompt that is longer than a model's context."""
     return f"The input ({tokens} tokens) is longer than the model's context length ({limit_tokens} tokens)."

@@ -58,13 +58,13 @@ class Relay:
         "_end",
         "_id_end",
         "_is_http_11",
-        "_is_openai",
         "_is_own_head",
         "_joined",
         "_kept_alive_s",
         "_path",
         "_record",
         "_scores",
+        "_shapes_errors",
         "_source",
         "is_building",
         "route",
@@ -85,7 +85,7 @@ class Relay:
         self._chunk: Callable[[bytes], bytes] = replies.chunk if is_http_11 else _unchanged
         self._end = replies.CHUNKED_END if is_http_11 else b""
         self._path = request.path
-        self._is_openai = request.path not in (b"/generate", replies.MESSAGES_PATH)  # the others have their own errors
+        self._shapes_errors = request.path != b"/generate"  # which keeps SGLang's own
         self._source: UpstreamConnection | None = None  # the leg whose bytes go to the client as they come
         self._joined: list[bytes | None] | None = None  # the instances' replies, where the client's is made of them
         self._scores: ScorePlan = NO_SCORES
@@ -122,7 +122,7 @@ class Relay:
     def take_head(self, leg: UpstreamConnection) -> None:
         """Send the leg's head with the router's own headers, and all of its body that is here.
 
-        An error is kept until it is whole: clients of OpenAI's paths get it in OpenAI's shape.
+        An error is kept until it is whole: clients get it in the shape of the path.
         """
         client = self._client
         if client is None:
@@ -135,7 +135,7 @@ class Relay:
         if self._is_own_head:
             self._continue_stream(leg, head, rest)
             return
-        if (leg.status >= 400 and self._is_openai) or (self._id_end and leg.keeps_reply):
+        if (leg.status >= 400 and self._shapes_errors) or (self._id_end and leg.keeps_reply):
             if leg.is_complete:
                 self.take_complete(leg)
             return
@@ -173,7 +173,8 @@ class Relay:
             if leg.sink is not None:
                 self._finish()
             elif self._is_own_head:
-                self._end_with_error(leg.status, replies.instance_error_json(leg.status, reply_body(leg.raw)))
+                error = replies.relayed_error_json(self._path, leg.status, reply_body(leg.raw))
+                self._end_with_error(leg.status, error)
             else:
                 self._answer_whole(leg)
         elif self._joined is not None and leg.status == 200:
@@ -186,8 +187,8 @@ class Relay:
         if client is None:
             return
         status, headers, body = leg.status, self._own_headers(), reply_body(leg.raw)
-        if status >= 400 and self._is_openai:
-            body = replies.instance_error_json(status, body)
+        if status >= 400 and self._shapes_errors:
+            body = replies.relayed_error_json(self._path, status, body)
             for line in _RETRY_AFTER.findall(leg.raw[: leg.raw.index(b"\r\n\r\n") + 2]):
                 headers += line
         client.respond(status, body.replace(self._id_end, b"") if self._id_end else body, extra=headers)

@@ -110,12 +110,46 @@ async def test_a_stream_that_breaks_ends_by_anthropics_error() -> None:
         assert (kind, json.loads(data.removeprefix("data: "))["error"]["type"]) == ("event: error", "api_error")
 
 
-async def test_an_instances_error_is_anthropics_already() -> None:
+def refused(kind: str, message: str) -> dict[str, Any]:
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+OVERFLOW = "The input (5000 tokens) is longer than the model's context length (4096 tokens)."
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "kind", "message"),
+    [
+        (refused("invalid_request_error", "no"), 400, "invalid_request_error", "no"),
+        (refused("BadRequestError", OVERFLOW), 400, "invalid_request_error", OVERFLOW),
+        ({"object": "error", "message": "no", "type": "NotFoundError", "code": 404}, 404, "not_found_error", "no"),
+        ({"detail": "no"}, 422, "invalid_request_error", "no"),
+        ({"error": {"message": "no"}}, 401, "authentication_error", "no"),
+        ("no", 501, "api_error", "no"),
+    ],
+)
+@pytest.mark.parametrize("body", [BODY, STREAM])
+async def test_an_instances_error_has_a_type_of_anthropics(
+    given: Any, code: int, kind: str, message: str, body: dict[str, Any]
+) -> None:
     async with cluster() as served:
-        told = {"type": "error", "error": {"type": "invalid_request_error", "message": "no"}}
-        served.decode[0].script = reply(told, 400)
-        answer = await served.ask("POST", "/v1/messages", BODY)
-        assert (answer.status, answer.json) == (400, told)
+        served.decode[0].script = reply(given, code)
+        served.short[0].script = hang()
+        answer = await served.ask("POST", "/v1/messages", body)
+        assert (answer.status, anthropic_error(answer)) == (code, {"type": kind, "message": message})
+
+
+async def test_an_instances_error_ends_a_stream_that_was_kept_alive() -> None:
+    async with cluster(sse_keep_alive_secs=0.05) as served:
+        served.decode[0].script = reply(refused("BadRequestError", "no"), 400, delay_s=0.5)
+        served.short[0].script = hang()
+        answer = await served.ask("POST", "/v1/messages", STREAM)
+        assert answer.body.startswith(b"\n\n")
+        assert answer.body.endswith(b"event: error\ndata: %b\n\n" % as_json(refused("invalid_request_error", "no")))
+
+
+def as_json(content: Any) -> bytes:
+    return json.dumps(content, separators=(",", ":")).encode()
 
 
 @pytest.mark.parametrize(
