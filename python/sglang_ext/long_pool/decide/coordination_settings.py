@@ -16,7 +16,7 @@ class CoordinationSettings(NamedTuple):
     # Failed chunks of a request, one after the other, before its own instance computes it by itself.
     max_attempts: int = 3
     room_timeout_s: float = 30.0  # this long it waits for a group that can hold it, while others are computed
-    report_timeout_s: float = 5.0  # reports of what is free may be so late: to refuse a prompt they must be newer
+    report_timeout_s: float = 5.0  # to refuse a prompt, all members must have reported this long after the last change
     bind_ahead_s: float = 0.05  # a prompt is given to an instance this long before its turn, and
     bind_timeout_s: float = 5.0  # is forgotten when that instance has not offered it after this long
     ttft_slo_s: float = 1.0  # objective of an announced prompt that brings none of its own, or

@@ -35,6 +35,7 @@ class LongInstance:
     step_s: float = 0.0  # predicted
     step_ends_s: float = 0.0  # predicted
     reported_s: float | None = None
+    latest_report_s: float = -math.inf
     max_free_tokens: int = 0  # of KV, in any report
     claims: dict[int, _Claim] = field(default_factory=dict)  # by step, of steps that its last report does not know of
     shunned_until_s: float = -math.inf  # others could not reach it
@@ -138,9 +139,13 @@ class PoolMembers:
         """Record a member's newest report and the last step that it had begun then; None: all ordered steps."""
         member = self._members.get(instance)
         if member is not None:
-            member.report, member.reported_s = report, now_s
+            member.report, member.reported_s, member.latest_report_s = report, now_s, now_s
             member.record_begun(begun_step)
             member.max_free_tokens = max(member.max_free_tokens, report.free_kv_tokens)
+
+    def oldest_report_s(self) -> float:
+        """Return when the member that has reported least recently did so; infinity without members."""
+        return min((member.latest_report_s for member in self._members.values()), default=math.inf)
 
     def max_tokens(self) -> int:
         """Return what the largest of them has held, as far as is known: no longer prompt fits a single instance."""

@@ -63,9 +63,10 @@ class PoolRoom:
         is_known = prefill.fastest_s < math.inf
         is_sent = any(other.is_finishing for other in others)
         works = any(self._members[instance].backlog_s(now_s) > 0 for instance in self._members)
-        is_report_due = (
-            not prefill.fits_owner and now_s <= max(prefill.no_room_s, self.freed_s) + self._settings.report_timeout_s
-        )
+        # A member whose processor is short of time reports late, and what it has free is known only then. A member
+        # that never reports again is lost.
+        newer_s = max(prefill.no_room_s, self.freed_s) + self._settings.report_timeout_s
+        is_report_due = not prefill.fits_owner and self._members.oldest_report_s() < newer_s
         is_busy = is_working or is_sent or works or is_report_due
         waits_on = (
             now_s <= prefill.no_room_s + self._settings.room_timeout_s or prefill.tokens > self._members.max_tokens()

@@ -626,7 +626,23 @@ def test_a_prompt_is_not_refused_because_of_a_report_from_before_there_was_room(
         one.report(instance, MemberReport(0.0, 1000), 0.6)
     one.done_together((0, 1), 1, 0.7)
     assert one.plan(5.6) == []
-    assert one.plan(5.8)[-1] == Decline(2, 0, DeclineReason.NO_ROOM)
+    assert one.plan(5.8) == [], "no report is as new as that"
+    one.report(0, MemberReport(0.0, 1000), 9.0)
+    assert one.plan(9.0) == [], "one member may still have room to report"
+    one.report(1, MemberReport(0.0, 1000), 9.2)
+    assert one.plan(9.2)[-1] == Decline(2, 0, DeclineReason.NO_ROOM)
+
+
+def test_a_prompt_gets_the_room_that_a_member_reports_late() -> None:
+    one = coordinator(2)
+    for instance in range(2):
+        one.report(instance, MemberReport(0.0, 1000), 0.0)
+    large = offer(1, tokens=30_000)._replace(is_streamed=True, fits_owner=False)
+    assert one.offer(large, 0.1) == []
+    one.report(0, MemberReport(0.0, 15_000), 0.3)
+    assert one.plan(12.0) == []
+    one.report(1, MemberReport(0.0, 15_000), 12.1)
+    assert chunk_of(one.plan(12.1)).layout.group == (0, 1)
 
 
 def test_what_is_free_at_the_end_of_a_step_is_known_before_the_next_report() -> None:
