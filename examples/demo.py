@@ -45,6 +45,7 @@ from sglang_ext.live.timeline import (
     StatusUnavailableError,
     TimelineError,
     TimelinePictureError,
+    begun_records,
     chunks_of,
     plan_text,
     read_status,
@@ -237,12 +238,11 @@ def _pool_status(cluster: Cluster) -> Any:
 
 
 def _plan(reply: Reply, status: Any) -> str:
-    """The chunks of a long prompt, each with its number of instances."""
+    """Return the chunks of a long prompt, each with its number of instances, as in the picture of the long pool."""
     if reply.length_class != "long":
         return ""
-    for record in () if status is None else reversed(status["recent"]):
-        # All of the prompt but its last token, which its own instance computes.
-        if record["tokens"] == reply.prompt_tokens - 1 and chunks_of(record):
+    for record in () if status is None else reversed(begun_records(status)):
+        if record["room"] is not None and f"{record['room']:016x}" == reply.request_id and chunks_of(record):
             return plan_text(chunks_of(record))
     return plan_text([(reply.prompt_tokens, 1)])
 

@@ -31,6 +31,7 @@ class Reply:
     length_class: str = ""
     prefill_url: str = ""
     decode_url: str = ""
+    request_id: str = ""  # the router's own: the room of its last attempt, in hexadecimal
     sent_s: float = 0.0
     queue_s: float = 0.0  # waited in the router
     token_times_s: list[float] = field(default_factory=list)  # one per streamed piece of text
@@ -125,4 +126,5 @@ def _read_headers(reply: Reply, headers: Mapping[str, str]) -> None:
     reply.length_class = headers.get("x-sglang-ext-class", "?")
     reply.prefill_url = headers.get("x-sglang-ext-prefill", "?")
     reply.decode_url = headers.get("x-sglang-ext-decode", "?")
+    reply.request_id = headers.get("x-request-id", "")
     reply.queue_s = float(headers.get("x-sglang-ext-queue-ms", "0")) / 1e3

@@ -157,3 +157,25 @@ def test_while_it_is_kept_the_page_is_named_again(
         demo._keep(cluster)
         assert f"live page: {cluster.url}/ui#key={cluster.plan.admin_key}" in capsys.readouterr().out.splitlines()
     assert len(served) == 1
+
+
+@pytest.mark.parametrize("place", ["recent", "requests"])
+@pytest.mark.parametrize("tokens", [2554, 2553])  # with its last token, and without
+def test_the_table_says_of_a_long_prompt_what_its_picture_says(demo: ModuleType, place: str, tokens: int) -> None:
+    def step(new_tokens: int, members: list[int]) -> dict[str, object]:
+        times = {"ordered_s": 1.0, "ended_s": 2.0, "has_failed": False, "member_times": [], "moved_tokens": 0}
+        return {"kind": "chunk", "new_tokens": new_tokens, "members": members, **times}
+
+    record = {"room": 0x5EA18C0000000003, "tokens": tokens, "owner": 0, "offered_s": 0.5, "ended_s": 3.0}
+    record |= {"steps": [step(503, [0]), step(2051, [0, 1])], "outcome": "streamed", "ticket": None}
+    another = {**record, "room": None, "steps": [step(2554, [1])]}
+    members = [{"instance": 0, "name": "a:1"}, {"instance": 1, "name": "b:1"}]
+    status = {"members": members, "former_members": [], "recent": [], "requests": [], "now_s": 4.0}
+    status[place] = [record, another]
+    question = demo.Question("documents", "…", 1)
+    reply = demo.Reply(question, "long", prompt_tokens=2554, request_id="5ea18c0000000003")
+    shown = demo._plan(reply, status)
+    assert shown == "503 @ 1 -> 2,051 @ 2"
+    assert shown in [request.plan for request in demo.timeline_of(status).requests]
+    assert demo._plan(demo.Reply(question, "long", prompt_tokens=900, request_id="0"), status) == "900 @ 1"
+    assert demo._plan(demo.Reply(question, "short", prompt_tokens=9, request_id="0"), status) == ""

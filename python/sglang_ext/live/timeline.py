@@ -257,11 +257,16 @@ def chunks_of(request: Mapping[str, Any]) -> list[tuple[int, int]]:
     ]
 
 
+def begun_records(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the records of a status of all requests that have begun, those that have ended first."""
+    return [entry for entry in (*status["recent"], *status["requests"]) if entry["steps"]]
+
+
 def _timeline(status: Any, max_requests: int) -> Timeline:
     present = {int(entry["instance"]): str(entry["name"]) for entry in status["members"]}
     former = {int(entry["instance"]): str(entry["name"]) for entry in status["former_members"]}
     names = {**former, **present}
-    records = [entry for entry in (*status["recent"], *status["requests"]) if entry["steps"]][-max_requests:]
+    records = begun_records(status)[-max_requests:]
     began_s = min((float(record["offered_s"]) for record in records), default=0.0)
     now_s = float(status["now_s"])
     requests, bars = [], []
