@@ -371,6 +371,7 @@ def generate_cases() -> Iterator[Case]:
         {"model": "nobody's"},
         {"rid": "mine"},
         {"rid": 5},
+        {"rid": ["a"]},
         {"rid": ["a", "b"], "text": ["a", "b"]},
         {"rid": ["a"], "text": ["a", "b"]},
         {"rid": ["a", "a"], "text": ["a", "b"]},

@@ -117,6 +117,13 @@ DIFFERENCES: tuple[Difference, ...] = (
         _statuses(200, 400, '"text": \\[\\]', "/generate"),
     ),
     Difference(
+        "/generate with lists of `sampling_params` or `rid` that do not fit the batch",
+        "500; a stream is cut",
+        "400",
+        "it is the client's mistake, and would count as a failure of each instance that it reached",
+        _statuses(500, 400, r'"(sampling_params|rid)": \[', "/generate"),
+    ),
+    Difference(
         "token ids to detokenise below 0 or beyond 32 bits",
         "500",
         "400",
@@ -184,7 +191,10 @@ FATAL = (
     ),
     ("`custom_labels` in the body of /generate", "with `--enable-metrics` it ends at a label that it does not know"),
     ("`lora_id`, `positional_embed_overrides` and other fields that are SGLang's own", "its tokenizer process ends"),
-    ("a list of `top_logprobs_num`, `return_hidden_states` and the like that does not fit the batch", "it may end"),
+    (
+        "a list of `top_logprobs_num`, `return_hidden_states`, `logprob_start_len` that does not fit the batch",
+        "it may end",
+    ),
     ("`top_k`, `max_tokens`, `n`, `min_tokens` beyond 32 bits", "sampling on a GPU ends"),
     ("`repetition_penalty` below 0.001, `logit_bias` beyond 1e30", "logits become infinite, and sampling ends"),
 )

@@ -359,7 +359,6 @@ def read_fields(path: bytes, body: dict[str, Any]) -> None:
     else:
         _GENERATE_CHECKS.read(body)
         _check_internal(body)
-        _check_lists(body)
         parameters = body.get("sampling_params")
         for item in parameters if type(parameters) is list else [parameters]:
             if type(item) is dict:
@@ -367,6 +366,7 @@ def read_fields(path: bytes, body: dict[str, Any]) -> None:
                 _check_bias(item, "sampling_params.")
             elif item is not None:
                 raise BadRequestError("sampling_params must be an object", "sampling_params")
+        _check_lists(body)
     for name in _LISTS_OF_NUMBERS:
         value = body.get(name)
         if value is not None:
@@ -401,10 +401,11 @@ def _check_internal(body: dict[str, Any]) -> None:
             raise BadRequestError(f"{name} is not taken from clients: an instance may end at it", name)
 
 
-# Fields of /generate that are one value for all prompts, or a list with one for each: an instance exits at another one.
+# Fields of /generate that are one value for all prompts, or a list with one for each: at another list an instance
+# exits, or cuts its reply.
 _LISTS_BY_PROMPT = (
     *("return_logprob", "logprob_start_len", "top_logprobs_num", "return_hidden_states", "return_sampling_mask"),
-    "sampling_logprobs_mode",
+    *("sampling_logprobs_mode", "sampling_params", "rid"),
 )
 
 

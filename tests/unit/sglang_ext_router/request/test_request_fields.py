@@ -49,6 +49,9 @@ CHAT, COMPLETIONS, RESPONSES, GENERATE = b"/v1/chat/completions", b"/v1/completi
         (GENERATE, {"input_ids": [[5], [6]], "return_logprob": [True]}, "return_logprob"),
         (GENERATE, {"input_embeds": [[0.5]], "return_logprob": [True]}, "return_logprob"),
         (GENERATE, {"text": "a", "token_ids_logprob": [[5]]}, "token_ids_logprob"),
+        (GENERATE, {"text": "a", "rid": ["a"], "stream": True}, "rid"),
+        (GENERATE, {"text": "a", "sampling_params": [{}], "stream": True}, "sampling_params"),
+        (GENERATE, {"text": ["a", "b"], "sampling_params": [{}]}, "sampling_params"),
         (GENERATE, {"text": ["a", "b"], "token_ids_logprob": [[5]]}, "token_ids_logprob"),
         (GENERATE, {"text": ["a", "b"], "token_ids_logprob": [[5], 6]}, "token_ids_logprob"),
         (GENERATE, {"sampling_params": {"n": True}}, "sampling_params.n"),
@@ -84,7 +87,7 @@ def test_what_is_not_as_the_document_says_is_refused_by_name(path: bytes, body: 
         (GENERATE, {"text": "a", "token_ids_logprob": []}),
         (GENERATE, {"custom_labels": None}),
         (GENERATE, {"sampling_params": {"top_k": 0, "temperature": 0}}),
-        (GENERATE, {"sampling_params": [None, {"max_new_tokens": 0, "regex": 5}]}),
+        (GENERATE, {"text": ["a", "b"], "sampling_params": [None, {"max_new_tokens": 0, "regex": 5}]}),
         (GENERATE, {"temperature": "not a field here"}),
     ],
 )

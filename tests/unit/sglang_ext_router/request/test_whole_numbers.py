@@ -56,7 +56,7 @@ def test_it_is_understood_as_the_integer(path: str, body: dict[str, Any], fields
 @pytest.mark.parametrize("form", [lambda one: one, lambda one: [one]])
 def test_of_sampling_parameters_too(samples: int, form: Any) -> None:
     def parameters(n: float, tokens: float) -> dict[str, Any]:
-        return {**GENERATE, "return_logprob": True, "sampling_params": form({"n": n, "max_new_tokens": tokens})}
+        return {"text": ["a"], "return_logprob": True, "sampling_params": form({"n": n, "max_new_tokens": tokens})}
 
     whole = read("/generate", parameters(samples, 1))
     given = read("/generate", parameters(float(samples), 1.0))
