@@ -44,6 +44,7 @@ class WorkReader:
         self._began_s = clock()
         self._take = take
         self._asked: dict[int, _Asked] = {}
+        self._unanswered: set[int] = set()  # instances whose next answer is to a query since the latest restart
         self.most = KEPT_RECORDS  # records of the next answers
         self.missed = 0  # records that instances left out of their answers, as there were too many
 
@@ -64,6 +65,7 @@ class WorkReader:
     def restart(self) -> None:
         """Another reader has come: all that the instances have kept is asked for once more."""
         self._asked = {number: asked_instance._replace(cursor=0) for number, asked_instance in self._asked.items()}
+        self._unanswered.clear()  # an answer that is under way has only what is new
 
     def keep(self, known: Iterable[int]) -> None:
         """Forget the instances that are not `known` (ids) any more."""
@@ -72,6 +74,7 @@ class WorkReader:
     def query(self, worker: Worker) -> str:
         """Return the further query for an instance that is asked for its queues."""
         asked = self._asked.get(worker.id)
+        self._unanswered.add(worker.id)
         return f"?since={0 if asked is None else asked.cursor}&most={self.most}"
 
     def take(self, worker: Worker, answer: object) -> None:
@@ -88,7 +91,9 @@ class WorkReader:
         if asked is not None and 0 < asked.cursor <= work.last:
             self.missed += work.missed
         offset_s = self._offset_s(asked, work)
-        self._asked[worker.id] = _Asked(work.last, offset_s, is_telling=True)
+        cursor = work.last if worker.id in self._unanswered else 0
+        self._unanswered.discard(worker.id)
+        self._asked[worker.id] = _Asked(cursor, offset_s, is_telling=True)
         now_s = work.now_s + offset_s
         spans = (_span(worker.name, record, offset_s, now_s) for record in work.records)
         self._take(span for span in spans if span.end_s >= self._began_s)

@@ -30,12 +30,14 @@ class Setup:
         self.log.record_launch(SKEW_S + start_s, [BatchMember(1, "r", LengthClass.SHORT, tokens, 0)])
         self.log.record_result(SKEW_S + start_s, SKEW_S + start_s + 0.1)
 
-    def ask(self, late_s: float = 0.0, parked: frozenset[int] = frozenset()) -> str:
-        """One round; the query."""
+    def ask(self, late_s: float = 0.0, parked: frozenset[int] = frozenset(), *, restarts: bool = False) -> str:
+        """One round; the query. With `restarts` another reader comes while the answer is under way."""
         query = self.reader.query(self.worker)
         since, most = (int(part.partition("=")[2]) for part in query[1:].split("&"))
         answer = {"work": self.log.answer(SKEW_S + self.now_s, parked, since, most)}
         self.now_s += late_s
+        if restarts:
+            self.reader.restart()
         self.reader.take(self.worker, answer)
         return query
 
@@ -109,6 +111,19 @@ def test_the_first_look_at_a_busy_instance_misses_nothing() -> None:
         setup.run(102.0 + number)
     setup.ask()
     assert setup.reader.missed == 0
+
+
+def test_a_reader_that_comes_while_an_answer_is_under_way_is_told_all() -> None:
+    setup = Setup()
+    setup.now_s = 102.0
+    setup.run(101.0)
+    setup.ask()
+    setup.run(101.5)
+    assert setup.ask(restarts=True) == "?since=1&most=64"
+    setup.spans.clear()
+    assert setup.ask() == "?since=0&most=64"
+    assert [span.start_s for span in setup.spans] == [pytest.approx(101.0), pytest.approx(101.5)]
+    assert setup.ask() == "?since=2&most=64"
 
 
 def test_a_restarted_instance_is_told_of_again() -> None:
