@@ -125,7 +125,12 @@ def cluster_config(arguments: argparse.Namespace, machine: Host) -> ClusterConfi
             ),
         ),
         start=StartSettings(timeout_s=START_TIMEOUT_S),
-        router=RouterSettings(port=arguments.port, length_boundary_tokens=LENGTH_BOUNDARY_TOKENS),
+        router=RouterSettings(
+            port=arguments.port,
+            length_boundary_tokens=LENGTH_BOUNDARY_TOKENS,
+            # The head of a stream that is kept alive comes before it is known which instances serve it.
+            args=("--set", "limits.sse_keep_alive_secs=0"),
+        ),
     )
 
 
