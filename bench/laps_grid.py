@@ -1,6 +1,6 @@
 """LAPS against SGLang's own orders over machines, loads and objectives: one simulated prefill instance in each cell.
 
-    python bench/laps_grid.py [--full | --cells N] [--seeds N] [--data FOLDER] [--processes N] [--out FILE.json]
+    python bench/laps_grid.py [--full | --machines N] [--seeds N] [--requests N] [--data FOLDER] [--out FILE.json]
 
 A cell is a fixed cost of an iteration (1 to 200 ms), a time per token (2 us to 4 ms), a cost of each further request (0
 to 50 ms), a load (0.3 to 0.95 of what `fcfs` does at most), an objective for short prompts (a tenth to ten times the
@@ -179,7 +179,8 @@ def figures(prefills: Sequence[tuple[int, float]], cell: Cell, trace: Trace, obj
     shorts = [ttft_s for tokens, ttft_s in prefills if tokens <= trace.short_tokens]
     longs = [ttft_s for tokens, ttft_s in prefills if tokens > trace.short_tokens]
     missed = sum(
-        ttft_s > (objective_s if tokens <= trace.short_tokens else max(objective_s, LONG_STRETCH * cost.chunk_s(tokens, 0)))
+        ttft_s
+        > (objective_s if tokens <= trace.short_tokens else max(objective_s, LONG_STRETCH * cost.chunk_s(tokens, 0)))
         for tokens, ttft_s in prefills
     )
     return Figures(
@@ -274,9 +275,9 @@ def summary(rows: Sequence[dict[str, object]]) -> dict[str, dict[str, float]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="LAPS against SGLang's orders over machines, loads and objectives.")
     parser.add_argument("--full", action="store_true", help="all machines")
-    parser.add_argument("--machines", type=int, default=40, help="machines under one load that are drawn")
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--requests", type=int, default=1200, help="in each run")
+    parser.add_argument("--machines", type=int, default=60, help="machines under one load that are drawn")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--requests", type=int, default=600, help="in each run")
     parser.add_argument("--data", type=Path, default=DATA, help="folder with the workload data")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path, help="write the result into this file too")

@@ -2,8 +2,9 @@
 
 A prefill is short while memory and launches bound it rather than computation (LAPS's L_m), or while its time is a small
 part of the short prefills' objective: a prefill that ends within half of it holds no other up for long, and is served
-best in one piece, with others. The larger of the two is taken, because a boundary below the second makes prompts wait
-in chunks that could have been answered in time.
+best in one piece, with others; or while computing it takes no longer than the fixed cost of its iteration. The
+largest of the three is taken: a boundary below makes prompts wait in chunks that could have been answered in time, or
+that cost more than they compute.
 
 Routers and other instances follow the number, so it is coarse (two steps to a factor of two), and holds until the
 measurements have contradicted it by far and for long.
@@ -32,7 +33,10 @@ def fitted_boundary_tokens(fit: CostFit, write_s: float | None, objective_s: flo
     `max_tokens` what one iteration may compute.
     """
     memory_bound = fit.boundary_tokens(write_s or 0.0, 0) or 0.0
-    tokens = min(max(memory_bound, tokens_within(fit.fitted, _OBJECTIVE_SHARE * objective_s)), max_tokens)
+    cost = fit.fitted
+    tokens = min(
+        max(memory_bound, _least_tokens(cost), tokens_within(cost, _OBJECTIVE_SHARE * objective_s)), max_tokens
+    )
     return tokens if fit.is_determined(tokens) else None
 
 
@@ -42,7 +46,13 @@ def expected_boundary_tokens(cost: CostCoefficients, objective_s: float, max_tok
 
     `max_tokens`: what one of its iterations may compute.
     """
-    return min(coarse_tokens(min(tokens_within(cost, _OBJECTIVE_SHARE * objective_s), max_tokens)), max_tokens)
+    tokens = max(_least_tokens(cost), tokens_within(cost, _OBJECTIVE_SHARE * objective_s))
+    return min(coarse_tokens(min(tokens, max_tokens)), max_tokens)
+
+
+def _least_tokens(cost: CostCoefficients) -> float:
+    """What takes as long as the fixed cost of its iteration: in parts, most of its time would be fixed costs."""
+    return tokens_within(cost, 2 * cost.kappa_s)
 
 
 def tokens_within(cost: CostCoefficients, budget_s: float) -> float:

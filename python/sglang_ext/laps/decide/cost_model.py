@@ -267,6 +267,10 @@ class _Equations:
             return self.prior.times(slowness)._replace(replayed=None)
         return CostCoefficients(alpha_s, token_s, read_s, kappa_s, request_s)
 
+    def prior_kappa_s(self) -> float:
+        """Return kappa of the prior at the speed that the samples show."""
+        return self.prior.kappa_s * exp(median(self._speeds)) if self._speeds else self.prior.kappa_s
+
     def determined(self, solution: CostCoefficients, noise: float) -> Determined:
         """Return which coefficients of the solution these samples, of this much relative noise, determine by
         themselves."""
@@ -398,6 +402,11 @@ class CostFit:
             error_p50=errors[len(errors) // 2] if errors else None,
             error_p90=errors[min(len(errors) * 9 // 10, len(errors) - 1)] if errors else None,
         )
+
+    def fixed_s(self) -> float:
+        """Return kappa where the samples determine it, else at least that of the prior, at the speed that they show."""
+        kappa_s = self.coefficients.kappa_s
+        return kappa_s if self.determined.kappa else max(kappa_s, self._eager.prior_kappa_s())
 
     def typical_error(self) -> float:
         """Median relative error of the latest predictions, each made before its iteration; 0 before the first."""

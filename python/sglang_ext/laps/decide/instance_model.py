@@ -13,7 +13,7 @@ from sglang_ext.graphs.decide.graph_grid import GraphGrid
 from sglang_ext.laps.decide.boundary import ClassBoundary
 from sglang_ext.laps.decide.cost_model import CostCoefficients, CostFit, IterationSample
 from sglang_ext.laps.decide.options import Batching, LapsOptions
-from sglang_ext.laps.decide.packed_batch import packed_round_s
+from sglang_ext.laps.decide.packed_batch import loaded_round_s, packed_round_s
 from sglang_ext.laps.decide.round_plan import (
     DispatchReason,
     InstanceLimits,
@@ -28,6 +28,7 @@ from sglang_ext.laps.decide.wait_depth import (
     ArrivalRate,
     BusyShare,
     GatheringBatch,
+    OfferedWork,
     Verdict,
     WindowLimits,
     break_even_gap_s,
@@ -54,6 +55,7 @@ class InstanceModel:
         self.fit = CostFit(prior)
         self.boundary = ClassBoundary(options.boundary_tokens, limits.max_batch_tokens)
         self.rate = ArrivalRate()
+        self.offered = OfferedWork()
         self.account = TimeAccount()
         self.busy = BusyShare()
         self.online_s = -inf  # when a request with a deadline arrived last
@@ -90,13 +92,32 @@ class InstanceModel:
         """Return whether clients with deadlines are near, though none waits."""
         return now_s <= self.online_s + _ONLINE_FOR_S
 
-    def round_s(self, cached_tokens: int) -> float:
-        """Time budget of a round whose next chunk of a long prefill follows `cached_tokens`."""
-        options = self.options
-        if options.round_ms is not None:
-            return options.round_ms / 1e3
+    def record_work(self, now_s: float, new_tokens: int, cached_tokens: int) -> None:
+        """A request with a deadline has arrived: what it takes in the largest batches that there can be is offered."""
         cost = self.fit.coefficients
-        return packed_round_s(cost.kappa_s + cost.read_s * cached_tokens, self.short_slo_s, self.limits.stages)
+        share = min(1.0, max(new_tokens / self.limits.max_batch_tokens, 1 / self.max_requests))  # of a batch
+        fixed_s = share * cost.kappa_s + (1 - share) * cost.request_s
+        self.offered.add(now_s, cost.chunk_s(new_tokens, cached_tokens) - cost.kappa_s + fixed_s)
+
+    def round_s(self, now_s: float, waiting: int, cached_tokens: int = 0) -> float:
+        """Time budget of a round whose next chunk of a long prefill follows `cached_tokens`; `waiting` requests with
+        deadlines are queued."""
+        idle_s = self.idle_round_s(cached_tokens)
+        if self.options.round_ms is not None or self.limits.stages > 1:  # whose stages wait for their longest chunk
+            return idle_s
+        longest_s = self.fit.coefficients.chunk_s(self.limits.max_chunk_tokens, cached_tokens)
+        loaded_s = loaded_round_s(self._fixed_s(cached_tokens), self.short_slo_s, self.offered.load(now_s), waiting)
+        return max(idle_s, min(loaded_s, longest_s))
+
+    def idle_round_s(self, cached_tokens: int) -> float:
+        """Time budget of a round on an instance without load; the option fixes it, where it is given."""
+        if self.options.round_ms is not None:
+            return self.options.round_ms / 1e3
+        return packed_round_s(self._fixed_s(cached_tokens), self.short_slo_s, self.limits.stages)
+
+    def _fixed_s(self, cached_tokens: int) -> float:
+        """Return what a chunk after these tokens costs besides its own tokens."""
+        return self.fit.fixed_s() + self.fit.coefficients.read_s * cached_tokens
 
     def yield_s(self) -> float:
         """Time budget of work without deadlines while there are requests with some: these wait for its end."""

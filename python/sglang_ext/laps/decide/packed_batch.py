@@ -8,18 +8,23 @@ Short prefills run by themselves where mixing costs them more than it saves.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil, sqrt
+from math import ceil, inf, sqrt
 from typing import NamedTuple
 
 from sglang_ext.laps.decide.cost_model import CostCoefficients
 from sglang_ext.laps.decide.round_plan import Cut
 from sglang_ext.laps.decide.short_batch import FormedBatch
 from sglang_ext.laps.decide.urgency import RankedPrefill
+from sglang_ext.laps.decide.wait_depth import OfferedLoad
 
 _OVERHEADS = 8.0  # a batch takes this many times what every batch costs again, which is an eighth of the time then
-_LEAST_OF_SLO = 0.2
+_LEAST_OF_SLO = 0.05
+_LEAST_IN_PIPELINE = 0.2  # each chunk waits for the longest stage, and for the stages to fill
 _MOST_OF_SLO = 1 / 3  # a short prefill waits for the end of one batch, perhaps a longer one, and for its own
 _LEAST_OVERHEADS = 2.4  # at any objective: below, next to nothing is computed
+_SPARE_SHARE = 0.75  # of the time that the load leaves free: most of it that fixed costs may take
+_LEAST_SPARE = 0.05
+_RARE_ARRIVALS = 0.05  # during a batch that is longer than the objective allows
 _LONG_MODE_ROUNDS = 3.0
 _WITHOUT_SHORTS = 1.5  # who arrives meanwhile waits for this batch, and not for a part of it in its own
 _WHOLE_WITHIN = 1.1  # times what is left of the budget: a tail is not worth another iteration
@@ -28,18 +33,49 @@ _OTHERS_WEIGHT = 2.0  # of a second that everybody else waits, against one of th
 
 
 def packed_round_s(fixed_s: float, short_slo_s: float, stages: int = 1) -> float:
-    """Time budget of a batch that holds short and long prefills, s: on each stage of a pipeline.
+    """Time budget of a batch that holds short and long prefills on an instance without load, s: on each stage of a
+    pipeline.
 
     A short prefill that arrives during a batch waits for its end, and for that of the next one, which it is in; and
-    `fixed_s`, what every batch costs again, is lost with each. So a batch takes eight times that, but a fifth of the
-    short prefills' objective at least and a third at most (and 2.4 times the fixed cost, if that is more): the longest
-    batch and the next one then end within five sixths of the objective, which leaves the rest to what was not foreseen.
+    `fixed_s`, what every batch costs again, is lost with each. So a batch takes eight times that, but a twentieth of
+    the short prefills' objective at least (a fifth in a pipeline) and a third at most, and 2.4 times the fixed cost if
+    that is more. The longest batch and the next one then end within five sixths of the objective, which leaves the
+    rest to what was not foreseen.
 
     Of a pipeline's `stages` it is the time on each: `stage_share`.
     """
     short_slo_s *= stage_share(stages)
-    wanted_s = min(max(_OVERHEADS * fixed_s, _LEAST_OF_SLO * short_slo_s), _MOST_OF_SLO * short_slo_s)
+    least_s = (_LEAST_OF_SLO if stages == 1 else _LEAST_IN_PIPELINE) * short_slo_s
+    wanted_s = min(max(_OVERHEADS * fixed_s, least_s), _MOST_OF_SLO * short_slo_s)
     return max(wanted_s, _LEAST_OVERHEADS * fixed_s)
+
+
+def loaded_round_s(fixed_s: float, short_slo_s: float, load: OfferedLoad, waiting: int) -> float:
+    """The least time budget of a batch under a load, s; `waiting` requests are queued.
+
+    With batches of T the fixed cost f takes the share f / T of the time. Of the share 1 - u that the utilisation u
+    leaves free it may take three quarters, whatever the objective: T >= f / (0.75 (1 - u)).
+
+    And cutting a prompt into parts of T costs f for each part, by which all that wait, and those who come before the
+    queue is empty again, are later: N f / (1 - u) in sum. It saves those who arrive meanwhile, r in a second, T / 2
+    each. Per second that is N f / (T (1 - u)) + r T / 2, which is least at T = sqrt(2 N f / (r (1 - u))). Where the
+    objective can be held it is no more than a third of it, unless in fewer than one of twenty such batches a request
+    arrives: while nothing comes, nothing is cut.
+    """
+    spare = max(1.0 - load.utilisation, _LEAST_SPARE)
+    stable_s = fixed_s / (_SPARE_SHARE * spare)
+    if load.requests_per_s <= 0:
+        return inf
+    shared_s = sqrt(2 * max(waiting, 1) * fixed_s / (load.requests_per_s * spare))
+    held_s = _MOST_OF_SLO * short_slo_s
+    if stable_s <= held_s:
+        shared_s = min(shared_s, max(held_s, _RARE_ARRIVALS / load.requests_per_s))
+    return max(stable_s, shared_s)
+
+
+def has_spare_time(load: OfferedLoad, extra_s: float, batch_s: float) -> bool:
+    """Return whether the load leaves room for `extra_s` of fixed costs with every batch of `batch_s`."""
+    return extra_s <= _SPARE_SHARE * (1.0 - load.utilisation) * batch_s
 
 
 def stage_share(stages: int) -> float:
@@ -81,6 +117,7 @@ class LongRoom(NamedTuple):
     """Describes what is left of a batch for long prefills."""
 
     left_s: float
+    is_mixed: bool  # other requests are in the batch
     tokens: int
     requests: int
     free_kv_tokens: int
@@ -91,7 +128,8 @@ class LongRoom(NamedTuple):
 
 
 class LongParts(NamedTuple):
-    """The long prefills of a batch. `added_s`: what they add to its time, without its fixed cost."""
+    """The long prefills of a batch. `added_s`: what they add to its time, without its fixed cost, and with the cost of
+    each further request."""
 
     whole: tuple[RankedPrefill, ...]
     cut: RankedPrefill | None
@@ -132,7 +170,9 @@ def fill_with_longs(
             continue
         remaining_tokens, cached_tokens = request.new_tokens, request.cached_tokens
         taken_tokens = remaining_tokens
-        taken_s = cost.chunk_s(remaining_tokens, cached_tokens) - cost.kappa_s
+        # What is taken into account besides the tokens: the fixed cost is paid, that of a further request is not.
+        paid_s = cost.kappa_s - (cost.request_s if room.is_mixed or whole else 0.0)
+        taken_s = cost.chunk_s(remaining_tokens, cached_tokens) - paid_s
         if remaining_tokens > max_tokens or taken_s > _WHOLE_WITHIN * left_s:
             if not request.is_started and started:
                 promise_tokens = promised_tokens + new_tokens + remaining_tokens
@@ -144,12 +184,12 @@ def fill_with_longs(
                 cost,
                 remaining_tokens,
                 cached_tokens,
-                left_s + cost.kappa_s,
+                left_s + paid_s,
                 room.page_tokens,
                 room.min_chunk_tokens,
                 max_tokens,
             )
-            taken_s = cost.chunk_s(taken_tokens, cached_tokens) - cost.kappa_s
+            taken_s = cost.chunk_s(taken_tokens, cached_tokens) - paid_s
             if taken_tokens > max_tokens or (whole and taken_s > _WHOLE_WITHIN * left_s):
                 break
             if taken_tokens < remaining_tokens:
@@ -175,10 +215,13 @@ def run_shorts_alone(
     waiting: int,
     utilisation: float,
     stages: int = 1,
+    *,
+    is_affordable: bool = True,
 ) -> bool:
     """Return whether the short prefills should not share their batch with long ones.
 
-    They do not where one of them would be late for it that is on time by itself, nor where what they wait for together
+    They do not where one of them would be late for it that is on time by itself and the load leaves time for batches
+    apart (`is_affordable`), nor where what they wait for together
     outweighs twice the time that sharing saves (`saved_s`) for everybody else: the `waiting` ones and the next to come,
     1 / (1 - utilisation) times as many in all. With captured graphs little is saved, and they run by themselves.
 
@@ -189,9 +232,10 @@ def run_shorts_alone(
     alone_end_s, mixed_end_s = now_s + shorts.predicted_s + behind_s, now_s + mixed_s + behind_s
     if stages > 1:
         saved_s += mixed_s - shorts.predicted_s
-    for member in shorts.members:
-        if alone_end_s <= member.request.deadline_s < mixed_end_s:
-            return True
+    if is_affordable:
+        for member in shorts.members:
+            if alone_end_s <= member.request.deadline_s < mixed_end_s:
+                return True
     others = _OTHERS_WEIGHT * (waiting + 1) / (1.0 - min(utilisation, _MOST_UTILISATION))
     return len(shorts.members) * (mixed_s - shorts.predicted_s) > saved_s * others
 

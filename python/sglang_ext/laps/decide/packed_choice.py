@@ -14,6 +14,7 @@ from sglang_ext.laps.decide.packed_batch import (
     cut_of,
     even_share_s,
     fill_with_longs,
+    has_spare_time,
     long_mode_round_s,
     run_shorts_alone,
     without_shorts_s,
@@ -49,7 +50,7 @@ def _choose_of_group(
     shorts = queue.candidates(group, candidates, now_s)
     is_online = queue.count(_ONLINE) > 0 or model.is_online(now_s)
     longs = queue.longs(group, _MOST_LONGS)
-    round_s = _round_s(model, queue, group, longs, is_online=is_online)
+    round_s = _round_s(model, queue, now_s, group, longs, is_online=is_online)
     if group is _OFFLINE and is_online and shorts:
         shorts, longs = _cut_long_ones(model, shorts, longs)
     first_long = longs[0] if longs else None
@@ -97,10 +98,17 @@ def _choose_of_group(
     short = batch_of_shorts(batch, verdict.reason or DispatchReason.SHARE)
     if mixed is None:
         return RoundPlan((short,), now_s)
-    saved_s = max(0.0, batch.predicted_s - (shorts_s - cost.kappa_s))
+    saved_s = max(0.0, batch.predicted_s - (shorts_s - cost.kappa_s) - cost.request_s)
     waiting = len(queue) - len(batch.members)
     if model.account.can_run_short() and run_shorts_alone(
-        now_s, batch, mixed.predicted_s, saved_s, waiting, model.busy.share, model.limits.stages
+        now_s,
+        batch,
+        mixed.predicted_s,
+        saved_s,
+        waiting,
+        model.busy.share,
+        model.limits.stages,
+        is_affordable=has_spare_time(model.offered.load(now_s), saved_s, mixed.predicted_s),
     ):
         return RoundPlan((short, mixed), now_s)
     return RoundPlan((mixed, short), now_s)
@@ -112,17 +120,25 @@ def _group(queue: PrefillQueue) -> Group:
 
 
 def _round_s(
-    model: InstanceModel, queue: PrefillQueue, group: Group, longs: list[RankedPrefill], *, is_online: bool
+    model: InstanceModel,
+    queue: PrefillQueue,
+    now_s: float,
+    group: Group,
+    longs: list[RankedPrefill],
+    *,
+    is_online: bool,
 ) -> float:
     """The time budget of the batch."""
     backlog_s = queue.long_work_s[_ONLINE]
     if not is_online:
         backlog_s += queue.long_work_s[_OFFLINE]
-    round_s = model.round_s(longs[0].request.cached_tokens if longs else 0)
+    cached_tokens = longs[0].request.cached_tokens if longs else 0
+    round_s = model.idle_round_s(cached_tokens)
     if model.options.round_ms is not None:
         return round_s
     if group is _OFFLINE:
         return min(round_s, model.yield_s()) if is_online else max(round_s, model.short_slo_s)
+    round_s = model.round_s(now_s, queue.count(_ONLINE), cached_tokens)
     if model.mode is LapsMode.LONG:
         head_s = longs[0].total_s - longs[0].remaining_s if longs else 0.0  # what has been computed of it
         return long_mode_round_s(round_s, model.cost.kappa_s, backlog_s + head_s, model.limits.stages)
@@ -164,6 +180,7 @@ def _room(model: InstanceModel, left_s: float, free_kv_tokens: int, batch: Forme
             taken_tokens += -(-member.request.new_tokens // limits.page_tokens) * limits.page_tokens
     return LongRoom(
         left_s,
+        batch is not None,
         limits.max_batch_tokens - taken_tokens,
         model.max_requests - requests,
         free_kv_tokens - taken_tokens,
@@ -193,7 +210,7 @@ def _mixed(
     parts = fill_with_longs(longs, _started(queue), cost, room)
     if not parts.requests:
         return None
-    predicted_s = shorts_s + parts.added_s + parts.requests * cost.request_s
+    predicted_s = shorts_s + parts.added_s
     keys = [member.request.key for member in members]
     return _batch(keys, parts, DispatchReason.MIXED, batch.new_tokens, predicted_s)
 
@@ -219,7 +236,7 @@ def _without_shorts(
         parts = fill_with_longs(longs, _started(queue), cost, room)
         reason = DispatchReason.URGENT if shorts else DispatchReason.ALONE
         if parts.requests:
-            predicted_s = cost.kappa_s + parts.added_s + (parts.requests - 1) * cost.request_s
+            predicted_s = cost.kappa_s + parts.added_s
             batches.append(_batch([], parts, reason, 0, predicted_s))
     if shorts:
         batches.append(batch_of_shorts(lone_batch(shorts[0], cost, model.grid), DispatchReason.FULL_SHAPE))

@@ -16,7 +16,7 @@ from sglang_ext.laps.decide.cost_model import CostCoefficients, IterationSample
 from sglang_ext.laps.decide.instance_model import InstanceModel
 from sglang_ext.laps.decide.options import Batching, LapsOptions
 from sglang_ext.laps.decide.packed_choice import choose_packed
-from sglang_ext.laps.decide.prefill_queue import PrefillQueue, is_batched
+from sglang_ext.laps.decide.prefill_queue import Group, PrefillQueue, is_batched
 from sglang_ext.laps.decide.round_plan import (
     ClassReport,
     InstanceLimits,
@@ -48,7 +48,7 @@ class Composition(NamedTuple):
 
 
 def _packed_time_share(model: InstanceModel, queue: PrefillQueue, now_s: float, free_kv_tokens: int) -> TimeShare:
-    return TimeShare(queue.has_longs(), model.max_share(), model.round_s(0))
+    return TimeShare(queue.has_longs(), model.max_share(), model.round_s(now_s, queue.count(Group.WITH_DEADLINE)))
 
 
 PACKED = Composition(choose_packed, _packed_time_share)
@@ -115,7 +115,7 @@ class Laps:
         if length_class is LengthClass.SHORT:
             return arrival_s + short_slo_s
         cost = self._model.cost
-        ideal_s = cost.prefill_s(new_tokens, cached_tokens, self._model.round_s(cached_tokens))
+        ideal_s = cost.prefill_s(new_tokens, cached_tokens, self._model.idle_round_s(cached_tokens))
         return arrival_s + max(short_slo_s, options.long_slo_stretch * ideal_s)
 
     def record_arrival(
@@ -126,6 +126,7 @@ class Laps:
             self._model.rate.add(now_s)
         if isfinite(deadline_s):
             self._model.online_s = now_s
+            self._model.record_work(now_s, new_tokens, cached_tokens)
 
     # -- the queue ------------------------------------------------------------------------------------------------
 
@@ -209,8 +210,7 @@ class Laps:
     # -- in detail -------------------------------------------------------------------------------------------------
 
     def _empty_queue(self) -> PrefillQueue:
-        options = self._model.options
-        return PrefillQueue(options.age_s, options.long_slo_stretch)
+        return PrefillQueue(self._model.options.age_s)
 
     def _queue_of(self, snapshot: RoundSnapshot) -> PrefillQueue:
         queue = self._empty_queue()
@@ -219,7 +219,7 @@ class Laps:
         return queue
 
     def _put(self, queue: PrefillQueue, request: QueuedPrefill, now_s: float) -> None:
-        queue.put(request, now_s, self._model.cost, self._model.round_s(0))
+        queue.put(request, now_s, self._model.cost, self._model.idle_round_s(0))
 
     def _choose(self, queue: PrefillQueue, now_s: float, free_kv_tokens: int) -> RoundPlan:
         self._free_kv_tokens = free_kv_tokens
@@ -246,7 +246,7 @@ class Laps:
         if length_class is LengthClass.SHORT and ranked:  # in batches, which share kappa
             kappa_s = self._model.cost.kappa_s
             backlog_s -= kappa_s * len(ranked)
-            rounds = ceil(backlog_s / self._model.round_s(0))
+            rounds = ceil(backlog_s / self._model.round_s(now_s, queue.count(Group.WITH_DEADLINE)))
             backlog_s += kappa_s * max(ceil(len(ranked) / self._model.max_requests), rounds)
         deviation = self._deviation[length_class]
         return ClassReport(

@@ -23,6 +23,7 @@ from sglang_ext.laps.decide.round_plan import QueuedPrefill
 from sglang_ext.laps.decide.urgency import RankedPrefill, Urgency, aged_class
 from sglang_ext.types import LengthClass
 
+_PATIENCE = 50.0  # below about 30 a burst turns the order of remaining times into that of arrival
 _NEAR = 4  # of requests that leave together, those so near each other in the list are cut out at once
 
 
@@ -67,15 +68,13 @@ class _Lists:
 class PrefillQueue:
     """All requests of an instance that have prefill work left.
 
-    `age_s` and `stretch`: a request is lifted by a class every `age_s`, or `stretch` times its own length if that is
-    more.
+    A request is lifted by a class whenever it has waited `age_s`, or 50 times what it takes alone if that is more.
     """
 
-    __slots__ = ("_age_s", "_lifts", "_lists", "_stretch", "_waiting", "long_work_s", "started")
+    __slots__ = ("_age_s", "_lifts", "_lists", "_waiting", "long_work_s", "started")
 
-    def __init__(self, age_s: float, stretch: float) -> None:
+    def __init__(self, age_s: float) -> None:
         self._age_s = age_s
-        self._stretch = stretch
         self._waiting: dict[int, _Waiting] = {}
         self._lists = (_Lists(), _Lists())
         self._lifts: list[tuple[float, int]] = []  # a heap of (when, key); those of earlier events mean nothing
@@ -109,7 +108,7 @@ class PrefillQueue:
         if computed_tokens > 0:
             total_s = cost.prefill_s(request.total_tokens, max(0, request.cached_tokens - computed_tokens), chunk_s)
         total_s = max(total_s, 1e-9)
-        lift_s = max(self._age_s, self._stretch * total_s)
+        lift_s = max(self._age_s, _PATIENCE * total_s)
         lifted = aged_class(request.priority, now_s - request.arrival_s, lift_s)
         self._insert(request, remaining_s, total_s, lift_s, lifted)
 

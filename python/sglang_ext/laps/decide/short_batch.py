@@ -17,7 +17,7 @@ from sglang_ext.laps.decide.cost_model import CostCoefficients
 from sglang_ext.laps.decide.on_time import BatchCost, BatchSums, Contender, max_on_time
 from sglang_ext.laps.decide.urgency import RankedPrefill
 
-DUE_AFTER = 5.0  # times its objective: a late prefill that has waited this long goes first
+DUE_AFTER = 2.0  # times its objective: a late prefill that has waited this long goes first
 SPARE = 0.25  # of its objective: most time that late prefills add to a batch with others that are on time
 
 

@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from enum import Enum
-from math import exp
+from math import exp, inf
 from typing import NamedTuple
 
 from sglang_ext.laps.decide.round_plan import DispatchReason
@@ -23,6 +23,7 @@ _SHRINK_AT = 0.1  # of the way up from the depth below
 _VALUE_OF_OTHERS = 0.3
 _MOST_OTHERS = 3.0
 _LEAST_SPAN_S = 1e-3  # arrivals of one instant are a burst, not an infinite rate
+_MOST_OFFERED, _LEAST_OFFERED, _OFFERED_FOR_S = 256, 32, 60.0
 
 
 class GatheringBatch(NamedTuple):
@@ -245,6 +246,48 @@ class ArrivalRate:
         if count < 2:
             return count / self.horizon_s
         return (count - 1) / max(now_s - arrivals_s[first], _LEAST_SPAN_S)
+
+
+class OfferedLoad(NamedTuple):
+    """The load of an instance. `utilisation` is the time that arrives to be computed per second."""
+
+    requests_per_s: float
+    utilisation: float
+
+
+class OfferedWork:
+    """The work that arrives: of the latest 256 requests, but of those older than a minute only the latest 32."""
+
+    __slots__ = ("_arrivals", "_work_s")
+
+    def __init__(self) -> None:
+        self._arrivals: deque[tuple[float, float]] = deque()
+        self._work_s = 0.0
+
+    def add(self, now_s: float, work_s: float) -> None:
+        """A request has arrived that takes `work_s`."""
+        arrivals = self._arrivals
+        if arrivals:
+            now_s = max(now_s, arrivals[-1][0])
+        arrivals.append((now_s, work_s))
+        self._work_s += work_s
+        while len(arrivals) > _MOST_OFFERED or (
+            len(arrivals) > _LEAST_OFFERED and now_s - arrivals[0][0] > _OFFERED_FOR_S
+        ):
+            self._work_s -= arrivals.popleft()[1]
+
+    def load(self, now_s: float) -> OfferedLoad:
+        """Return the load by the requests that are remembered, over the time since the first of them.
+
+        Before there is one, others may come at once; as long as none follows the first, less often with time. Its work
+        does not count: it is not known how long nothing had come before.
+        """
+        arrivals = self._arrivals
+        if not arrivals:
+            return OfferedLoad(inf, 0.0)
+        first_s, first_work_s = arrivals[0]
+        span_s = max(now_s - first_s, _LEAST_SPAN_S)
+        return OfferedLoad(len(arrivals) / span_s, max(0.0, self._work_s - first_work_s) / span_s)
 
 
 class BusyShare:

@@ -104,6 +104,13 @@ def test_what_launches_and_memory_bound_is_short_whatever_the_objective() -> Non
     assert fitted > 300
 
 
+def test_it_is_never_below_what_the_fixed_cost_is_worth() -> None:
+    """However tight the objective: cut below 100 tokens, a prompt would cost more than it computes."""
+    slow = CostCoefficients(0.0, 1e-3, 0.0, 0.1)
+    assert expected_boundary_tokens(slow, 0.01, 8192) == 96
+    assert expected_boundary_tokens(slow, 1.0, 8192) == 384
+
+
 def test_no_iteration_computes_more() -> None:
     boundary = ClassBoundary(None, max_tokens=200)
     assert boundary.tokens == 200

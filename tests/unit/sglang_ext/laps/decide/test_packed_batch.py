@@ -20,9 +20,12 @@ from sglang_ext.laps.decide.packed_batch import (
     LongRoom,
     even_share_s,
     fill_with_longs,
+    has_spare_time,
+    loaded_round_s,
     long_mode_round_s,
     packed_round_s,
     run_shorts_alone,
+    stage_share,
     without_shorts_s,
 )
 from sglang_ext.laps.decide.policy import Laps
@@ -35,11 +38,13 @@ from sglang_ext.laps.decide.round_plan import (
 )
 from sglang_ext.laps.decide.short_batch import FormedBatch
 from sglang_ext.laps.decide.urgency import RankedPrefill, Urgency
+from sglang_ext.laps.decide.wait_depth import OfferedLoad
 from support.prefill_loop import CPU, GPU, GRID, LIMITS, LONG, SHORT, Arrival, mixed, policy, run_laps
 
 COST = CostCoefficients(alpha_s=0.0, token_s=1e-3, read_s=0.0, kappa_s=0.01)
 ROOM = LongRoom(
     left_s=0.5,
+    is_mixed=False,
     tokens=4096,
     requests=16,
     free_kv_tokens=100_000,
@@ -131,7 +136,7 @@ def test_what_holds_for_any_room(
         queued(key, new, is_started=is_started, cached_tokens=cached, total_tokens=new + cached)
         for key, (new, is_started, cached) in enumerate(longs, start=1)
     ]
-    room = LongRoom(left_s, tokens, requests, free, 4096, page, 64, parked)
+    room = LongRoom(left_s, False, tokens, requests, free, 4096, page, 64, parked)
     parts = fill(*queue, room=room)
     chosen = [one.request for one in parts.whole] + ([] if parts.cut is None else [parts.cut.request])
     assert len({one.key for one in chosen}) == len(chosen) == parts.requests <= requests
@@ -206,10 +211,77 @@ def test_shorts_share_their_batch_in_a_pipeline() -> None:
 
 
 def test_the_budget_of_a_batch() -> None:
-    assert packed_round_s(1e-4, 0.4) == pytest.approx(0.08)  # a fifth of the objective
+    assert packed_round_s(1e-4, 0.4) == pytest.approx(0.02)  # a twentieth of the objective
+    assert packed_round_s(1e-4, 0.4, 2) == pytest.approx(0.08 * stage_share(2))  # a fifth, shared by the stages
     assert packed_round_s(0.015, 0.4) == pytest.approx(0.12)  # an eighth of it is lost
     assert packed_round_s(0.03, 0.4) == pytest.approx(0.4 / 3)  # a third of the objective
     assert packed_round_s(0.2, 0.4) == pytest.approx(0.48)  # the fixed cost alone takes most of it
+
+
+def test_under_load_a_batch_takes_what_its_fixed_costs_leave() -> None:
+    # Half of the time is free: of it 10 ms may take three quarters.
+    assert loaded_round_s(0.01, 1.0, OfferedLoad(1e6, 0.5), 1) == pytest.approx(0.01 / 0.375)
+    # More comes than can be served, and the objective cannot be held.
+    assert loaded_round_s(0.01, 0.01, OfferedLoad(1e6, 1.5), 1) == pytest.approx(0.01 / 0.0375)
+    # Cutting costs four that wait, and as many who come while the queue empties, 10 ms each; two come in a second.
+    best_s = (2 * 4 * 0.01 / (2.0 * 0.5)) ** 0.5
+    assert loaded_round_s(0.01, 1.0, OfferedLoad(2.0, 0.5), 4) == pytest.approx(best_s)
+    assert loaded_round_s(0.01, 0.3, OfferedLoad(2.0, 0.5), 4) == pytest.approx(0.1)  # a third of the objective
+    assert loaded_round_s(0.01, 0.01, OfferedLoad(2.0, 0.5), 4) == pytest.approx(best_s)  # which cannot be held
+    assert loaded_round_s(0.01, 0.3, OfferedLoad(0.1, 0.0), 4) == pytest.approx(0.5)  # one comes in twenty of these
+    assert loaded_round_s(0.01, 0.3, OfferedLoad(0.0, 0.0), 1) == inf  # nothing comes: nothing is cut
+    assert loaded_round_s(0.01, 0.3, OfferedLoad(inf, 0.0), 1) == pytest.approx(0.01 / 0.75)
+
+
+@given(
+    fixed_s=st.floats(1e-4, 0.3),
+    short_slo_s=st.floats(0.01, 10.0),
+    requests_per_s=st.floats(1e-3, 1e3),
+    utilisation=st.floats(0.0, 0.9),
+    waiting=st.integers(1, 100),
+)
+def test_fixed_costs_never_fill_the_time(
+    fixed_s: float, short_slo_s: float, requests_per_s: float, utilisation: float, waiting: int
+) -> None:
+    load = OfferedLoad(requests_per_s, utilisation)
+    round_s = loaded_round_s(fixed_s, short_slo_s, load, waiting)
+    assert utilisation + fixed_s / round_s <= 1 - 0.25 * (1 - utilisation) + 1e-9
+    assert loaded_round_s(fixed_s, short_slo_s, load, waiting + 1) >= round_s
+    stable_s = fixed_s / (0.75 * (1 - utilisation))
+    if stable_s <= short_slo_s / 3:
+        assert round_s <= max(short_slo_s / 3, 0.05 / requests_per_s) * (1 + 1e-9)
+    elif round_s > 1.001 * stable_s:
+
+        def cost(batch_s: float) -> float:
+            """What batches of this length cost in a second, beyond what they must."""
+            return waiting * fixed_s / (batch_s * (1 - utilisation)) + requests_per_s * batch_s / 2
+
+        assert cost(round_s) <= min(cost(0.9 * round_s), cost(1.1 * round_s)) * (1 + 1e-9)
+
+
+def test_batches_apart_need_spare_time() -> None:
+    assert has_spare_time(OfferedLoad(10.0, 0.5), 0.03, 0.1)
+    assert not has_spare_time(OfferedLoad(10.0, 0.5), 0.04, 0.1)
+    assert not has_spare_time(OfferedLoad(10.0, 1.2), 0.001, 0.1)
+
+
+def test_without_spare_time_shorts_share_a_batch_that_makes_one_late() -> None:
+    shorts = FormedBatch((ranked(queued(1, 100, deadline_s=0.2)),), 100, 0, 1e4, 0.11, None, False, 0.2)
+    alone = (0.0, shorts, 0.3, 0.01, 100, 0.9)
+    assert run_shorts_alone(*alone)
+    assert not run_shorts_alone(*alone, is_affordable=False)
+
+
+@pytest.mark.parametrize(("is_mixed", "cut_tokens"), [(False, 290), (True, 190)])
+def test_further_requests_are_paid_for(is_mixed: bool, cut_tokens: int) -> None:
+    """0.5 s: 10 ms less for the fixed cost of an unmixed batch is the caller's; each further request costs 100 ms."""
+    costly = COST._replace(request_s=0.1)
+    room = ROOM._replace(is_mixed=is_mixed, left_s=0.4901)
+    longs = [ranked(queued(1, 100)), ranked(queued(2, 2000))]
+    parts = fill_with_longs(longs, [], costly, room)
+    assert parts.cut is not None
+    assert parts.cut_tokens == cut_tokens
+    assert parts.added_s == pytest.approx(0.49)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
@@ -261,8 +333,12 @@ def test_shorts_share_iterations_with_longs_on_a_busy_cpu_and_run_alone_on_graph
     # What an eager iteration costs is lost with each: 15 ms.
     slow = CostCoefficients(alpha_s=5e-9, token_s=2e-4, read_s=1e-7, kappa_s=0.015)
     outcome = run_laps(policy(slow), mixed(Random(3), 800, 0.9, slow), slow)
-    reasons = [step.batch.reason for step in outcome.steps]
-    assert reasons.count(DispatchReason.MIXED) > len(reasons) / 3
+    beside = [
+        step.batch.reason
+        for step in outcome.steps
+        if {one.length_class for one in step.snapshot.queue} == {SHORT, LONG}
+    ]
+    assert beside.count(DispatchReason.MIXED) > len(beside) / 2
     graphs = GPU._replace(replayed=GPU._replace(kappa_s=5e-4))
     outcome = run_laps(policy(graphs, GRID), mixed(Random(3), 800, 0.9, graphs), graphs)
     beside = [step for step in outcome.steps if step.batch.short_requests and len(step.snapshot.queue) > 1]

@@ -16,7 +16,7 @@ from sglang_ext.types import LengthClass
 from support.prefill_loop import CPU
 
 # No sum of waits is a multiple of it: at the very moment of a lift, rounding decides.
-AGE_S, STRETCH, CHUNK_S = 1.97371234567, 5.0, 0.05
+AGE_S, PATIENCE, CHUNK_S = 1.97371234567, 50.0, 0.05
 
 
 def remaining_s(request: QueuedPrefill) -> float:
@@ -33,7 +33,7 @@ class SortedAnew(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = PrefillQueue(AGE_S, STRETCH)
+        self.queue = PrefillQueue(AGE_S)
         self.requests: dict[int, QueuedPrefill] = {}
         self.now_s = 0.0
         self.last_key = 0
@@ -137,7 +137,7 @@ class SortedAnew(RuleBasedStateMachine):
         return [*late, *rest][:most]
 
     def class_of(self, request: QueuedPrefill) -> int:
-        lift_s = max(AGE_S, STRETCH * total_s(request))
+        lift_s = max(AGE_S, PATIENCE * total_s(request))
         return aged_class(request.priority, self.now_s - request.arrival_s, lift_s)
 
     def short_order(self, request: QueuedPrefill) -> tuple[int, float, float, int]:

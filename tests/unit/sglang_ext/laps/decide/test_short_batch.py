@@ -286,10 +286,10 @@ def test_what_is_put_back_leaves_its_memory_to_others() -> None:
 
 def test_a_late_one_that_has_waited_for_long_goes_first() -> None:
     late = short(1, 1000, LMSYS, arrival_s=0.0, deadline_s=0.4)
-    tight = [short(key, 100, LMSYS, arrival_s=1.9, deadline_s=2.2) for key in (2, 3)]
-    assert batch_keys([late, *tight], 1.99) == [2, 3]
-    assert DUE_AFTER == 5
-    assert batch_keys([late, *tight], 2.01) == [1, 2]  # one waits for the next batch
+    tight = [short(key, 100, LMSYS, arrival_s=0.7, deadline_s=1.0) for key in (2, 3)]
+    assert batch_keys([late, *tight], 0.79) == [2, 3]
+    assert DUE_AFTER == 2
+    assert batch_keys([late, *tight], 0.81) == [1, 2]  # one waits for the next batch
 
 
 def test_a_more_urgent_class_is_not_made_late() -> None:

@@ -19,6 +19,8 @@ from sglang_ext.laps.decide.wait_depth import (
     BusyShare,
     Evidence,
     GatheringBatch,
+    OfferedLoad,
+    OfferedWork,
     WindowLimits,
     break_even_gap_s,
     others_served,
@@ -537,3 +539,38 @@ def test_a_poisson_process() -> None:
 def test_a_window_without_room_is_refused(arrivals: int, horizon_s: float, name: str) -> None:
     with pytest.raises(ValueError, match=name):
         ArrivalRate(arrivals, horizon_s)
+
+
+def test_before_anything_has_come_others_may_come_at_once() -> None:
+    offered = OfferedWork()
+    assert offered.load(5.0) == OfferedLoad(inf, 0.0)
+    offered.add(5.0, 3.0)
+    assert offered.load(7.0) == OfferedLoad(0.5, 0.0)  # the longer none follows, the less it is expected
+
+
+def test_the_load_is_that_of_the_latest_requests() -> None:
+    offered = OfferedWork()
+    for number in range(41):
+        offered.add(0.5 * number, 0.25)
+    load = offered.load(20.0)
+    assert load.requests_per_s == pytest.approx(41 / 20)
+    assert load.utilisation == pytest.approx(0.5)
+    # A minute later the latest 32 are left; the first of them came at 5 s.
+    offered.add(80.0, 1.0)
+    assert offered.load(80.0) == OfferedLoad(pytest.approx(32 / 75), pytest.approx((30 * 0.25 + 1.0) / 75))
+
+
+def test_however_many_come_few_are_remembered() -> None:
+    offered = OfferedWork()
+    for number in range(10_000):
+        offered.add(1e-3 * number, 0.1)
+    load = offered.load(9.999)
+    assert load.requests_per_s == pytest.approx(256 / 0.255)
+    assert load.utilisation == pytest.approx(100.0)
+
+
+def test_a_time_before_the_latest_request_counts_as_that_one_s() -> None:
+    offered = OfferedWork()
+    offered.add(2.0, 1.0)
+    offered.add(1.0, 1.0)
+    assert offered.load(4.0) == OfferedLoad(1.0, 0.5)
