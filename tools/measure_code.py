@@ -51,7 +51,8 @@ counts = {}
 def count(name, command):
     parser = argparse.ArgumentParser(add_help=False)
     cli._fill(parser, command)
-    counts[name] = sum(bool(action.option_strings) for action in parser._actions)
+    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    counts[name] = sum(bool(action.option_strings) for action in shown)
 for name, command in cli.COMMANDS.items():
     for kind, its in command.kinds.items():
         count(f"{name} {kind}", its)

@@ -193,6 +193,8 @@ class CoordinatorServer:
             if connection is not None:
                 connection.writer.transport.abort()
                 logger.warning("cdsp: instance %d (%s) %s", instance, connection.name, reason)
+        for instance, reason in events.failed:
+            logger.warning("cdsp: instance %d has failed in %s", instance, reason)
         self.desk.settle(events.bound, events.unserved)
         for record in events.ended:
             _log_end(record)

@@ -91,6 +91,7 @@ class Events:
     """Describes what has happened, for logs and the store."""
 
     lost: list[Lost] = field(default_factory=list)
+    failed: list[Lost] = field(default_factory=list)  # parts of steps, and why
     ended: list[PrefillRecord] = field(default_factory=list)
     bound: list[BoundPrompt] = field(default_factory=list)  # announced prompts whose turn has come
     unserved: list[BootstrapRoom] = field(default_factory=list)  # announced prompts that no member is left for
@@ -216,7 +217,8 @@ class PoolProtocol:
             case StepDone(sequence, times, free_kv_tokens, logits):
                 self._answered(core, sequence, instance, now_s, times, logits)
                 return core.done(instance, sequence, now_s, free_kv_tokens)
-            case StepFailed(sequence, _, unreachable, is_out_of_memory, free_kv_tokens, is_unsent):
+            case StepFailed(sequence, reason, unreachable, is_out_of_memory, free_kv_tokens, is_unsent):
+                self._events.failed.append(Lost(instance, f"step {sequence}: {reason} ({free_kv_tokens} tokens free)"))
                 self._answered(core, sequence, instance, now_s, None, is_unsent=is_unsent)
                 if is_out_of_memory:
                     core.out_of_memory(instance, sequence)

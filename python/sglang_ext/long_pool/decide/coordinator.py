@@ -44,7 +44,7 @@ from sglang_ext.long_pool.decide.pool_requests import (
     RunningStep,
     SharedPrefill,
     StepNumbers,
-    promised_tokens,
+    reserved_tokens,
     tokens_held,
     without_head,
 )
@@ -340,12 +340,13 @@ class Coordinator:
         *,
         counts_backlog: bool,
     ) -> list[PlacedPrefill]:
-        promised = promised_tokens(self._requests.values())
+        page_tokens = self._settings.page_tokens
+        promised = reserved_tokens(self._requests.values(), page_tokens)
         for instance, tokens in self._keeping.held_tokens().items():
             promised[instance] = promised.get(instance, 0) - tokens
         snapshot = self._members.snapshot(now_s, kept, promised, counts_backlog=counts_backlog)
         positions = self._members.positions
-        waiting = [prompt.pending(positions) for prompt in pending]
+        waiting = [prompt.pending(positions, page_tokens) for prompt in pending]
         waiting += [prompt.pending(positions) for prompt in self._announced.values()]
         return self._schedule.turns(now_s, snapshot, waiting, sum(snapshot.queue_delays_s))
 
@@ -410,7 +411,7 @@ class Coordinator:
         short = [instance for instance in group if more[instance] > self._members[instance].free_tokens]
         displaced, is_free = self._keeping.displace(short)
         if not is_free:
-            return displaced
+            return displaced or self._wait_for_room(prefill, now_s)
         tags = settings.layers * (len(layout.group) + len(layout.moves))
         is_last = prefill.is_streamed and tokens == count_tokens(prefill.todo)
         left = 0 if prefill.planned is None else prefill.planned.new_tokens - tokens  # of a chunk that was cut

@@ -112,6 +112,31 @@ class SharedPrefill:
         owned = sum(segment.tokens for segment in self.held.get(self.offer.owner, ()) if not segment.is_borrowed)
         return max(0, self.offer.tokens - self.offer.cached_tokens - owned)
 
+    def reserved_tokens(self, page_tokens: int) -> dict[int, int]:
+        """Return the slots, by instance, that a prompt which has begun needs besides those that it holds.
+
+        A streamed one needs an equal share of itself on every member of its group, in whole pages and one more. Others
+        must not take them: two that wait for each other's room would never end.
+        """
+        if not self.group:
+            return {}
+        if not self.is_streamed:
+            return {self.offer.owner: self.promised_tokens}
+        held, left = self.held, count_tokens(self.todo)
+        running = self.running
+        if running is not None and isinstance(running.order, RunChunk):  # what it takes is claimed already
+            held = running.after
+            left -= sum(count_tokens(part) for part in running.order.layout.new)
+        if left <= 0:
+            return {}
+        share = -(-self.offer.tokens // len(self.group))
+        more = {instance: share - tokens_held(held, instance) for instance in self.group}
+        return {
+            instance: -(-tokens // page_tokens) * page_tokens + page_tokens
+            for instance, tokens in more.items()
+            if tokens > 0
+        }
+
     @property
     def is_shared(self) -> bool:
         """Return whether another instance than its owner holds something of it."""
@@ -129,13 +154,12 @@ class SharedPrefill:
             self.fastest_s = fastest_s(candidates, self.offer.tokens - left, left)
             self.work_s = min_work_s(candidates, self.offer.tokens - left, left)
 
-    def pending(self, positions: Mapping[int, int]) -> PendingPrefill:
+    def pending(self, positions: Mapping[int, int], page_tokens: int) -> PendingPrefill:
         """Return the record that the schedule takes; `positions` maps instances to their positions in the snapshot."""
         offer = self.offer
         left = count_tokens(self.todo)
         holding = {instance for instance, segments in self.held.items() if segments}
-        # Room that is kept for it at its owner is its own.
-        kept = {offer.owner: self.promised_tokens} if self.group and not self.is_streamed else {}
+        kept = self.reserved_tokens(page_tokens)  # room that is kept for it is its own
         order = [*(instance for instance in self.group if instance in holding), *sorted(holding - {*self.group})]
         return PendingPrefill(
             offer.request,
@@ -228,6 +252,15 @@ class StepNumbers:
             self._next_tag = 0
         self._next_tag += count
         return self._next_tag - count
+
+
+def reserved_tokens(requests: Iterable[SharedPrefill], page_tokens: int) -> dict[int, int]:
+    """Return the slots, by instance, that those which have begun will need; see `SharedPrefill.reserved_tokens`."""
+    reserved: dict[int, int] = {}
+    for request in requests:
+        for instance, tokens in request.reserved_tokens(page_tokens).items():
+            reserved[instance] = reserved.get(instance, 0) + tokens
+    return reserved
 
 
 def promised_tokens(requests: Iterable[SharedPrefill]) -> dict[int, int]:

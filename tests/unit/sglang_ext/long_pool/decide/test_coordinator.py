@@ -675,6 +675,27 @@ def test_what_does_not_fit_its_owner_is_not_given_back_because_the_owner_is_fast
     assert one.done(0, order.sequence, 1.0) == [Finish(1, 0)]
 
 
+def test_a_prompt_that_begins_beside_another_leaves_it_the_room_that_it_still_needs() -> None:
+    """Two that wait for each other's room would never end: it would be refused, though it fits."""
+    one = Coordinator(schedule((1, 2, 3)), CoordinationSettings(layers=2, page_tokens=16))
+    for instance in range(3):
+        one.join(instance, 0, MemberReport(0.0, 640, 320), 0.0)
+    first = chunk_of(one.offer(offer(1, tokens=1001)._replace(is_streamed=True, fits_owner=False), 0.0))
+    assert parts_of(first) == {0: 288, 1: 288, 2: 288}
+    free_tokens = 640 - 288
+    for instance in range(2):
+        one.done(instance, first.sequence, 0.1, free_tokens)
+    one.report(2, MemberReport(100.0, 640, 320), 0.1)  # the rest, 46 tokens on each, has to wait for it
+    assert not any(isinstance(order, RunChunk) for order in one.done(2, first.sequence, 0.2, free_tokens))
+    # In whole pages, and one more; while its chunks run they claim it themselves.
+    assert one._requests[1].reserved_tokens(16) == {0: 64, 1: 64, 2: 64}
+    one.report(2, MemberReport(0.0, free_tokens, 320), 0.3)
+    last = chunk_of(one.plan(0.3))
+    assert one._requests[1].reserved_tokens(16) == {}
+    assert one.done_together(last.layout.group, last.sequence, 0.4)[-1] == Finish(1, 0)
+    assert one._requests[1].reserved_tokens(16) == {}
+
+
 def streamed(instances: int = 4) -> tuple[Coordinator, RunChunk, list[Order]]:
     """A request that was sent to decode while it was computed, and what followed its only chunk."""
     one = coordinator(instances)
