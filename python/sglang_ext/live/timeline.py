@@ -258,7 +258,7 @@ def chunks_of(request: Mapping[str, Any]) -> list[tuple[int, int]]:
 
 
 def begun_records(status: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the records of a status of all requests that have begun, those that have ended first."""
+    """Return the records of a status of all requests that have begun, the ended ones first."""
     return [entry for entry in (*status["recent"], *status["requests"]) if entry["steps"]]
 
 

@@ -266,7 +266,7 @@ class SharedState:
 
     def _inherit(self, counts_file: Path) -> None:
         """Take over what earlier processes of this number had counted."""
-        # The first process finds nothing; one that was killed while it wrote, or of another version, nothing of use.
+        # There is no file at first, and none of use after a kill during a write, or from another version.
         with suppress(OSError, ValueError, TypeError):
             left = read_snapshot(orjson.loads(counts_file.read_bytes()))
             self._router.metrics_snapshot().with_counts_of(left)

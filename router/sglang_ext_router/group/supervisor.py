@@ -31,7 +31,7 @@ KILL_AFTER_S = 10.0  # beyond the grace period
 
 
 class ProcessPlace(NamedTuple):
-    """What the supervisor gives each of its processes, in an environment variable."""
+    """Holds what the supervisor gives each of its processes, in an environment variable."""
 
     number: int
     key: str  # all of them have it

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Handling(StrEnum):
-    """What the router does with a request for a path of SGLang."""
+    """Names what the router does with a request for a path of SGLang."""
 
     SERVED = "served"  # by the router's own code, from both legs or from all instances
     PASSED_ON = "passed on"  # to one instance of the model that the body names

@@ -38,7 +38,7 @@ class PoolPlace(NamedTuple):
 
 
 class CapacityRefusal(NamedTuple):
-    """What an instance says of a prompt that it cannot hold; 0 where it does not name a number."""
+    """Holds what an instance says of a prompt that it cannot hold; 0 where it does not name a number."""
 
     prompt_tokens: int
     needed_tokens: int  # the prompt, and the reply where that counts

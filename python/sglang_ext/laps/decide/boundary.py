@@ -51,7 +51,7 @@ def expected_boundary_tokens(cost: CostCoefficients, objective_s: float, max_tok
 
 
 def _least_tokens(cost: CostCoefficients) -> float:
-    """What takes as long as the fixed cost of its iteration: in parts, most of its time would be fixed costs."""
+    """Return the tokens that take as long as the fixed cost of their iteration: fewer are not worth one."""
     return tokens_within(cost, 2 * cost.kappa_s)
 
 

@@ -54,7 +54,7 @@ def loaded_round_s(fixed_s: float, short_slo_s: float, load: OfferedLoad, waitin
     """The least time budget of a batch under a load, s; `waiting` requests are queued.
 
     With batches of T the fixed cost f takes the share f / T of the time. Of the share 1 - u that the utilisation u
-    leaves free it may take three quarters, whatever the objective: T >= f / (0.75 (1 - u)).
+    leaves free it may take three quarters, under any objective: T >= f / (0.75 (1 - u)).
 
     And cutting a prompt into parts of T costs f for each part, by which all that wait, and those who come before the
     queue is empty again, are later: N f / (1 - u) in sum. It saves those who arrive meanwhile, r in a second, T / 2

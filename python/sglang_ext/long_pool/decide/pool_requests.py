@@ -113,7 +113,7 @@ class SharedPrefill:
         return max(0, self.offer.tokens - self.offer.cached_tokens - owned)
 
     def reserved_tokens(self, page_tokens: int) -> dict[int, int]:
-        """Return the slots, by instance, that a prompt which has begun needs besides those that it holds.
+        """Return the slots, by instance, that a prompt which has begun needs in addition to its own.
 
         A streamed one needs an equal share of itself on every member of its group, in whole pages and one more. Others
         must not take them: two that wait for each other's room would never end.

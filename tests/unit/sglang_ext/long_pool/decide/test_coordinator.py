@@ -27,8 +27,8 @@ from sglang_ext.long_pool.decide.orders import (
     RunChunk,
 )
 from sglang_ext.long_pool.decide.pool_members import PoolMembers
-from sglang_ext.long_pool.decide.pool_schedule import PoolSchedule
-from sglang_ext.long_pool.decide.price_planner import PriceOptions, PricePlanner
+from sglang_ext.long_pool.decide.pool_schedule import PlacedPrefill, PoolSchedule
+from sglang_ext.long_pool.decide.price_planner import PrefillSnapshot, PriceOptions, PricePlanner
 from sglang_ext.long_pool.decide.sharding import (
     Interleaving,
     KvSegment,
@@ -689,8 +689,17 @@ def test_a_prompt_that_begins_beside_another_leaves_it_the_room_that_it_still_ne
     assert not any(isinstance(order, RunChunk) for order in one.done(2, first.sequence, 0.2, free_tokens))
     # In whole pages, and one more; while its chunks run they claim it themselves.
     assert one._requests[1].reserved_tokens(16) == {0: 64, 1: 64, 2: 64}
+    seen: list[tuple[int, ...]] = []
+
+    class Watched(PoolSchedule):
+        def turns(self, now_s: float, snapshot: PrefillSnapshot, *others: Any) -> list[PlacedPrefill]:
+            seen.append(tuple(snapshot.free_kv_tokens))
+            return super().turns(now_s, snapshot, *others)
+
+    one._schedule = Watched(one._schedule.planner)
     one.report(2, MemberReport(0.0, free_tokens, 320), 0.3)
     last = chunk_of(one.plan(0.3))
+    assert seen[0] == (free_tokens - 64,) * 3
     assert one._requests[1].reserved_tokens(16) == {}
     assert one.done_together(last.layout.group, last.sequence, 0.4)[-1] == Finish(1, 0)
     assert one._requests[1].reserved_tokens(16) == {}
