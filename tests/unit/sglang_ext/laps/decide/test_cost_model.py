@@ -387,3 +387,13 @@ def test_what_lies_between_samples_is_determined_and_what_lies_far_beyond_is_not
         fit.add(IterationSample(float(new * new), new, 0, 1, TRUTH.chunk_s(new, 0) * random.lognormvariate(0, 0.1)))
     assert fit.is_determined(100)
     assert not fit.is_determined(100_000)
+
+
+def test_a_fixed_cost_that_the_samples_do_not_show_is_at_least_the_priors() -> None:
+    fit = CostFit(CostCoefficients(0.0, 1e-3, 0.0, 0.02))
+    assert fit.fixed_s() == 0.02
+    for tokens in (100, 1000) * 20:
+        fit.add(IterationSample(float(tokens * tokens), tokens, 0, 1, 1e-3 * tokens))
+    assert not fit.determined.kappa
+    assert fit.coefficients.kappa_s < 0.005
+    assert 0.015 < fit.fixed_s() < 0.025

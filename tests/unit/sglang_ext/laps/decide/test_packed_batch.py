@@ -272,6 +272,18 @@ def test_without_spare_time_shorts_share_a_batch_that_makes_one_late() -> None:
     assert not run_shorts_alone(*alone, is_affordable=False)
 
 
+@pytest.mark.parametrize(("offered_s", "reason"), [(0.1, None), (5.0, DispatchReason.MIXED)])
+def test_under_load_a_deadline_costs_no_batch_of_its_own(offered_s: float, reason: DispatchReason | None) -> None:
+    """Alone the short one takes 0.2 s and is on time, mixed it takes 0.3 s; each batch costs 0.1 s again."""
+    laps = policy(COST._replace(kappa_s=0.1), round_ms=300.0)
+    for number in range(20):
+        laps.record_arrival(0.1 * number, LONG, int(100 * offered_s), 0, 1e6)
+    queue = (queued(1, 100, deadline_s=2.25, arrival_s=1.9), queued(2, 2000))
+    first = laps.choose_of(RoundSnapshot(2.0, queue, 100_000)).batches[0]
+    assert first.is_short is (reason is None)
+    assert reason is None or first.reason is reason
+
+
 @pytest.mark.parametrize(("is_mixed", "cut_tokens"), [(False, 290), (True, 190)])
 def test_further_requests_are_paid_for(is_mixed: bool, cut_tokens: int) -> None:
     """0.5 s: 10 ms less for the fixed cost of an unmixed batch is the caller's; each further request costs 100 ms."""
