@@ -218,6 +218,10 @@ def chat_cases() -> Iterator[Case]:
         {"stop": ["\n"], "stream": True},
         {"logit_bias": {"100": 100}, "stream": True},
         {"separate_reasoning": "no", "stream_reasoning": 0},
+        *({"stream": True, "stream_options": {"include_usage": usage}} for usage in (None, "yes", 0, 5)),
+        *({"echo": 5}, {"prompt": 5}, {"suffix": []}, {"stop_sequences": 5}, {"max_output_tokens": "x"}),
+        *({"prompt_logprobs": 1}, {"bootstrap_port": "x"}, {"bootstrap_room": 7}, {"bootstrap_host": "x"}),
+        *({"logit_bias": {"5": "1"}}, {"stop": [""]}, {"stop_regex": "("}, {"functions": []}, {"seed": 1.5}),
     )
     for fields in further:
         yield case(CHAT, changed(CHAT, **fields))
@@ -288,6 +292,8 @@ def completion_cases() -> Iterator[Case]:
         {"echo": True, "logprobs": 1, "max_tokens": 1, "prompt": [5, 6, 7]},
         {"logprobs": 2},
         {"logprobs": 2, "stream": True},
+        {"echo": True, "logprobs": 1, "stream": True},
+        *({"prompt_logprobs": 1}, {"prompt_logprobs": 1, "stream": True}),
         {"stream": True},
         {"stream": True, "stream_options": {"include_usage": True}},
         {"stream": True, "n": 2},
@@ -361,6 +367,11 @@ def generate_cases() -> Iterator[Case]:
         {"return_logprob": True, "top_logprobs_num": 2.0},
         {"return_logprob": True, "top_logprobs_num": "2"},
         {"return_logprob": True, "stream": True},
+        {"return_logprob": True, "stream": True, "logprob_start_len": 0},
+        {"return_logprob": True, "stream": True, "token_ids_logprob": [5, 6]},
+        {"stream": True, "sampling_params": {"max_new_tokens": 3, "top_k": 1, "json_schema": "{"}},
+        {"stream": True, "sampling_params": {"max_new_tokens": 3, "top_k": 1, "temperature": -1}},
+        {"sampling_params": {"max_new_tokens": 3, "top_k": 1, "stop_regex": "["}},
         {"return_logprob": True, "stream": True, "top_logprobs_num": 2},
         {"return_logprob": 1},
         {"return_logprob": "true"},
@@ -382,6 +393,8 @@ def generate_cases() -> Iterator[Case]:
         {"custom_labels": {}},
         {"return_hidden_states": False},
         {"session_params": {"id": "nobody's"}},
+        *({"session_params": given} for given in ({}, {"nope": 1}, [{"id": "x"}], "x", {"rid": "y", "offset": 0})),
+        *({"logprobs": "x"}, {"prompt_logprobs": "x"}, {"n": "x"}, {"request_id": 5}, {"model": ["m"]}),
     )
     for fields in further:
         yield case(GENERATE, changed(GENERATE, **fields))
@@ -415,6 +428,12 @@ def anthropic_cases() -> Iterator[Case]:
         {"thinking": {"type": "disabled"}},
         {"top_p": 2},
         {"betas": ["x"]},
+        *({"n": "x"}, {"rid": 5}, {"request_id": 5}, {"logit_bias": "x"}, {"top_logprobs": 500}, {"stop": 5}),
+        *({"stream": True, "temperature": -1}, {"stream": True, "top_p": 0}, {"stream_options": 5}, {"echo": 5}),
+        *({"system": ""}, {"system": []}, {"thinking": {"type": "enabled", "budget_tokens": 9}}, {"tools": None}),
+        {"messages": [*USER, *USER]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "x"}}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url", "url": "x"}}]}]},
     )
     for fields in bodies:
         yield case(MESSAGES, changed(MESSAGES, **fields), anthropic_version="2023-06-01")
@@ -446,6 +465,8 @@ def response_cases() -> Iterator[Case]:
         {"truncation": "auto"},
         {"service_tier": "x"},
         {"model": ABSENT},
+        *({"stream": True, "top_p": 5}, {"stream": True, "min_p": 5}, {"stream": True, "frequency_penalty": 9}),
+        *({"n": "x"}, {"rid": 5}, {"request_id": "mine"}, {"logit_bias": "x"}, {"max_tokens": "x"}, {"echo": 5}),
     )
     for fields in bodies:
         yield case(RESPONSES, changed(RESPONSES, **fields))
@@ -503,6 +524,9 @@ def other_cases() -> Iterator[Case]:
         "/v1/loads?include=nothing",
         "/v1/loads?format=prometheus",
         "/flush_cache",
+        "/server_info",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
     ):
         yield case(target, None, "GET")
     for target in ("/v1/responses/x", "/v1/embeddings", "/redoc", "/docs", "/openapi.json", "/metrics"):
@@ -523,7 +547,8 @@ def other_cases() -> Iterator[Case]:
     yield case("/invocations", {})
     yield case("/abort_request", {"rid": "nobody's"})
     yield case("/abort_request", {})
-    yield case("/abort_request", {"rid": 5})
+    for body in ({"rid": 5}, {"rid": None}, {"rid": ""}, {"rid": ["x"]}, {"abort_all": True}, {"abort_message": "m"}):
+        yield case("/abort_request", body)
 
 
 def target_cases() -> Iterator[Case]:
@@ -582,7 +607,11 @@ def header_cases() -> Iterator[Case]:
         *(("authorization", "Bearer x"), ("authorization", "bearer"), ("x-api-key", "x"), ("cookie", "a=b")),
         *(("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"), ("origin", "http://a.example")),
         *(("x-sglext-return-input-ids", "true"), ("x-sglext-return-output-ids", "true"), ("user-agent", "")),
-        *(("x-data-parallel-rank", "0"), ("if-none-match", "x"), ("range", "bytes=0-1"), ("accept", "image/png")),
+        *(("x-data-parallel-rank", "0"), ("x-data-parallel-rank", "9"), ("x-sgl-ttft-slo-ms", "x")),
+        *(("x-sgl-priority", "x"), ("x-sgl-tps-slo", "x"), ("x-correlation-id", ""), ("baggage", "a=b")),
+        *(("content-encoding", "identity"), ("connection", "close"), ("te", "trailers"), ("prefer", "wait=5")),
+        *(("content-type", "application/jsonl"), ("x-caller", "not json")),
+        *(("if-none-match", "x"), ("range", "bytes=0-1"), ("accept", "image/png")),
     ):
         yield case(COMPLETIONS, body, **{name.replace("-", "_"): value})
         yield case(CHAT, BASE[CHAT], **{name.replace("-", "_"): value})

@@ -55,8 +55,14 @@ def _refused_by_both(case: Case, plain: Answer, router: Answer) -> bool:
 
 
 def _takes_other_types(case: Case, plain: Answer, router: Answer) -> bool:
-    kinds = dict(case.headers).get("content-type", "application/json").lower()
-    return (plain.status, router.status) == (400, 200) and not kinds.startswith("application/json")
+    kind = dict(case.headers).get("content-type", "application/json").partition(";")[0].strip().lower()
+    return (plain.status, router.status) == (400, 200) and kind != "application/json"
+
+
+def _refused_before_a_stream(case: Case, plain: Answer, router: Answer) -> bool:
+    ends = (b"event: error", b".failed", b'data: {"error"')
+    is_error = plain.content_type == "text/event-stream" and any(end in plain.raw for end in ends)
+    return (plain.status, router.status) == (200, 400) and is_error
 
 
 DIFFERENCES: tuple[Difference, ...] = (
@@ -75,11 +81,13 @@ DIFFERENCES: tuple[Difference, ...] = (
         _is_not_served,
     ),
     Difference(
-        "a `model` that is not served",
+        "a `model` that is not served, on any path with a body; on /generate also one that is no string",
         "200: the name is not looked at",
-        "404 `model_not_found`",
+        "404 `model_not_found`; 400",
         "a router has several models; `--accept-any-model` takes every name for the only one",
-        _statuses(200, 404, "nobody's"),
+        lambda case, plain, router: (
+            (plain.status, router.status) in {(200, 404), (200, 400)} and "model" in router.message
+        ),
     ),
     Difference(
         "a body whose content type is not `application/json`, or that has none",
@@ -87,6 +95,41 @@ DIFFERENCES: tuple[Difference, ...] = (
         "200: it is read as JSON",
         "clients and proxies that leave the header out are served",
         _takes_other_types,
+    ),
+    Difference(
+        "a stream of /v1/responses, /v1/messages or /generate that is refused: a number out of its range, no prompt",
+        "200, and an error in the stream",
+        "400",
+        "it is known before the stream begins; as without `stream`",
+        _refused_before_a_stream,
+    ),
+    Difference(
+        "`prompt_logprobs`, a field of vLLM's",
+        "ignored",
+        "/v1/completions answers with them; 400 for a stream of it, and on the other paths but /generate",
+        "a client that asks for them must not take a reply without them for one that has them",
+        lambda case, plain, router: plain.status == 200 and "prompt_logprobs" in case.name,
+    ),
+    Difference(
+        "`bootstrap_host`, `bootstrap_port`, `bootstrap_room` and their like",
+        "read",
+        "replaced",
+        "the router pairs the instances",
+        lambda case, plain, router: router.status == 200 and "bootstrap_" in case.name,
+    ),
+    Difference(
+        "`x-data-parallel-rank`",
+        "the rank; 400 where there is no such rank",
+        "not passed on",
+        "a rank is one of an instance, which the router chooses",
+        lambda case, plain, router: "x-data-parallel-rank" in dict(case.headers),
+    ),
+    Difference(
+        "`x-sgl-ttft-slo-ms` or `x-sgl-priority` with a value that the router cannot read",
+        "not read",
+        "400",
+        "it is the client's mistake",
+        lambda case, plain, router: router.status == 400 and any(name.startswith("x-sgl-") for name, _ in case.headers),
     ),
     Difference(
         "`n` below 1",
@@ -104,10 +147,32 @@ DIFFERENCES: tuple[Difference, ...] = (
     ),
     Difference(
         "/generate with `text` and `input_ids`",
-        "200, by the ids",
+        "200, by the ids, or 500",
         "400",
         "which of them the prefix cache and the length class go by would be a guess",
-        _statuses(200, 400, '"text": "a", "input_ids"', "/generate"),
+        lambda case, plain, router: router.status == 400 and "either text or input_ids" in router.message,
+    ),
+    Difference(
+        "a stream with log-probabilities of the prompt and more than one new token: /generate with `logprob_start_len` "
+        "of 0 or more, /v1/completions with `echo` and `logprobs`",
+        "200",
+        "400",
+        "prefill has the prompt's, decode the stream; without `stream` the reply is made of both",
+        lambda case, plain, router: (plain.status, router.status) == (200, 400) and "streamed" in router.message,
+    ),
+    Difference(
+        "a stream of /generate with `token_ids_logprob`",
+        "the log-probabilities of these ids at every new token",
+        "null at the first new token",
+        "SGLang does not hand them from prefill to decode; without `stream` the reply is made of both",
+        lambda case, plain, router: '"stream": true' in case.name and "token_ids_logprob" in case.name,
+    ),
+    Difference(
+        "a stream of /generate that is aborted before its first token, as for a grammar that cannot be compiled",
+        "one token that was never computed, then the reason",
+        "the reason",
+        "decode has not begun",
+        lambda case, plain, router: b'"type":"abort"' in plain.raw and b'"type":"abort"' in router.raw,
     ),
     Difference(
         '/generate with an empty batch, `"text": []`',
@@ -117,11 +182,17 @@ DIFFERENCES: tuple[Difference, ...] = (
         _statuses(200, 400, '"text": \\[\\]', "/generate"),
     ),
     Difference(
-        "/generate with lists of `sampling_params` or `rid` that do not fit the batch",
+        "/generate with lists of `sampling_params` or `rid` that do not fit the batch, with other names in "
+        "`session_params`, or with a `stop_regex` that cannot be compiled",
         "500; a stream is cut",
         "400",
         "it is the client's mistake, and would count as a failure of each instance that it reached",
-        _statuses(500, 400, r'"(sampling_params|rid)": \[', "/generate"),
+        lambda case, plain, router: (
+            plain.status in {0, 500}
+            and _statuses(plain.status, 400, r'"(sampling_params|rid)": \[|nope|"stop_regex', "/generate")(
+                case, plain, router
+            )
+        ),
     ),
     Difference(
         "token ids to detokenise below 0 or beyond 32 bits",
@@ -135,7 +206,7 @@ DIFFERENCES: tuple[Difference, ...] = (
         "500",
         "400",
         "it is the client's mistake",
-        _statuses(500, 400, r" \[\]$", "/v1/chat/completions"),
+        _statuses(500, 400, r" \[.*\]$", "/v1/chat/completions"),
     ),
     Difference(
         "/v1/models",
@@ -175,6 +246,27 @@ DIFFERENCES: tuple[Difference, ...] = (
         lambda case, plain, router: case.path.startswith("/v1/responses/") and router.status == 404,
     ),
     Difference(
+        "/server_info",
+        "of one server",
+        "of every instance, in two lists: `prefill` and `decode`; without keys",
+        "one router stands for all of them",
+        lambda case, plain, router: case.path in {"/server_info", "/get_server_info"},
+    ),
+    Difference(
+        "/abort_request with `abort_all`",
+        "everybody may",
+        "only the administrator may: 401, or 403 without `--admin-api-key`",
+        "it ends the requests of all clients",
+        lambda case, plain, router: case.path == "/abort_request" and router.status in {401, 403},
+    ),
+    Difference(
+        "/abort_request with a list of ids",
+        "400",
+        "200: all of them",
+        "one call ends a batch",
+        lambda case, plain, router: case.path == "/abort_request" and (plain.status, router.status) == (400, 200),
+    ),
+    Difference(
         "/flush_cache",
         "everybody may",
         "only the administrator may: 401, or 403 without `--admin-api-key`",
@@ -190,6 +282,10 @@ FATAL = (
         "its scheduler ends at some number",
     ),
     ("`custom_labels` in the body of /generate", "with `--enable-metrics` it ends at a label that it does not know"),
+    (
+        "a member of `session_params` of another type than SGLang's",
+        "its scheduler ends, or its tokenizer process fails",
+    ),
     ("`lora_id`, `positional_embed_overrides` and other fields that are SGLang's own", "its tokenizer process ends"),
     (
         "a list of `top_logprobs_num`, `return_hidden_states`, `logprob_start_len` that does not fit the batch",

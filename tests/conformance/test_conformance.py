@@ -47,7 +47,7 @@ def is_well_formed(case: Case, answer: Answer) -> bool:
     if answer.status < 400 or path == "/generate" or case.method == "HEAD":
         return True
     found = json.loads(answer.raw)
-    if path in ("/v1/messages", "/v1/messages/count_tokens"):
+    if path.startswith("/v1/messages"):
         return found["type"] == "error" and set(found["error"]) == {"type", "message"}
     return set(found) == {"error"} and set(found["error"]) == {"message", "type", "param", "code"}
 

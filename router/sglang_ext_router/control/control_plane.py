@@ -28,6 +28,7 @@ from sglang_ext_router.control.api_document import (
     request_body,
 )
 from sglang_ext_router.control.pools import add_pool_routes, worker_id, worker_state
+from sglang_ext_router.decide.pd_actions import FailureReason
 from sglang_ext_router.http import replies
 from sglang_ext_router.http.access import ALIVE_PATHS, READY_PATHS
 from sglang_ext_router.http.instance_paths import INSTANCE_PATHS, Handling
@@ -35,6 +36,7 @@ from sglang_ext_router.instances.registry import WorkerRegistry
 from sglang_ext_router.instances.workers import Worker
 from sglang_ext_router.observe.live_page import read_page
 from sglang_ext_router.request.prompt import BadRequestError, parse_body
+from sglang_ext_router.request.relay import REASON_TEXT
 from sglang_ext_router.request.request_fields import check_detokenise
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ LOAD_SECTIONS = r"^(core|memory|spec|lora|disagg|queues|all)(,(core|memory|spec|
 MAX_LABEL_CHARACTERS = 63  # of the value of a Kubernetes label
 MAX_ID_CHARACTERS = 4096  # of a request's id
 MAX_IDS = 4096  # that one call aborts
+MAX_LOST = 2  # instances that one request may be lost with
 
 
 class NewWorker(BaseModel):
@@ -87,7 +90,9 @@ class Drain(BaseModel):
 class Abort(BaseModel):
     """Body of POST /abort_request; further fields of SGLang's are ignored."""
 
-    rid: Annotated[str, Field(max_length=MAX_ID_CHARACTERS)] | Annotated[list[str], Field(max_length=MAX_IDS)] = ""
+    rid: (
+        Annotated[str, Field(max_length=MAX_ID_CHARACTERS)] | Annotated[list[str], Field(max_length=MAX_IDS)] | None
+    ) = ""
     abort_all: bool = False
 
 
@@ -154,7 +159,8 @@ def build_app(router: Router) -> FastAPI:
         headers = {name.lower(): value for name, value in (error.headers or {}).items()}
         if error.status_code == 405:
             headers["allow"] = ", ".join(methods_of(app, request.url.path))
-        return _json_error(error.status_code, str(error.detail), headers=headers)
+        answer = _json_error(error.status_code, str(error.detail), headers=headers)
+        return _shaped(request.url.path, answer)
 
     @app.exception_handler(RequestValidationError)
     async def on_bad_input(_: Request, error: RequestValidationError) -> Response:
@@ -224,17 +230,26 @@ def build_app(router: Router) -> FastAPI:
         return _json(_describe_model(registry, name, found.name))
 
     async def ask_any(path: str, body: bytes | None, model: str | None) -> Response:
-        """Ask one instance after the other until one answers; errors of theirs get the shape of the path."""
+        """Ask one instance after the other until one answers; errors of theirs get the shape of the path.
+
+        A request that two instances have taken and not answered is not sent to a third: it may be what ends them.
+        """
         workers = (*registry.ready_prefill, *registry.ready_decode)
         if model:
             found = registry.find_model(model)
             if found is None:
                 return _unknown_model(registry, model)
             workers = (*found.ready_prefill, *found.ready_decode)
+        lost = 0
         for worker in workers:
             try:
                 status, answer = await router.prober.ask(worker, path, body)
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError):
+                continue
             except (aiohttp.ClientError, TimeoutError):
+                lost += 1
+                if lost == MAX_LOST:
+                    return _json_error(502, REASON_TEXT[FailureReason.LOST_AGAIN], headers={"x-should-retry": "false"})
                 continue
             if status >= 400:
                 return _instance_error(status, answer)
@@ -249,11 +264,7 @@ def build_app(router: Router) -> FastAPI:
                 check_detokenise(parse_body(body))
             except BadRequestError as error:
                 return _json_error(400, str(error), error.param)
-        answer = await ask_any(path, body, _model_named_in(body))
-        if answer.status_code >= 400 and path.startswith("/v1/messages"):
-            answer.body = replies.anthropic_error_json(answer.status_code, bytes(answer.body))
-            del answer.headers["content-length"]
-        return answer
+        return _shaped(path, await ask_any(path, body, _model_named_in(body)))
 
     def add_not_served(methods: list[str], path: str, reason: str) -> None:
         async def not_served() -> Response:
@@ -367,9 +378,9 @@ def build_app(router: Router) -> FastAPI:
             check_admin(authorization)
             router.abort_requests(None)
         else:
-            ids = [wanted.rid] if isinstance(wanted.rid, str) else wanted.rid
+            ids = [wanted.rid] if isinstance(wanted.rid, str) else wanted.rid or []
             router.abort_requests(frozenset(one for one in ids if one))  # an empty id would be the beginning of all
-        return Response(b"", media_type="text/plain")
+        return Response()  # without a body or its type, as SGLang answers
 
     @app.get("/workers", dependencies=client)
     async def workers() -> dict[str, Any]:
@@ -497,6 +508,14 @@ def _json(content: Any, status: int = 200) -> Response:
 
 def _instance_error(status: int, body: bytes) -> Response:
     return Response(replies.instance_error_json(status, body), status_code=status, media_type="application/json")
+
+
+def _shaped(path: str, answer: Response) -> Response:
+    """Bring an error into the shape that clients of its path read."""
+    if answer.status_code >= 400 and path.startswith("/v1/messages"):
+        answer.body = replies.anthropic_error_json(answer.status_code, bytes(answer.body))
+        answer.headers["content-length"] = str(len(answer.body))
+    return answer
 
 
 def _json_error(

@@ -20,6 +20,7 @@ class FailureReason(StrEnum):
     NO_INSTANCE = "no_instance"
     CONNECT_FAILED = "connect_failed"
     LEG_LOST = "leg_lost"
+    LOST_AGAIN = "lost_again"
     LEG_FAILED = "leg_failed"
     QUEUE_TIMEOUT = "queue_timeout"
     TIMEOUT = "timeout"

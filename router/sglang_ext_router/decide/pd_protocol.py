@@ -407,6 +407,8 @@ class PDProtocol:
         if self._has_retries and not is_lost_again:
             actions.append(_EXCLUDE[leg])
             return self._back_off(actions + other)
+        if is_lost_again:
+            reason = FailureReason.LOST_AGAIN
         status = 503 if reason is FailureReason.CONNECT_FAILED else 502
         return self._reply_error(actions + other, status, reason)
 

@@ -492,7 +492,7 @@ class RequestFlow:
                 case ScheduleRetry():
                     self._schedule_retry(action.backoff_index)
                 case ReplyError():
-                    self._relay.answer_error(action.status, REASON_TEXT[action.reason])
+                    self._relay.fail(action.status, action.reason)
                 case EmitErrorEvent():
                     self._relay.emit_error_event(action.reason)
                 case CloseClient():

@@ -106,9 +106,9 @@ def read_body(path: bytes, raw: bytes | bytearray, has_hints: bool) -> ReadBody:
         scores = scores._replace(body=None)
     if path == b"/v1/responses":  # which has no place for hints
         return ReadBody(model, prompt, scores, clean_response_body(raw, body), target, None)
-    clean = clean_body(raw, body)
     if path == b"/v1/messages":  # which has no place for hints either, nor for an id
-        return ReadBody(model, prompt, scores, clean._replace(request_ids=None), target, None)
+        return ReadBody(model, prompt, scores, clean_body(raw, body, has_id=False), target, None)
+    clean = clean_body(raw, body)
     return ReadBody(model, prompt, scores, clean, target, hint_field(path, body, clean) if has_hints else None)
 
 

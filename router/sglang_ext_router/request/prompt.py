@@ -257,7 +257,7 @@ def _media_count(data: Any) -> int:
 
 def _samples(path: bytes, body: dict[str, Any]) -> int:
     """Return how many sequences the request asks for per prompt."""
-    if path == b"/v1/responses":
+    if path in (b"/v1/responses", b"/v1/messages"):  # which have no `n`
         return 1
     if path == b"/generate":
         parameters = body.get("sampling_params")

@@ -22,11 +22,13 @@ REASON_TEXT = {
     FailureReason.NO_INSTANCE: "no instance can serve the request now",
     FailureReason.CONNECT_FAILED: "an instance could not be reached",
     FailureReason.LEG_LOST: "an instance was lost while it served the request",
+    FailureReason.LOST_AGAIN: "two instances were lost while they served the request, and it is not sent to a third",
     FailureReason.LEG_FAILED: "an instance failed while it served the request",
     FailureReason.QUEUE_TIMEOUT: "the request waited too long in the router's queue",
     FailureReason.RETRY_BUDGET: "an instance failed, and too many requests are tried again already",
     FailureReason.TIMEOUT: "the request took longer than the router allows",
 }
+NO_RETRY = b"x-should-retry: false\r\n"  # OpenAI's and Anthropic's libraries look for it
 BROKEN_STATUS = 502  # of a reply that its instance did not end
 _ERROR_EVENT = b'data: {"error"'
 # What /v1/responses sends before there is a token, and in place of one.
@@ -293,7 +295,13 @@ class Relay:
 
     # -- the router's own ends of a reply ---------------------------------------------------------------
 
-    def answer_error(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+    def fail(self, status: int, reason: FailureReason) -> None:
+        """Reply that the request has failed. Client libraries must not send again what may end every instance."""
+        self.answer_error(status, REASON_TEXT[reason], may_retry=reason is not FailureReason.LOST_AGAIN)
+
+    def answer_error(
+        self, status: int, message: str, param: str | None = None, code: str | None = None, *, may_retry: bool = True
+    ) -> None:
         """Reply with an error of the router's own, unless the client has left."""
         if self._is_own_head:
             self._record.error = message
@@ -305,6 +313,8 @@ class Relay:
         self._record.status = status
         self._record.error = message
         headers = b"retry-after: 1\r\n" if status in (429, 503) else b""
+        if not may_retry:
+            headers += NO_RETRY
         if self._record.request_id:
             headers += b"x-request-id: %b\r\n" % self._record.request_id
         client.respond_error(status, message, param, headers, code)

@@ -41,12 +41,12 @@ def clean_response_body(raw: bytes | bytearray, body: dict[str, Any]) -> CleanBo
     return CleanBody(dump(kept), not kept, given, b"request_id")
 
 
-def clean_body(raw: bytes | bytearray, body: dict[str, Any]) -> CleanBody:
+def clean_body(raw: bytes | bytearray, body: dict[str, Any], has_id: bool = True) -> CleanBody:
     """Remove a client's bootstrap fields and request id; a body without any keeps its text unchanged.
 
-    Raise BadRequestError for an id that is not a string or a list of strings.
+    `has_id`: the path has a field for an id. Raise BadRequestError for an id that is not a string or a list of strings.
     """
-    given = body.get("rid")
+    given = body.get("rid") if has_id else None
     if not (given is None or type(given) is str or (type(given) is list and all(type(item) is str for item in given))):
         raise BadRequestError("rid must be a string or a list of strings", "rid")
     if ROUTER_FIELDS.isdisjoint(body):

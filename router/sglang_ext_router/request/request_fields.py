@@ -9,6 +9,7 @@ on unchanged, and of those that are the instances get what the client wrote.
 
 from __future__ import annotations
 
+import re
 import sys
 from functools import cache
 from typing import Any, Union
@@ -22,6 +23,7 @@ Schema = dict[str, Any]
 
 MAX_INT32 = 2**31 - 1
 MIN_INT64, MAX_INT64 = -(2**63), 2**63 - 1
+MAX_PATTERN_CHARACTERS = 4096  # of a longer `stop_regex` the instances say that it is too long
 MAX_LOGIT_BIAS = 1e30  # an instance exits on infinite logits
 
 
@@ -94,7 +96,7 @@ _OPENAI: dict[str, Schema] = {
 _CHOICES: dict[str, Schema] = {
     "n": _COUNT,
     "seed": _SEED,
-    "stream_options": {"type": ["object", "null"], "properties": {"include_usage": _FLAG}},
+    "stream_options": {"type": ["object", "null"], "properties": {"include_usage": _or_null(_FLAG)}},
     "min_tokens": _integer(0, MAX_INT32),
     "ignore_eos": _FLAG,
     "skip_special_tokens": _FLAG,
@@ -343,6 +345,7 @@ _CHECKS = {
     b"/v1/responses": _checks_of("/v1/responses"),
     b"/v1/messages": _checks_of("/v1/messages"),
 }
+_PATHS_WITH_BIAS = (b"/v1/chat/completions", b"/v1/completions")
 _GENERATE_CHECKS = FieldChecks({"stream": _FLAG}, is_lax=False)
 _SAMPLING_CHECKS = FieldChecks(_SGLANG_SAMPLING, is_lax=False)
 
@@ -355,7 +358,8 @@ def read_fields(path: bytes, body: dict[str, Any]) -> None:
     checks = _CHECKS.get(path)
     if checks is not None:
         checks.read(body)
-        _check_bias(body, "")
+        if path in _PATHS_WITH_BIAS:
+            _check_bias(body, "")
     else:
         _GENERATE_CHECKS.read(body)
         _check_internal(body)
@@ -364,9 +368,11 @@ def read_fields(path: bytes, body: dict[str, Any]) -> None:
             if type(item) is dict:
                 _SAMPLING_CHECKS.read(item, "sampling_params.")
                 _check_bias(item, "sampling_params.")
+                _check_patterns(item)
             elif item is not None:
                 raise BadRequestError("sampling_params must be an object", "sampling_params")
         _check_lists(body)
+        _check_session(body)
     for name in _LISTS_OF_NUMBERS:
         value = body.get(name)
         if value is not None:
@@ -399,6 +405,32 @@ def _check_internal(body: dict[str, Any]) -> None:
     for name in INTERNAL_FIELDS.intersection(body):
         if body[name] is not None and body[name] != {}:
             raise BadRequestError(f"{name} is not taken from clients: an instance may end at it", name)
+
+
+# The members of `session_params`, as in SGLang's SessionParams. SGLang checks neither names nor types: its reply to
+# another name is cut, and its scheduler exits at a value of another type.
+SESSION_FIELDS: dict[str, type] = {
+    "id": str,
+    "rid": str,
+    "offset": int,
+    "replace": bool,
+    "drop_previous_output": bool,
+}
+
+
+def _check_session(body: dict[str, Any]) -> None:
+    given = body.get("session_params")
+    if type(given) is not dict:
+        return  # the instances refuse it
+    for name, value in given.items():
+        wanted = SESSION_FIELDS.get(name)
+        if wanted is None:
+            raise BadRequestError(f"session_params has no {name}", "session_params")
+        if value is not None and type(value) is not wanted:
+            named = {str: "a string", int: "an integer", bool: "true or false"}[wanted]
+            raise BadRequestError(f"session_params.{name} must be {named}", "session_params")
+        if wanted is int and value is not None and not MIN_INT64 <= value <= MAX_INT64:
+            raise BadRequestError(f"session_params.{name} is beyond 64 bits", "session_params")
 
 
 # Fields of /generate that are one value for all prompts, or a list with one for each: at another list an instance
@@ -450,6 +482,18 @@ def _check_bias(body: dict[str, Any], where: str) -> None:
     if any(not abs(value) <= MAX_LOGIT_BIAS for value in numbers.values()):
         raise BadRequestError(f"{name} holds a number beyond {MAX_LOGIT_BIAS:g}", name)
     body["logit_bias"] = numbers
+
+
+def _check_patterns(parameters: dict[str, Any]) -> None:
+    """Raise BadRequestError for a `stop_regex` that cannot be compiled: SGLang answers 500 to it, or cuts its reply."""
+    given = parameters.get("stop_regex")
+    for pattern in given if type(given) is list else [given]:
+        if type(pattern) is str and len(pattern) <= MAX_PATTERN_CHARACTERS:
+            try:
+                re.compile(pattern)
+            except (re.error, OverflowError, RecursionError) as error:
+                name = "sampling_params.stop_regex"
+                raise BadRequestError(f"{name} cannot be compiled: {error}", name) from None
 
 
 _IDS_OR_LISTS: Any = TypeAdapter(list[int] | list[list[int]])

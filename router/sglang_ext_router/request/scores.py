@@ -96,7 +96,7 @@ def plan_scores(path: bytes, body: dict[str, Any]) -> ScorePlan:
             _check_top(top, "logprobs", MAX_TOP_LOGPROBS_WITH_DECODE)
         return NO_SCORES
     top = body.get("top_logprobs")
-    if type(top) is int:
+    if type(top) is int and path != b"/v1/messages":  # which has no such field
         _check_top(top, "top_logprobs", MAX_TOP_LOGPROBS_WITH_DECODE)
     return NO_SCORES
 

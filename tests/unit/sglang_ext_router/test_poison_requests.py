@@ -44,6 +44,77 @@ async def test_nor_does_it_visit_more_over_kept_connections() -> None:
         assert visits(served) - before == 2
 
 
+MESSAGES = [{"role": "user", "content": "poison"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/generate": PROMPT,
+    "/v1/completions": {"prompt": ["poison", "more"]},
+    "/v1/chat/completions": {"messages": MESSAGES, "n": 2},
+    "/v1/responses": {"model": "m", "input": "poison"},
+    "/v1/messages": {"model": "m", "messages": MESSAGES, "max_tokens": 4},
+}
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("path", BODIES)
+async def test_at_prefill_no_request_visits_more_than_two_instances(path: str, is_stream: bool) -> None:
+    async with cluster(short=6, long=0, **IN_TURN) as served:
+        for engine in served.short:
+            engine.script = cut()
+        for engine in served.decode:
+            engine.script = hang()
+        answer = await served.ask("POST", path, {**BODIES[path], "stream": is_stream})
+        assert answer.status == 502
+        assert sum(len(engine.requests) for engine in served.short) == 2
+        assert answer.headers["x-should-retry"] == "false", "or a client's library sends it to two more"
+
+
+async def test_nor_does_a_request_for_scores() -> None:
+    async with cluster(short=6, long=0, **IN_TURN) as served:
+        for engine in served.short:
+            engine.script = cut()
+        body = {"prompt": "poison", "max_tokens": 0, "prompt_logprobs": 1}
+        assert (await served.ask("POST", "/v1/completions", body)).status == 502
+        assert sum(len(engine.requests) for engine in served.short) == 2
+
+
+async def test_an_instance_at_each_leg_is_two_instances() -> None:
+    async with cluster(short=3, decode=3, long=0, **IN_TURN) as served:
+        for engine in served.short:
+            engine.script = hang()
+        for engine in served.decode:
+            engine.script = hang()
+        served.short[0].script = cut()
+        served.decode[1].script = cut()
+        answer = await served.ask("POST", "/generate", PROMPT)
+        assert (answer.status, visits(served)) == (502, 2)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/tokenize", "/v1/tokenize", "/v1/detokenize", "/v1/messages/count_tokens"),
+        *("/parse_function_call", "/separate_reasoning", "/api/show"),
+    ],
+)
+async def test_what_is_passed_on_visits_two_instances(path: str) -> None:
+    async with cluster(short=3, decode=3, long=0) as served:
+        engines = [*served.short, *served.decode]
+        for engine in engines:
+            engine.pages[path] = cut()
+        answer = await served.ask("POST", path, {"prompt": "poison"})
+        assert (answer.status, answer.headers["x-should-retry"]) == (502, "false")
+        assert sum(request.path == path for engine in engines for request in engine.control) == 2
+
+
+async def test_a_single_loss_without_retries_may_be_sent_again_by_the_client() -> None:
+    async with cluster(long=0, disable_retries=True) as served:
+        served.decode[0].script = cut()
+        served.short[0].script = hang()
+        answer = await served.ask("POST", "/generate", PROMPT)
+        assert answer.status == 502
+        assert "x-should-retry" not in answer.headers
+
+
 async def test_a_request_whose_instance_was_lost_once_is_served() -> None:
     async with cluster(decode=2, long=0, **IN_TURN) as served:
         served.decode[0].plan(cut())

@@ -39,7 +39,8 @@ from sglang_ext_router.decide.pd_protocol import (
 from support.pd_monitor import Event, Monitor, feed
 
 P, D = Leg.PREFILL, Leg.DECODE
-LOST, CONNECT_FAILED = FailureReason.LEG_LOST, FailureReason.CONNECT_FAILED
+LOST, LOST_AGAIN = FailureReason.LEG_LOST, FailureReason.LOST_AGAIN
+CONNECT_FAILED = FailureReason.CONNECT_FAILED
 
 
 def started(max_retries: int = 5, *, is_stream: bool = True, is_single_sequence: bool = True) -> PDProtocol:
@@ -155,7 +156,7 @@ class TestConnectionFailures:
         protocol.on_retry_timer(1)
         assert ScheduleRetry(2) in protocol.on_leg_head(P, 2, 429)
         protocol.on_retry_timer(2)
-        assert protocol.on_leg_lost(P, 3)[-2:] == (ReplyError(502, LOST), RequestFinished())
+        assert protocol.on_leg_lost(P, 3)[-2:] == (ReplyError(502, LOST_AGAIN), RequestFinished())
 
     def test_a_stale_connection_starts_all_anew_without_a_failure(self) -> None:
         protocol = started(max_retries=0)
@@ -167,7 +168,7 @@ class TestConnectionFailures:
         )
         assert protocol.on_leg_stale(D, 0) == NOTHING
         assert protocol.phase is RequestPhase.OPEN
-        assert protocol.on_leg_lost(D, 1)[-2:] == (ReplyError(502, LOST), RequestFinished())
+        assert protocol.on_leg_lost(D, 1)[-2:] == (ReplyError(502, LOST_AGAIN), RequestFinished())
 
     def test_a_stale_connection_uses_up_the_retry_of_what_was_lost_but_no_other(self) -> None:
         protocol = started(max_retries=2)
@@ -176,7 +177,7 @@ class TestConnectionFailures:
         protocol.on_retry_timer(1)
         assert ScheduleRetry(2) in protocol.on_leg_head(D, 2, 429)
         protocol.on_retry_timer(2)
-        assert protocol.on_leg_stale(D, 3)[-2:] == (ReplyError(502, LOST), RequestFinished())
+        assert protocol.on_leg_stale(D, 3)[-2:] == (ReplyError(502, LOST_AGAIN), RequestFinished())
 
     def test_an_instance_that_is_too_small_starts_all_again_elsewhere_without_a_failure(self) -> None:
         protocol = started(max_retries=1)

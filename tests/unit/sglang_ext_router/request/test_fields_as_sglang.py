@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from sglang_ext_router.request.prepared_request import read_body
 from sglang_ext_router.request.prompt import BadRequestError
-from sglang_ext_router.request.request_fields import BODIES, read_fields
+from sglang_ext_router.request.request_fields import BODIES, SESSION_FIELDS, read_fields
 
 VOCABULARY = 2048
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -194,6 +194,82 @@ def test_a_value_is_read_as_sglang_reads_it(sglang: SGLang, path: str, field: st
 @given(value=VALUES)
 def test_any_value_is_read_as_sglang_reads_it(sglang: SGLang, path: str, field: str, value: Any) -> None:
     check_reading(sglang, path, field, value)
+
+
+@pytest.mark.parametrize("value", [*USUAL, 0, "yes", "off", "2"], ids=repr)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_an_option_of_a_stream_is_read_as_sglang_reads_it(sglang: SGLang, path: str, value: Any) -> None:
+    options = {"include_usage": value}
+    theirs = sglang.read(path, {**PATHS[path], "stream": True, "stream_options": options}, "stream_options")
+    body = {**PATHS[path], "stream": True, "stream_options": options}
+    try:
+        read_fields(path.encode(), body)
+    except BadRequestError:
+        assert not theirs.is_taken
+        return
+    assert theirs == Reading(True, body["stream_options"])
+
+
+def fields_of_other_paths(sglang: SGLang, path: str) -> list[str]:
+    """Fields that the router reads, but that SGLang's model of this path has not, and so ignores."""
+    own = set(vars(sglang.models[path](PATHS[path])))
+    known = {field for body in BODIES.values() for field in body["properties"]} | {"rid", "request_id", "logit_bias"}
+    return sorted(known - own - CONTENT - {"model", "prompt_logprobs"})
+
+
+@pytest.mark.parametrize("value", ["x", -5, 2**70, 1.5, {"a": []}, [None], [[1], "x"], True], ids=repr)
+@pytest.mark.parametrize("path", PATHS)
+def test_a_field_that_the_path_has_not_is_ignored(sglang: SGLang, path: str, value: Any) -> None:
+    for field in fields_of_other_paths(sglang, path):
+        raw = json.dumps({**PATHS[path], field: value}).encode()
+        try:
+            read = read_body(path.encode(), raw, False)
+        except BadRequestError as error:
+            pytest.fail(f"{field}: {error}")
+        assert read.prompt.sequence_count == 1, field
+
+
+def test_the_members_of_a_session_are_those_of_sglang(sglang_imported: None) -> None:
+    from typing import get_args, get_type_hints
+
+    from sglang.srt.managers.io_struct import SessionParams
+
+    assert {name: get_args(hint)[0] for name, hint in get_type_hints(SessionParams).items()} == SESSION_FIELDS
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({"nope": 1}, {"id": 5}, {"id": ["x"]}, {"id": "x", "rid": {}}, {"offset": "1"}, {"offset": 1.0}),
+        *({"offset": 2**63}, {"offset": True}, {"replace": 1}, {"drop_previous_output": "yes"}, {"Id": "x"}),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_session_that_would_end_a_scheduler_is_refused(given: dict[str, Any], is_stream: bool) -> None:
+    body = {"text": "hi", "stream": is_stream, "session_params": given}
+    with pytest.raises(BadRequestError) as caught:
+        read_fields(b"/generate", body)
+    assert caught.value.param == "session_params"
+
+
+@pytest.mark.parametrize("given", [None, {}, {"id": "x", "rid": None, "offset": -1, "replace": False}, "x", [{}]])
+def test_any_other_session_is_the_instances_affair(given: Any) -> None:
+    read_fields(b"/generate", {"text": "hi", "session_params": given})
+
+
+@pytest.mark.parametrize(
+    "pattern", ["[", "(", "*a", "a{99999999999}", ["a", "(?P<x"], "(?<=a+)b", "\\", "x{2,1}"], ids=repr
+)
+def test_a_pattern_that_cannot_be_compiled_is_refused(pattern: Any) -> None:
+    """A plain server answers 500 to it, and cuts a stream."""
+    with pytest.raises(BadRequestError, match="cannot be compiled"):
+        read_fields(b"/generate", {"text": "hi", "sampling_params": {"stop_regex": pattern}})
+
+
+@pytest.mark.parametrize("pattern", [None, "[a-z]", ["a", "b+"], 5, [5], "a" * 5000, []], ids=str)
+def test_any_other_pattern_is_the_instances_affair(pattern: Any) -> None:
+    read_fields(b"/generate", {"text": "hi", "sampling_params": {"stop_regex": pattern}})
 
 
 PROMPTS: tuple[Any, ...] = (
