@@ -453,7 +453,7 @@ def response_cases() -> Iterator[Case]:
         {"input": [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]}]},
         {"input": 5},
         {"max_output_tokens": ABSENT, "stop": "a"},
-        {"max_output_tokens": -1},
+        *({"max_output_tokens": -1}, {"max_output_tokens": 1}, {"max_output_tokens": 2}),
         {"store": False},
         {"store": "no"},
         {"metadata": {"a": "b"}},

@@ -146,6 +146,13 @@ DIFFERENCES: tuple[Difference, ...] = (
         _statuses(200, 400, '"logprobs": -1', "/v1/completions"),
     ),
     Difference(
+        "`max_output_tokens` of 2",
+        "200, without output: SGLang generates two tokens fewer",
+        "400",
+        "a decode instance would be asked for nothing",
+        _statuses(200, 400, '"max_output_tokens": 2[,}]', "/v1/responses"),
+    ),
+    Difference(
         "/generate with `text` and `input_ids`",
         "200, by the ids, or 500",
         "400",

@@ -429,7 +429,7 @@ def _check_session(body: dict[str, Any]) -> None:
         if value is not None and type(value) is not wanted:
             named = {str: "a string", int: "an integer", bool: "true or false"}[wanted]
             raise BadRequestError(f"session_params.{name} must be {named}", "session_params")
-        if wanted is int and value is not None and not MIN_INT64 <= value <= MAX_INT64:
+        if type(value) is int and not MIN_INT64 <= value <= MAX_INT64:
             raise BadRequestError(f"session_params.{name} is beyond 64 bits", "session_params")
 
 
