@@ -170,6 +170,10 @@ class Laps:
         work = sum(new * (new + 2 * cached) for new, cached in zip(new_tokens, cached_tokens, strict=True))
         return self._model.cost.iteration_s(work, sum(new_tokens), sum(cached_tokens), len(new_tokens))
 
+    def short_per_s(self, now_s: float) -> float:
+        """Return how many short prefills arrive in a second, recently."""
+        return self._model.rate.per_s(now_s)
+
     def record_iteration(self, sample: IterationSample) -> None:
         """A forward iteration has ended: the cost model learns from it. It may have cost the grid a shape."""
         self._model.record_iteration(sample)

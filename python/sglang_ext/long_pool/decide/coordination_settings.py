@@ -23,8 +23,7 @@ class CoordinationSettings(NamedTuple):
     slo_stretch: float = 5.0  # this many times its time on an idle pool if that is more
     short_backlog_s: float = 0.05  # ordinary work that keeps no chunk waiting; longer work does, but
     backlog_timeout_s: float = 5.0  # where nothing else runs, not longer than this
-    chunk_s: float | None = None  # longest time of a chunk, or
-    chunk_overheads: float = 10.0  # this many times what every chunk on its group costs again if that is more
+    chunk_s: float | None = None  # longest time of a chunk, also where `chunk_length` would let it take longer
     keeps_prefixes: bool = False  # KV of streamed prompts comes to their owner's prefix cache when nothing else is done
     keep_step_s: float = 0.05  # longest step of that, as measured recently
     keep_timeout_s: float = 5.0  # this long it waits for its next step before it is dropped

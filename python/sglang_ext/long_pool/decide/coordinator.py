@@ -374,15 +374,18 @@ class Coordinator:
         if placement.start_s > 0:
             return []
         computed = prefill.offer.tokens - count_tokens(prefill.todo)
-        tokens, compute_s = self._schedule.cut(placement, computed, self._settings)
+        tokens, compute_s = self._schedule.cut(
+            placement, computed, self._members.short_load(now_s), self._settings.chunk_s
+        )
         if not self._room.fits_at_its_end(prefill, self._requests.values()):
             return self._keeping.displace((prefill.offer.owner,))[0] or self._wait_for_room(prefill, now_s)
         prefill.no_room_s = None
         is_owner_alone = group == (prefill.offer.owner,) and not prefill.is_shared and prefill.offer.fits_owner
-        if is_owner_alone and tokens == count_tokens(prefill.todo):
+        # Alone it joins the owner's own batches, which cut it as they need.
+        if is_owner_alone and placement.tokens == count_tokens(prefill.todo):
             orders = self._collect_to_owner(prefill, DeclineReason.ALONE_IS_BEST, now_s)
             if orders:
-                self._members[prefill.offer.owner].add_backlog(compute_s, now_s)
+                self._members[prefill.offer.owner].add_backlog(placement.compute_s, now_s)
             return orders
         if not self._members.are_ready(group):
             return []

@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from sglang_ext.long_pool.decide.sharding import ChunkLayout, KvMove
-from sglang_ext.long_pool.wire_types import Count, Positive, Seconds
+from sglang_ext.long_pool.wire_types import Count, Positive, Rate, Seconds
 
 
 class Offer(NamedTuple):
@@ -38,6 +38,8 @@ class MemberReport(NamedTuple):
     backlog_s: Seconds  # ordinary work there: queued, and what was begun as this was sent
     free_kv_tokens: Count
     max_chunk_tokens: Positive | None = None  # that it can compute at once by the memory besides KV, as far as it knows
+    short_per_s: Rate = 0.0  # short prefills that have arrived there recently
+    short_slo_s: Seconds | None = None  # their objective; None: it serves none, or none that is in a hurry
 
 
 class DeclineReason(StrEnum):

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from sglang_ext.long_pool.decide.chunk_length import NO_SHORT_LOAD, ShortLoad
 from sglang_ext.long_pool.decide.orders import MemberReport
 from sglang_ext.long_pool.decide.price_planner import PrefillSnapshot
 
@@ -14,6 +15,7 @@ _NOT_YET_S = 1e-6
 _LEAST_CHUNK_TOKENS = 64
 _FIRST_SHUNNED_S = 1.0
 _LONGEST_SHUNNED_S = 10.0
+_SHORTS_EXPECTED_FOR_S = 60.0
 _NONE_KEPT: Mapping[int, float] = {}
 _NONE_PROMISED: Mapping[int, int] = {}
 
@@ -100,6 +102,7 @@ class PoolMembers:
         self._members: dict[int, LongInstance] = {}
         self._order: tuple[int, ...] = ()
         self.positions: dict[int, int] = {}  # in a snapshot, by number
+        self._shorts_seen_s = -math.inf  # when a member reported short prefills last
 
     def __contains__(self, instance: int) -> bool:
         return instance in self._members
@@ -142,6 +145,17 @@ class PoolMembers:
             member.report, member.reported_s, member.latest_report_s = report, now_s, now_s
             member.record_begun(begun_step)
             member.max_free_tokens = max(member.max_free_tokens, report.free_kv_tokens)
+            if report.short_per_s > 0 and report.short_slo_s is not None:
+                self._shorts_seen_s = now_s
+
+    def short_load(self, now_s: float) -> ShortLoad:
+        """Return what short prefills arrive; those of the last minute are expected again."""
+        if now_s > self._shorts_seen_s + _SHORTS_EXPECTED_FOR_S:
+            return NO_SHORT_LOAD
+        reports = [member.report for member in self._members.values()]
+        rates = [report.short_per_s for report in reports if report.short_slo_s is not None]
+        objectives_s = [report.short_slo_s for report in reports if report.short_slo_s is not None]
+        return ShortLoad(sum(rates) / max(1, len(reports)), min(objectives_s, default=math.inf))
 
     def oldest_report_s(self) -> float:
         """Return when the member that has reported least recently did so; infinity without members."""

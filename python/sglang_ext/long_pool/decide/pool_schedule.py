@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from sglang_ext.long_pool.decide.coordination_settings import CoordinationSettings
+from sglang_ext.long_pool.decide.chunk_length import ShortLoad, longest_chunk_s
 from sglang_ext.long_pool.decide.on_time_order import OnTimeOptions, OnTimeOrder, OrderedPrefill, PendingPrefill
 from sglang_ext.long_pool.decide.price_planner import Placement, PrefillSnapshot, PricePlanner, WaitingPrompt
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost, TabulatedCost
@@ -113,20 +113,27 @@ class PoolSchedule:
     planner: PricePlanner
     order: PrefillOrder = field(default_factory=lambda: OnTimeOrder(OnTimeOptions()))
     load: PoolLoad = field(default_factory=PoolLoad)
+    price: float = 0.0  # of an instance-second at the last decision, to the first prompt
 
     def record_arrival(self, now_s: float, work_s: float) -> None:
         """A prefill of this many instance-seconds has arrived."""
         self.load.record_arrival(now_s, work_s)
         self.order.record_arrival()
 
-    def cut(self, placement: Placement, cached_tokens: int, settings: CoordinationSettings) -> tuple[int, float]:
-        """Return tokens and time of what is run of a chunk: all of it, or what fits the longest time of one."""
-        chunk_s = settings.chunk_s
-        if chunk_s is None or placement.compute_s <= chunk_s:
-            return placement.tokens, placement.compute_s
+    def cut(
+        self, placement: Placement, cached_tokens: int, shorts: ShortLoad, chunk_s: float | None
+    ) -> tuple[int, float]:
+        """Return tokens and time of what is run of a chunk: all of it, or what fits the longest time of one.
+
+        `chunk_s`: a bound besides that of `chunk_length`; where every chunk costs a tenth of it, that counts.
+        """
         options = self.planner.options
-        cost = next(candidate.cost for candidate in options.candidates if candidate.size == len(placement.group))
-        budget_s = max(chunk_s, settings.chunk_overheads * cost.predict_s(0, 0))
+        size = len(placement.group)
+        cost = next(candidate.cost for candidate in options.candidates if candidate.size == size)
+        overhead_s = cost.predict_s(0, 0)
+        budget_s = longest_chunk_s(overhead_s, size, self.price, shorts)
+        if chunk_s is not None:
+            budget_s = min(budget_s, longest_chunk_s(overhead_s, size, self.price, ShortLoad(0.0, 2 * chunk_s)))
         if placement.compute_s <= budget_s:
             return placement.tokens, placement.compute_s
         fitting = tokens_within(cost, cached_tokens, placement.tokens, budget_s)
@@ -141,14 +148,15 @@ class PoolSchedule:
 
         `running_s`: instance-seconds until all that runs has ended. ValueError as `PricePlanner.place`.
         """
-        instances = len(snapshot.node_ids)
+        options, instances = self.planner.options, len(snapshot.node_ids)
         ordered = self.order.order(now_s, pending, instances, running_s)
         left_s = running_s + sum([prompt.work_s for prompt in pending])
         waiting = [
             WaitingPrompt(prefill.new_tokens, prefill.cached_tokens, due_s - now_s, prefill.owner, prefill.holders)
-            for prefill, due_s in ordered[: self.planner.options.max_considered]
+            for prefill, due_s in ordered[: options.max_considered]
         ]
         behind = len(ordered) - len(waiting)
         others = behind + self.load.arrivals_until_empty(now_s, left_s, instances)
         placements = self.planner.place(snapshot, waiting, others)
+        self.price = max(options.min_price, (len(waiting) - 1 + others) / instances)
         return [PlacedPrefill(ordered[placed.prompt].prefill.key, placed) for placed in placements]

@@ -152,6 +152,12 @@ class LapsPolicy:
         laps.put(_queued(item), now_s)
 
     def choose(self, items: Sequence[WorkItem], free_kv_tokens: int, computed_tokens: int, now_s: float) -> Iteration:
+        return self.choose_within(items, free_kv_tokens, now_s, float("inf"))
+
+    def choose_within(
+        self, items: Sequence[WorkItem], free_kv_tokens: int, now_s: float, longest_s: float
+    ) -> Iteration:
+        """The same, but nothing that takes longer than `longest_s`."""
         by_key = {item.request.key: item for item in items}
         queue = self.laps.queue
         if len(queue) != len(by_key):  # the instance has failed meanwhile
@@ -159,7 +165,7 @@ class LapsPolicy:
                 self.laps.remove(key)
         plan = self.laps.choose(now_s, free_kv_tokens)
         for batch in plan.batches:
-            if batch.new_tokens <= free_kv_tokens:
+            if batch.new_tokens <= free_kv_tokens and batch.predicted_s <= longest_s:
                 slices = [Slice(by_key[key], by_key[key].new_tokens) for key in batch.whole]
                 if batch.cut is not None:
                     slices.append(Slice(by_key[batch.cut.key], batch.cut.tokens))

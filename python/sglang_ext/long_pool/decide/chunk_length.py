@@ -1,0 +1,45 @@
+"""How long a chunk may take where short prefills are about: a chunk cannot be interrupted, so they wait for its end.
+
+A short prefill that arrives at a member during a chunk of c seconds waits c / 2 on average, and every chunk costs its
+group a fixed time k again (launching kernels, meeting the others, moving history). With short prefills arriving at R per
+second on the group's instances together, and p seconds of delay that an instance-second costs the prompts that wait, a
+second of chunks delays the short ones by R c / 2 and costs (1 + p s) k / c on s instances. The sum is least at
+
+    c = sqrt(2 k (1 + p s) / R)
+
+So chunks grow with the load (p), with fixed cost, and where fewer short prefills come. Nobody's objective may be lost by
+that: c is at most half of the short prefills' objective, which leaves the other half to their own batch. Neither rule
+makes a chunk shorter than ten times k: nine tenths of the group's time remain for computing.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+_SHARE_OF_OBJECTIVE = 0.5
+_OVERHEADS = 10.0
+
+
+class ShortLoad(NamedTuple):
+    """Short prefills that arrive at the instances of a pool."""
+
+    per_s: float  # on each instance, mean of all
+    slo_s: float  # the tightest objective that an instance has for them; infinity: none
+
+
+NO_SHORT_LOAD = ShortLoad(0.0, math.inf)
+
+
+def longest_chunk_s(overhead_s: float, size: int, price: float, shorts: ShortLoad) -> float:
+    """Return the longest time of a chunk on `size` instances; infinity where nothing short is about.
+
+    `overhead_s`: what every chunk on such a group costs again. `price`: see `price_planner`, seconds per
+    instance-second.
+    """
+    if shorts == NO_SHORT_LOAD:
+        return math.inf
+    best_s = math.inf
+    if shorts.per_s > 0:
+        best_s = math.sqrt(2 * overhead_s * (1 + price * size) / (shorts.per_s * size))
+    return max(_OVERHEADS * overhead_s, min(best_s, _SHARE_OF_OBJECTIVE * shorts.slo_s))
