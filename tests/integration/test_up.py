@@ -157,7 +157,7 @@ def test_an_instance_that_cannot_start_ends_it_with_its_log(tmp_path: Path) -> N
     done = subprocess.run(
         [
             *(sys.executable, "-m", "sglang_ext.cli", "up", str(model), "--set", "device=cpu"),
-            *("--both", "1", "--decode", "1", "--port", "0"),
+            *("--prefill", "1", "--decode", "1", "--port", "0"),
             *("--set", f"run_dir={tmp_path / 'run'}", "--set", "name=x"),
         ],
         capture_output=True,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from sglang_ext.types import Role
+from sglang_ext.types import LengthClass, Role
 
 
 class ConfigError(ValueError):
@@ -158,8 +158,16 @@ class PoolsConfig:
 
     short: PoolConfig = field(metadata=_help("prefill of short prompts"), default=_EMPTY_POOL)
     long: PoolConfig = field(metadata=_help("prefill of long prompts"), default=_EMPTY_POOL)
-    both: PoolConfig = field(metadata=_help("prefill of short and long prompts in turn"), default=_EMPTY_POOL)
+    both: PoolConfig = field(
+        metadata=_help("prefill of all prompts; with a coordinator long ones are shared among these instances"),
+        default=_EMPTY_POOL,
+    )
     decode: PoolConfig = field(metadata=_help("decode"), default=_EMPTY_POOL)
+
+    @property
+    def member_count(self) -> int:
+        """Return how many instances can share long prompts: all that serve some."""
+        return sum(pool.count for role, pool in self.by_role() if role.serves(LengthClass.LONG))
 
     def by_role(self) -> Iterator[tuple[Role, PoolConfig]]:
         """Yield (role, pool), prefill first, in a fixed order."""
@@ -187,7 +195,9 @@ class CoordinatorConfig:
     """The coordinator of the long pool; `args` takes every further option of `sglang-ext coordinator`."""
 
     enabled: bool = field(
-        metadata=_help("long instances share their prompts: a coordinator is started, and they connect to it"),
+        metadata=_help(
+            "instances that serve long prompts share them: a coordinator is started, and they connect to it"
+        ),
         default=False,
     )
     port: int = field(
@@ -336,14 +346,16 @@ class ClusterConfig:
             raise ConfigError("host", "must not be empty")
         check_choice("device", self.device, ("auto", "cpu", "cuda"))
         check_choice("restart", self.restart, ("never", "on-failure"))
-        if self.coordinator.enabled and not self.pools.long.count:
-            raise ConfigError("coordinator.enabled", "there are no long instances that could share prompts")
+        if self.coordinator.enabled and not self.pools.member_count:
+            raise ConfigError("coordinator.enabled", "there are no instances that could share long prompts")
         if self.coordinator.enabled and self.pools.decode.dcp > 1:
             reason = "is {}, and instances that share prompts send KV by handshake, which sends every rank all of it"
             raise ConfigError("pools.decode.dcp", reason.format(self.pools.decode.dcp))
-        if self.coordinator.enabled and self.pools.long.pp > 1:
-            reason = "is {}, and a long instance that shares prompts has all layers"
-            raise ConfigError("pools.long.pp", reason.format(self.pools.long.pp))
+        for role, pool in self.pools.by_role():
+            if self.coordinator.enabled and role.serves(LengthClass.LONG) and pool.pp > 1:
+                raise ConfigError(
+                    f"pools.{role}.pp", f"is {pool.pp}, and an instance that shares prompts has all layers"
+                )
         self._check_ports_differ()
 
     @property

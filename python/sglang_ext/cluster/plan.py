@@ -16,7 +16,7 @@ from sglang_ext.cluster.model import PreparedModel
 from sglang_ext.cluster.state import POOL_KEY_FILE
 from sglang_ext.engine.device import cuda_device_count, torch_has_cuda
 from sglang_ext.engine.launch_plan import last_value, shared_cpu_environment
-from sglang_ext.types import Role
+from sglang_ext.types import LengthClass, Role
 
 ROUTER_NAME = "router"
 COORDINATOR_NAME = "coordinator"
@@ -192,7 +192,7 @@ def make_plan(
                         pool.threads or threads,
                         port,
                         bootstrap_port,
-                        (*transfer_options, *member_options) if role is Role.LONG else transfer_options,
+                        (*transfer_options, *member_options) if role.serves(LengthClass.LONG) else transfer_options,
                         _memory_share(max((gpu_users[gpu] for gpu in gpus_of.get((role, index), ())), default=1)),
                     ),
                     env=env,
@@ -280,7 +280,7 @@ _PREFILL_OPTIONS = {Role.SHORT: "--prefill-short", Role.LONG: "--prefill-long", 
 
 
 def _coordinator(config: ClusterConfig, port: int, http_port: int, key_file: Path | None) -> Program:
-    count = config.pools.long.count
+    count = config.pools.member_count
     sizes = sorted({count, *(2**power for power in range(count.bit_length()))})
     command = [sys.executable, "-m", "sglang_ext.cli", "coordinator", "--host", config.host]
     command += ["--port", str(port), "--http-port", str(http_port), "--sp-sizes", ",".join(map(str, sizes))]

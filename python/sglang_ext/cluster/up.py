@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import signal
 import sys
 from collections.abc import Sequence
@@ -20,8 +21,9 @@ from sglang_ext.cluster.ports import NoFreePortError
 from sglang_ext.cluster.state import STATE_FILE, ClusterInUseError
 from sglang_ext.cluster.supervisor import StartError
 from sglang_ext.cpu.models.smollm2 import ModelError
+from sglang_ext.long_pool.sglang.cdsp_options import architecture_conflict
 
-ROLES = ("short", "long", "both", "decode")
+ROLES = ("short", "long", "decode")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="check all settings, print the commands and start nothing"
     )
+    parser.add_argument(
+        "--prefill",
+        type=int,
+        metavar="N",
+        default=absent,
+        help="prefill instances that serve all prompts, and share the long ones among them",
+    )
     for role in ROLES:
         kind = "decode" if role == "decode" else f"prefill ({role})"
         otherwise = "; 1 where only prefill instances are given" if role == "decode" else ""
@@ -42,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--coordinator",
         action="store_true",
         default=absent,
-        help="long instances share their prompts, chunk by chunk",
+        help="with --long: long instances share their prompts, chunk by chunk",
     )
     parser.add_argument(
         "--port", type=int, metavar="N", default=absent, help="port that the router listens on; 0 picks a free one"
@@ -75,21 +84,42 @@ def config_from_arguments(args: argparse.Namespace) -> ClusterConfig:
         ("model", ("model",)),
         ("coordinator", ("coordinator", "enabled")),
         ("port", ("router", "port")),
+        ("prefill", ("pools", "both", "count")),
         *((role, ("pools", role, "count")) for role in ROLES),
     ):
         if option in given:
             _put(settings, path, given[option])
+    if given.get("prefill", 0) > 1:
+        _share_long_prompts(settings)
     if given["sglang_arguments"]:
         before = settings.get("args")
         settings["args"] = [*(before if isinstance(before, list) else []), *given["sglang_arguments"]]
     if "pools" not in settings:
-        settings["pools"] = {role: {"count": 1} for role in ("short", "long", "decode")}
+        settings["pools"] = {"both": {"count": 2}, "decode": {"count": 1}}
+        _share_long_prompts(settings)
     elif not has_pools_in_file:
         pools = settings["pools"]
         if isinstance(pools, dict):
             pools.setdefault("decode", {}).setdefault("count", 1)
     settings.setdefault("model", DEMONSTRATION_MODEL)
     return read_record(ClusterConfig, settings)
+
+
+def _share_long_prompts(settings: dict[str, object]) -> None:
+    """Start a coordinator, unless the settings say otherwise or several instances cannot compute this model."""
+    coordinator = settings.setdefault("coordinator", {})
+    if isinstance(coordinator, dict) and _can_be_shared(str(settings.get("model", DEMONSTRATION_MODEL))):
+        coordinator.setdefault("enabled", True)
+
+
+def _can_be_shared(model: str) -> bool:
+    """Return whether nothing in a model's folder speaks against it; a model without a folder here is not known."""
+    try:
+        config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return True
+    names = config.get("architectures") if isinstance(config, dict) else None
+    return architecture_conflict(str(names[0]) if isinstance(names, list) and names else None) is None
 
 
 def run(args: argparse.Namespace) -> int:

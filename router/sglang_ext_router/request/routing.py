@@ -289,11 +289,11 @@ class RoutePlanner:
         if not ready:
             return ready
         longest_tokens = min(prompt_tokens, max([worker.max_prompt_tokens for worker in ready]))
-        return [
-            worker
-            for worker in ready
-            if worker.max_prompt_tokens >= longest_tokens or (self._shares_long and worker.role is Role.LONG)
-        ]
+        return [worker for worker in ready if worker.max_prompt_tokens >= longest_tokens or self._is_member(worker)]
+
+    def _is_member(self, worker: Worker) -> bool:
+        """Return whether it holds long prompts together with others."""
+        return self._shares_long and worker.role.serves(LengthClass.LONG)
 
     def too_small(self, model: ModelPools, refuser: Worker, needed_tokens: int, refused: Set[int]) -> set[int]:
         """Return the ready instances that hold no more than `refuser`; none where all others have refused, too.
@@ -301,12 +301,12 @@ class RoutePlanner:
         `refused` are the ids of the instances of its kind that have failed the request before.
         """
         ready = model.ready_prefill if refuser.role.is_prefill else model.ready_decode
-        is_shared = self._shares_long and refuser.role is not Role.LONG  # a long pool holds it together
+        is_member = self._is_member(refuser)
         smaller = {
             worker.id
             for worker in ready
             if worker is refuser
-            or (worker.max_prompt_tokens < needed_tokens and not (is_shared and worker.role is Role.LONG))
+            or (worker.max_prompt_tokens < needed_tokens and (is_member or not self._is_member(worker)))
         }
         is_any_left = any(worker.id not in smaller and worker.id not in refused for worker in ready)
         return smaller if is_any_left and refuser.id not in refused else set()

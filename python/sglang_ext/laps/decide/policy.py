@@ -170,6 +170,13 @@ class Laps:
         work = sum(new * (new + 2 * cached) for new, cached in zip(new_tokens, cached_tokens, strict=True))
         return self._model.cost.iteration_s(work, sum(new_tokens), sum(cached_tokens), len(new_tokens))
 
+    @property
+    def short_slo_s(self) -> float | None:
+        """Return the objective of short prefills here; None where there are none, or none with a deadline."""
+        model = self._model
+        serves_short = model.mode is not LapsMode.LONG and model.options.batching is not Batching.TOKEN_MAX
+        return model.short_slo_s if serves_short else None
+
     def short_per_s(self, now_s: float) -> float:
         """Return how many short prefills arrive in a second, recently."""
         return self._model.rate.per_s(now_s)

@@ -1,15 +1,15 @@
-"""How long a chunk may take where short prefills are about: a chunk cannot be interrupted, so they wait for its end.
+"""How long a chunk may take while short prefills arrive: a chunk cannot be interrupted, so they wait for its end.
 
 A short prefill that arrives at a member during a chunk of c seconds waits c / 2 on average, and every chunk costs its
-group a fixed time k again (launching kernels, meeting the others, moving history). With short prefills arriving at R per
-second on the group's instances together, and p seconds of delay that an instance-second costs the prompts that wait, a
-second of chunks delays the short ones by R c / 2 and costs (1 + p s) k / c on s instances. The sum is least at
+group a fixed time k again (launching kernels, meeting the others, moving history). Let short prefills arrive at R per
+second on the s instances of the group together, and an instance-second cost the waiting prompts p seconds of delay.
+Then a second of chunks delays the short prefills by R c / 2, and costs (1 + p s) k / c. The sum is least at
 
     c = sqrt(2 k (1 + p s) / R)
 
-So chunks grow with the load (p), with fixed cost, and where fewer short prefills come. Nobody's objective may be lost by
-that: c is at most half of the short prefills' objective, which leaves the other half to their own batch. Neither rule
-makes a chunk shorter than ten times k: nine tenths of the group's time remain for computing.
+So chunks become longer with the load (p), with the fixed cost, and where fewer short prefills arrive. A chunk takes at
+most half of the short prefills' objective, which leaves the other half to their own batch. Neither rule makes a chunk
+shorter than ten times k: nine tenths of the group's time remain for computing.
 """
 
 from __future__ import annotations

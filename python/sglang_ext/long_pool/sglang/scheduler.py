@@ -418,7 +418,10 @@ class SequenceParallelScheduler(LengthAwareScheduler):
             report = laps.policy.report(self._snapshot(laps))
             free_tokens = self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size()
             backlog_s = begun_s + report.short.backlog_s + report.long.backlog_s
-            member.report(MemberReport(backlog_s, int(free_tokens), self._max_chunk_tokens))
+            short_slo_s = laps.policy.short_slo_s
+            member.report(
+                MemberReport(backlog_s, int(free_tokens), self._max_chunk_tokens, report.short_rate_per_s, short_slo_s)
+            )
 
     # ---------------------------------------------------------------- shared requests, wherever SGLang counts
 

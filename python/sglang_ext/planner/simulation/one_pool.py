@@ -101,7 +101,9 @@ class OnePool:
         self._costs = {candidate.size: candidate.cost for candidate in candidates}
         self._coefficients = spec.coefficients
         self._pipeline = PipelineCosts(Stages(), spec.coefficients, spec.iteration)
-        planner = PricePlanner(PriceOptions(tuple(candidates), options.min_chunk_tokens, cross_node_factor=options.cross_node_factor))
+        planner = PricePlanner(
+            PriceOptions(tuple(candidates), options.min_chunk_tokens, cross_node_factor=options.cross_node_factor)
+        )
         settings = CoordinationSettings(
             layers=1,
             chunk_s=options.chunk_s,
@@ -113,9 +115,7 @@ class OnePool:
         self.coordinator = Coordinator(PoolSchedule(planner, OnTimeOrder(OnTimeOptions())), settings)
         self._short_slo_s = short_slo_s
         self._caches: dict[int, PrefixIndex] = {}
-        self._members = [
-            _Member(number, policy(role), spec.kv_tokens) for number, role in enumerate(spec.roles)
-        ]
+        self._members = [_Member(number, policy(role), spec.kv_tokens) for number, role in enumerate(spec.roles)]
         self._tickets: dict[int, SimRequest] = {}
         self._shared: dict[int, SimRequest] = {}
         self._start_s: dict[int, float] = {}
@@ -128,7 +128,9 @@ class OnePool:
         self.timeline: list[BusyInterval] = []
         self._is_planning = False
         for member in self._members:
-            self._carry_out(self.coordinator.join(member.number, member.number // per_node, self._report_of(member), 0.0))
+            self._carry_out(
+                self.coordinator.join(member.number, member.number // per_node, self._report_of(member), 0.0)
+            )
 
     # ---- arrivals ----
 
@@ -175,7 +177,10 @@ class OnePool:
         if not member.items:
             return 0.0
         done = {} if member.batch is None else {id(item): tokens for item, tokens in member.batch.slices}
-        left = [(item.new_tokens - done.get(id(item), 0), item.cached_tokens + done.get(id(item), 0)) for item in member.items]
+        left = [
+            (item.new_tokens - done.get(id(item), 0), item.cached_tokens + done.get(id(item), 0))
+            for item in member.items
+        ]
         s = sum(self._item_s(new, cached) for new, cached in left if new)
         return s + self._coefficients.kappa_s if s else 0.0
 
@@ -188,7 +193,10 @@ class OnePool:
             if chunk.ends_s < math.inf:
                 at_s = chunk.ends_s
             else:
-                at_s = max(at_s, *(self._members[other].batch_ends_s for other in chunk.order.layout.group)) + chunk.predicted_s
+                at_s = (
+                    max(at_s, *(self._members[other].batch_ends_s for other in chunk.order.layout.group))
+                    + chunk.predicted_s
+                )
         return max(0.0, at_s - now_s)
 
     # ---- prefix caches ----
@@ -221,7 +229,9 @@ class OnePool:
         until_s = math.inf
         if chunk is not None:
             # when the last of the others is there, as it seems
-            until_s = max((self._members[other].batch_ends_s for other in chunk.missing if other != member.number), default=now_s)
+            until_s = max(
+                (self._members[other].batch_ends_s for other in chunk.missing if other != member.number), default=now_s
+            )
         if member.items and (chunk is None or until_s > now_s or member.owes_batch):
             longest_s = math.inf if member.owes_batch else until_s - now_s
             iteration = member.policy.choose_within(member.items, member.kv_tokens, now_s, longest_s)
@@ -371,4 +381,3 @@ class OnePool:
         cached = [sum(holds.values()) if number == order.owner else 0 for number in range(len(self._members))]
         self._queue(request, order.owner, cached)
         return self.coordinator.done_together(order.members, order.sequence, self._loop.now_s)
-

@@ -56,8 +56,12 @@ def test_stages_are_of_prefill_and_not_of_a_pool_that_shares_prompts() -> None:
         PoolsConfig(both=plain, decode=staged)
     assert PoolsConfig(long=staged, decode=plain).long.ranks == 2
     shared = CoordinatorConfig(enabled=True)
-    with pytest.raises(ConfigError, match=r"^pools.long.pp: is 2, and a long instance that shares prompts has all"):
-        ClusterConfig(model="m", pools=PoolsConfig(long=staged, decode=plain), coordinator=shared)
+    for pools, role in (
+        (PoolsConfig(long=staged, decode=plain), "long"),
+        (PoolsConfig(both=staged, decode=plain), "both"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^pools.{role}.pp: is 2, and an instance that shares prompts has all"):
+            ClusterConfig(model="m", pools=pools, coordinator=shared)
     ClusterConfig(model="m", pools=PoolsConfig(long=plain, short=staged, decode=plain), coordinator=shared)
 
 
@@ -113,7 +117,7 @@ def test_id_sets() -> None:
 def test_a_coordinator_needs_long_instances_and_ports_of_its_own() -> None:
     enabled = CoordinatorConfig(enabled=True, port=31000, http_port=31001)
     assert ClusterConfig(model="m", pools=POOLS, coordinator=enabled).coordinator.enabled
-    with pytest.raises(ConfigError, match=r"coordinator.enabled: there are no long instances"):
+    with pytest.raises(ConfigError, match=r"coordinator.enabled: there are no instances that could share"):
         ClusterConfig(
             model="m", pools=PoolsConfig(short=PoolConfig(), decode=PoolConfig()), coordinator=CoordinatorConfig(True)
         )

@@ -45,19 +45,33 @@ def counts(config: ClusterConfig) -> dict[str, int]:
 def test_without_options_the_demonstration_cluster() -> None:
     config = config_of()
     assert config.model == "smollm2"
-    assert counts(config) == {"short": 1, "long": 1, "both": 0, "decode": 1}
+    assert counts(config) == {"short": 0, "long": 0, "both": 2, "decode": 1}
+    assert config.coordinator.enabled
 
 
 def test_options_alone() -> None:
-    config = config_of("m", "--both", "2", "--decode", "1", "--set", "pools.decode.tp=3", "--", "--dtype", "float32")
+    config = config_of("m", "--prefill", "2", "--decode", "1", "--set", "pools.decode.tp=3", "--", "--dtype", "float32")
     assert counts(config) == {"short": 0, "long": 0, "both": 2, "decode": 1}
     assert config.pools.decode.tp == 3
     assert config.args == ("--dtype", "float32")
     staged = config_of("m", "--long", "1", "--set", "pools.long={tp: 2, pp: 3}", "--set", "device=cpu")
     assert (staged.pools.long.tp, staged.pools.long.pp, staged.device) == (2, 3, "cpu")
     assert staged.pools.long.count == 1
-    divided = config_of("m", "--both", "1", "--set", "pools.decode.tp=4", "--set", "pools.decode.dcp=2")
+    divided = config_of("m", "--prefill", "1", "--set", "pools.decode.tp=4", "--set", "pools.decode.dcp=2")
     assert (divided.pools.decode.tp, divided.pools.decode.dcp, divided.pools.decode.count) == (4, 2, 1)
+
+
+def test_several_prefill_instances_share_long_prompts_where_they_can(tmp_path: Path) -> None:
+    shared = config_of("m", "--prefill", "2")
+    assert (shared.coordinator.enabled, shared.pools.member_count, shared.pools.decode.count) == (True, 2, 1)
+    assert not config_of("m", "--prefill", "1").coordinator.enabled
+    assert not config_of("m", "--prefill", "2", "--set", "coordinator.enabled=false").coordinator.enabled
+    config_file = tmp_path / "config.json"
+    for architecture, is_shared in (("LlamaForCausalLM", True), ("DeepseekV3ForCausalLM", False)):
+        config_file.write_text(json.dumps({"architectures": [architecture]}))
+        assert config_of(str(tmp_path), "--prefill", "2").coordinator.enabled is is_shared
+    config_file.write_text("no JSON")
+    assert config_of(str(tmp_path), "--prefill", "2").coordinator.enabled
 
 
 @pytest.mark.parametrize("words", [("m", "--short", "2"), ("--short", "2", "m"), ("--short=2", "m")])
@@ -164,8 +178,9 @@ def test_dry_run_prints_commands_and_starts_nothing(tmp_path: Path, capsys: pyte
     model = model_folder(tmp_path)
     assert run(parse("--dry-run", "--set", f"run_dir={tmp_path / 'run'}", model, "--port", "0")) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4
-    assert ["worker --role short" in lines[0], " router --host " in lines[3]] == [True, True]
+    assert len(lines) == 4  # its model's configuration names no architecture that instances can share
+    wanted = ("worker --role both", "worker --role both", "worker --role decode", " router --host ")
+    assert all(word in line for word, line in zip(wanted, lines, strict=True))
     assert "[hidden]" in lines[3]
     assert not (tmp_path / "run").exists()
 
