@@ -16,6 +16,7 @@ _LEAST_CHUNK_TOKENS = 64
 _FIRST_SHUNNED_S = 1.0
 _LONGEST_SHUNNED_S = 10.0
 _SHORTS_EXPECTED_FOR_S = 60.0
+_WAIT_OF_OBJECTIVE = 1 / 16  # of short prefills, that members of a chunk may wait for each other
 _NONE_KEPT: Mapping[int, float] = {}
 _NONE_PROMISED: Mapping[int, int] = {}
 
@@ -97,7 +98,8 @@ class PoolMembers:
     """All of a pool. Iteration is in the order of their numbers, as are positions in a snapshot."""
 
     def __init__(self, short_backlog_s: float) -> None:
-        """Ordinary work of at most `short_backlog_s` keeps no step waiting."""
+        """Ordinary work of at most `short_backlog_s`, or a sixteenth of its objective, keeps no step waiting: the
+        members of a step begin it when each has ended its batch, and wait for each other."""
         self._short_backlog_s = short_backlog_s
         self._members: dict[int, LongInstance] = {}
         self._order: tuple[int, ...] = ()
@@ -147,6 +149,14 @@ class PoolMembers:
             member.max_free_tokens = max(member.max_free_tokens, report.free_kv_tokens)
             if report.short_per_s > 0 and report.short_slo_s is not None:
                 self._shorts_seen_s = now_s
+
+    @property
+    def short_backlog_s(self) -> float:
+        """Return how much ordinary work keeps no step waiting."""
+        objectives_s = [
+            member.report.short_slo_s for member in self._members.values() if member.report.short_slo_s is not None
+        ]
+        return max(self._short_backlog_s, _WAIT_OF_OBJECTIVE * min(objectives_s, default=0.0))
 
     def short_load(self, now_s: float) -> ShortLoad:
         """Return what short prefills arrive; those of the last minute are expected again."""
@@ -214,7 +224,7 @@ class PoolMembers:
             member.step is None
             and instance not in kept
             and now_s >= member.shunned_until_s
-            and member.backlog_s(now_s) <= self._short_backlog_s
+            and member.backlog_s(now_s) <= self.short_backlog_s
             for instance, member in self._members.items()
         )
 
@@ -235,7 +245,7 @@ class PoolMembers:
         for instance in self._order:
             member = self._members[instance]
             delay_s = member.backlog_s(now_s) if counts_backlog else 0.0
-            if delay_s <= self._short_backlog_s:
+            if delay_s <= self.short_backlog_s:
                 delay_s = 0.0
             if member.step is not None:
                 delay_s += max(_NOT_YET_S, member.step_ends_s - now_s)

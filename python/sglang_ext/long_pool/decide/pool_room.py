@@ -160,7 +160,7 @@ class PrefixKeeping:
         if now_s > prefill.kept_s + self._settings.keep_timeout_s:
             return True
         return any(
-            self._members[instance].backlog_s(now_s) > self._settings.short_backlog_s
+            self._members[instance].backlog_s(now_s) > self._members.short_backlog_s
             and self._members[instance].free_tokens < _owned_tokens(prefill, instance)
             for instance in prefill.held
         )
@@ -185,7 +185,7 @@ class PrefixKeeping:
 
     def _is_idle(self, instance: int, now_s: float) -> bool:
         member = self._members[instance]
-        works = member.step is not None or member.backlog_s(now_s) > self._settings.short_backlog_s
+        works = member.step is not None or member.backlog_s(now_s) > self._members.short_backlog_s
         return not works and now_s >= member.shunned_until_s
 
 

@@ -263,7 +263,8 @@ class OnePool:
 
     def _end_batch(self, member: _Member) -> None:
         iteration, sample, now_s = member.batch, member.sample, self._loop.now_s
-        assert iteration is not None and sample is not None
+        assert iteration is not None
+        assert sample is not None
         member.batch = member.sample = None
         if any(tokens < item.new_tokens or item.length_class.value == "long" for item, tokens in iteration.slices):
             for item in member.items:
@@ -374,7 +375,7 @@ class OnePool:
             self._go_on(self._members[number])
 
     def _end_collect(self, order: Collect) -> Sequence[Order]:
-        """What is computed of a prompt comes to its owner, which goes on with it; the time for that is not simulated."""
+        """What is computed of a prompt comes to its owner, which goes on with it; that takes no simulated time."""
         request, holds = self._shared.pop(order.request), self._holds.pop(order.request, {})
         for number, tokens in holds.items():
             self._members[number].kv_tokens += tokens

@@ -421,6 +421,28 @@ def test_chunks_that_take_too_long_are_cut() -> None:
     assert cost.predict_s(0, tokens) <= 0.5 < cost.predict_s(0, tokens + 2)
 
 
+def test_chunks_are_short_while_short_prefills_arrive() -> None:
+    one = coordinator(2)
+    busy = MemberReport(0.0, 100_000, None, 2.0, 0.8)
+    for instance in (0, 1):
+        one.report(instance, busy, 0.0)
+    first = chunk_of(one.offer(offer(tokens=4000), 0.0))
+    # Half of the objective, unless a tenth of it were fixed cost.
+    assert 0 < count_tokens(first.layout.new[0]) * 5e-4 * 2 < 0.4
+    for instance in (0, 1):
+        one.report(instance, IDLE, 70.0)  # a minute without any
+    one.done(0, first.sequence, 70.0)
+    second = chunk_of(one.done(1, first.sequence, 70.0))
+    computed = sum(count_tokens(part) for order in (first, second) for part in order.layout.new)
+    assert computed == 4000
+
+
+def test_a_prompt_that_is_best_alone_joins_its_owners_batches_however_long_it_is() -> None:
+    one = coordinator(1)
+    one.report(0, MemberReport(0.0, 100_000, None, 2.0, 0.8), 0.0)
+    assert one.offer(offer(tokens=4000), 0.0)[-1] == Decline(1, 0, DeclineReason.ALONE_IS_BEST)
+
+
 # ---- prompts that no instance has ----
 
 
