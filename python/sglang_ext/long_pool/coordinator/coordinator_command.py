@@ -81,8 +81,8 @@ SETTINGS = (
         "max_chunk_ms",
         float,
         None,
-        "longest time of a chunk, as predicted, for which other work of its instances waits (default: no bound); a "
-        "chunk takes at least ten times what every chunk costs again",
+        "longest time of a chunk, as predicted, for which other work of its instances waits (default: what the short "
+        "prompts that arrive allow); a chunk takes at least ten times what every chunk costs again",
     ),
     _POOL(
         "step_timeout_ms",

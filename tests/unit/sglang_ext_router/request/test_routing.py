@@ -336,8 +336,9 @@ def test_a_prompt_that_only_the_other_pool_holds_goes_there() -> None:
     assert (route.prefill, route.decision.length_class) == (long, LengthClass.SHORT)
 
 
-def test_instances_of_a_long_pool_hold_a_prompt_together() -> None:
-    pools = Pools(LONG, LONG, DECODE, coordinator_url="http://127.0.0.1:1")
+@pytest.mark.parametrize("role", [LONG, BOTH])
+def test_instances_of_a_long_pool_hold_a_prompt_together(role: Role) -> None:
+    pools = Pools(role, role, DECODE, coordinator_url="http://127.0.0.1:1")
     small, large, _ = pools.workers
     small.max_prompt_tokens, large.max_prompt_tokens = 1000, 2000
     pools.registry.refresh()
