@@ -1,4 +1,4 @@
-"""Instances that serve all prompts and share the long ones: every token is right, and short prompts do not wait long."""
+"""Instances that serve all prompts and share the long ones give right tokens, and all of their memory is free again."""
 
 from __future__ import annotations
 
