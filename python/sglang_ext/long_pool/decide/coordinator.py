@@ -319,7 +319,9 @@ class Coordinator:
         self._forget_unclaimed(now_s)
         # Ordinary work may be followed by more of it for ever.
         ignores_backlog = not self._steps and now_s > self._quiet_s + self._settings.backlog_timeout_s
-        if not (pending or self._announced) or not (ignores_backlog or self._members.any_idle(now_s, kept)):
+        if not (pending or self._announced) or not len(self._members):
+            return orders
+        if not (ignores_backlog or self._members.any_idle(now_s, kept)):
             return orders
         turns = self._turns(pending, kept, now_s, counts_backlog=not ignores_backlog)
         # What no group can hold comes last, the least urgent first: without it there may be room for the others.

@@ -64,7 +64,7 @@ class _Chunk:
 
 
 @dataclass(slots=True, eq=False)
-class _Member:
+class _PoolInstance:
     number: int
     policy: LapsPolicy
     kv_tokens: int  # free
@@ -115,7 +115,7 @@ class OnePool:
         self.coordinator = Coordinator(PoolSchedule(planner, OnTimeOrder(OnTimeOptions())), settings)
         self._short_slo_s = short_slo_s
         self._caches: dict[int, PrefixIndex] = {}
-        self._members = [_Member(number, policy(role), spec.kv_tokens) for number, role in enumerate(spec.roles)]
+        self._members = [_PoolInstance(number, policy(role), spec.kv_tokens) for number, role in enumerate(spec.roles)]
         self._tickets: dict[int, SimRequest] = {}
         self._shared: dict[int, SimRequest] = {}
         self._start_s: dict[int, float] = {}
@@ -173,7 +173,7 @@ class OnePool:
         c = self._coefficients
         return c.alpha_s * new * (new + 2 * cached) + c.token_s * new
 
-    def _queued_s(self, member: _Member) -> float:
+    def _queued_s(self, member: _PoolInstance) -> float:
         if not member.items:
             return 0.0
         done = {} if member.batch is None else {id(item): tokens for item, tokens in member.batch.slices}
@@ -184,7 +184,7 @@ class OnePool:
         s = sum(self._item_s(new, cached) for new, cached in left if new)
         return s + self._coefficients.kappa_s if s else 0.0
 
-    def _busy_s(self, member: _Member) -> float:
+    def _busy_s(self, member: _PoolInstance) -> float:
         """Until its batch and its chunk have ended."""
         now_s = self._loop.now_s
         at_s = now_s if member.batch is None else member.batch_ends_s
@@ -219,7 +219,7 @@ class OnePool:
 
     # ---- batches ----
 
-    def _go_on(self, member: _Member) -> None:
+    def _go_on(self, member: _PoolInstance) -> None:
         """What a member does next, where it does nothing."""
         if member.batch is not None or (member.chunk is not None and member.chunk.ends_s < math.inf):
             return
@@ -246,12 +246,12 @@ class OnePool:
             if not chunk.missing:
                 self._begin(chunk)
 
-    def _wake(self, what: tuple[_Member, int]) -> None:
+    def _wake(self, what: tuple[_PoolInstance, int]) -> None:
         member, generation = what
         if member.generation == generation:
             self._go_on(member)
 
-    def _run(self, member: _Member, iteration: Iteration, sample: IterationSample) -> None:
+    def _run(self, member: _PoolInstance, iteration: Iteration, sample: IterationSample) -> None:
         now_s = self._loop.now_s
         member.owes_batch = False
         member.batch, member.sample, member.batch_ends_s = iteration, sample, now_s + sample.duration_s
@@ -261,7 +261,7 @@ class OnePool:
                 item.start_s = now_s
         self._loop.schedule(member.batch_ends_s, self._end_batch, member)
 
-    def _end_batch(self, member: _Member) -> None:
+    def _end_batch(self, member: _PoolInstance) -> None:
         iteration, sample, now_s = member.batch, member.sample, self._loop.now_s
         assert iteration is not None
         assert sample is not None
@@ -291,7 +291,7 @@ class OnePool:
 
     # ---- chunks ----
 
-    def _report_of(self, member: _Member) -> MemberReport:
+    def _report_of(self, member: _PoolInstance) -> MemberReport:
         busy_s = 0.0 if member.chunk is not None else self._busy_s(member)
         rate = member.policy.laps.short_per_s(self._loop.now_s)
         return MemberReport(busy_s + self._queued_s(member), member.kv_tokens, None, rate, self._short_slo_s)

@@ -443,6 +443,13 @@ def test_a_prompt_that_is_best_alone_joins_its_owners_batches_however_long_it_is
     assert one.offer(offer(tokens=4000), 0.0)[-1] == Decline(1, 0, DeclineReason.ALONE_IS_BEST)
 
 
+def test_a_prompt_waits_for_the_first_member() -> None:
+    one = coordinator(0)
+    assert one.announce(ticket(), 0.0) == []
+    assert one.plan(100.0) == []
+    assert one.join(0, 0, IDLE, 101.0) == [Bind(-1, 0)]
+
+
 # ---- prompts that no instance has ----
 
 
