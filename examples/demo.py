@@ -1,11 +1,10 @@
-"""The demonstration: short chats and a question about a document, served at the same time by separate pools.
+"""The demonstration: short chats and questions about documents, served at the same time by the same instances.
 
     python examples/demo.py [--device cpu|cuda] [--keep] [--decode-tp 3]
 
-Starts one short prefill, two long prefill and one decode instance of SGLang, the coordinator that lets the two share a
-prompt, and the router (on GPUs: as many instances as there are GPUs for, and no coordinator); asks through the
-unmodified `openai` client, and shows where every request went, on how many instances its chunks were computed, and how
-long each step took.
+Starts two prefill instances of SGLang and one for decode, the coordinator that lets the two share long prompts, and the
+router (on GPUs: as many instances as there are GPUs for, and no coordinator); asks through the unmodified `openai`
+client, and shows where every request went, on how many instances its chunks were computed, and how long each step took.
 """
 
 from __future__ import annotations
@@ -57,11 +56,12 @@ EXAMPLES = Path(__file__).resolve().parent
 START_TIMEOUT_S = 600.0
 POOL_TIMEOUT_S = 20.0
 LENGTH_BOUNDARY_TOKENS = 512
-SHARED_FROM_TOKENS = 1400  # longer prompts are offered to both long instances
-PREFILL_CHUNK_TOKENS = 256  # of what a long instance computes by itself: after each chunk it reports its load
+SHARED_FROM_TOKENS = 1400  # longer prompts are offered to both prefill instances
+PREFILL_CHUNK_TOKENS = 256  # of what an instance computes by itself: after each chunk it reports its load
 SOON_FREE_S = 4.0  # with more work than this, waiting for it would not pay
+LONG_WORK_S = 2.0  # no work of short prompts takes this long
 MIN_CHUNK_TOKENS = 256
-LONG_INSTANCES = 2
+PREFILL_INSTANCES = 2
 
 SHORT_QUESTIONS = {
     "capital": "What is the capital of France?",
@@ -94,19 +94,19 @@ def questions() -> list[Question]:
 def cluster_config(arguments: argparse.Namespace, machine: Host) -> ClusterConfig:
     """The demonstration's cluster on `machine`.
 
-    On a CPU all pools, and long instances that share prompts, which those on a GPU cannot yet. With a GPU for each of
+    On a CPU two prefill instances that share long prompts, which has not been tried on GPUs. With a GPU for each of
     them a short, a long and a decode instance; with fewer GPUs one prefill instance for all prompts and a decode
     instance, which share the GPU if there is only one. Raises ConfigError.
     """
     gpu_count = 0 if arguments.device == "cpu" else machine.gpu_count
     decode = PoolConfig(count=1, tp=arguments.decode_tp)
     if gpu_count == 0:
-        long_pool = PoolConfig(
-            count=LONG_INSTANCES,
+        shared = PoolConfig(
+            count=PREFILL_INSTANCES,
             worker_args=("--cdsp-min-tokens", str(SHARED_FROM_TOKENS)),
             args=("--chunked-prefill-size", str(PREFILL_CHUNK_TOKENS)),
         )
-        pools = PoolsConfig(short=PoolConfig(count=1), long=long_pool, decode=decode)
+        pools = PoolsConfig(both=shared, decode=decode)
     elif gpu_count < 2 + arguments.decode_tp:
         pools = PoolsConfig(both=PoolConfig(count=1), decode=decode)
     else:
@@ -199,24 +199,23 @@ def _demonstrate(cluster: Cluster, began_s: float) -> bool:
 
 
 def _await_pool(cluster: Cluster) -> None:
-    """Wait until the long instances are members of their pool; before that each computes its prompts itself."""
+    """Wait until the prefill instances are members of their pool; before that each computes its prompts itself."""
     if cluster.plan.coordinator is None:
         return
     deadline_s = time.monotonic() + POOL_TIMEOUT_S
     while time.monotonic() < deadline_s:
         status = _pool_status(cluster)
-        if status is not None and len(status["members"]) == LONG_INSTANCES:
+        if status is not None and len(status["members"]) == PREFILL_INSTANCES:
             return
         time.sleep(0.1)
     print(
-        f"the long instances have not joined their pool within {POOL_TIMEOUT_S:g} s; each computes its prompts itself",
+        f"the instances have not joined their pool within {POOL_TIMEOUT_S:g} s; each computes its prompts itself",
         flush=True,
     )
 
 
 class _SoonFree:
-    """Describes whether a long instance has work of its own, though not for long: what comes now begins on the other
-    one."""
+    """Describes whether an instance has long work, though not for long: what comes now begins on the other one."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -228,7 +227,7 @@ class _SoonFree:
         if status is None:
             return True
         backlog_s = max((member["backlog_s"] for member in status["members"]), default=0.0)
-        self._was_busy |= backlog_s > 0
+        self._was_busy |= backlog_s > LONG_WORK_S
         return self._was_busy and backlog_s < SOON_FREE_S
 
 
@@ -255,7 +254,7 @@ def _plan(reply: Reply, status: Any) -> str:
 def _explain() -> None:
     cores = len(find_machine().core_ids)
     print(
-        f"\nchunks: tokens @ instances. Prompts from {SHARED_FROM_TOKENS:,} tokens on are shared by the long instances "
+        f"\nchunks: tokens @ instances. Prompts from {SHARED_FROM_TOKENS:,} tokens on are shared by the instances "
         "where the costs in\nexamples/demo_costs.json say that it is faster: those of a machine with a core for each "
         f"instance. This one has {cores}."
     )

@@ -87,7 +87,7 @@ def draw_timeline(replies: Sequence[Reply], name_of: Callable[[str], str], pictu
     axes.set_xlim(0, end_s * 1.42)
     axes.set_xlabel("seconds since the first requests were sent")
     axes.set_title(
-        "Short prompts do not wait behind long ones: each class has its own prefill instances",
+        "Short prompts do not wait behind long ones, which the same instances compute chunk by chunk",
         loc="left",
         fontsize=11,
         fontweight="bold",

@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -244,8 +245,13 @@ def _lane(instance: str, stage: int) -> str:
 
 
 def plan_text(chunks: Sequence[tuple[int, int]]) -> str:
-    """A plan in one line, from (tokens, instances) of each chunk."""
-    return " -> ".join(f"{tokens:,} @ {size}" for tokens, size in chunks)
+    """A plan in one line, from (tokens, instances) of each chunk; what follows on as many instances is one entry."""
+    entries = []
+    for size, alike in groupby(chunks, key=lambda chunk: chunk[1]):
+        tokens = [chunk[0] for chunk in alike]
+        count = f" in {len(tokens)}" if len(tokens) > 1 else ""
+        entries.append(f"{sum(tokens):,} @ {size}{count}")
+    return " -> ".join(entries)
 
 
 def chunks_of(request: Mapping[str, Any]) -> list[tuple[int, int]]:

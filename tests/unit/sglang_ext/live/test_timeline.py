@@ -21,6 +21,7 @@ from sglang_ext.live.timeline import (
     TimelinePictureError,
     add_arguments,
     draw_timeline,
+    plan_text,
     run,
     timeline_of,
     timeline_of_stages,
@@ -261,3 +262,9 @@ def test_what_is_no_status_of_stages_draws_no_timeline(status: object) -> None:
 def test_the_command_says_what_it_cannot_ask(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(parse("--instance", "127.0.0.1:1")) == 1
     assert "timeline: --instance 127.0.0.1:1: does not answer" in capsys.readouterr().err
+
+
+def test_chunks_on_as_many_instances_are_one_entry() -> None:
+    assert plan_text([]) == ""
+    assert plan_text([(1024, 1)]) == "1,024 @ 1"
+    assert plan_text([(256, 1), (256, 2), (1000, 2), (50, 4)]) == "256 @ 1 -> 1,256 @ 2 in 2 -> 50 @ 4"
