@@ -7,10 +7,11 @@ import pytest
 
 import support.engines  # noqa: F401 - takes note of the environment before any test changes it
 from sglang_ext_router.compiled import describe_compiled
+from support.examples import QUICK_EXAMPLES
 
 # How long an example takes is the machine's affair.
-hypothesis.settings.register_profile("untimed", deadline=None)
-hypothesis.settings.load_profile("untimed")
+hypothesis.settings.register_profile("full", deadline=None)
+hypothesis.settings.register_profile("quick", deadline=None, max_examples=QUICK_EXAMPLES)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -41,7 +42,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """With several workers, whose controller prints dots alone."""
+    """Choose how many examples a property is tried with; name failures where the controller of workers prints dots."""
+    hypothesis.settings.load_profile("full" if config.getoption("--full") else "quick")
     if config.pluginmanager.hasplugin("dsession"):
         config.pluginmanager.register(_FailuresAtOnce(config))
 

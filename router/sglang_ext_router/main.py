@@ -201,6 +201,7 @@ async def serve(
         loop.add_signal_handler(signal.SIGHUP, router.access_log.reopen)
     if ends_with_stdin:
         loop.add_reader(sys.stdin.fileno(), stop.set)
+    router.control_plane()  # built before the first client connects
     await router.start()
     server = await router.ports.listen(router.connection, sockets.clients, LISTEN_BACKLOG, tls)
     if sockets.reports is not None:

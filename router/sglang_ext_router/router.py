@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from fastapi import FastAPI
 from prometheus_client.core import Metric
 
 from sglang_ext.laps.decide.boundary import DEFAULT_BOUNDARY_TOKENS
@@ -152,7 +153,7 @@ class Router:
             self.metrics.traces = self.services.tracer.counts
         self.live_page = None if config.disable_ui else LivePage(self, process_index)
         self.is_draining = False
-        self.app = build_app(self)
+        self._app: FastAPI | None = None
         self._admitted: deque[RequestFlow] = deque()
         self._refused_before = 0  # requests that found the queue full, when the limit was divided last
         self._is_starting = False
@@ -170,6 +171,12 @@ class Router:
         self._next_progress_s = 0.0
         self._tokenisers = Tokenisers(loop)
         self._warned_boundaries: set[int] = set()  # boundaries of instances that differ from the router's
+
+    def control_plane(self) -> FastAPI:
+        """Return the application of the control plane, which is built at the first call (60 ms)."""
+        if self._app is None:
+            self._app = build_app(self)
+        return self._app
 
     # -- life -------------------------------------------------------------------------------------------
 
@@ -286,10 +293,10 @@ class Router:
     def _methods_of(self, path: bytes) -> list[str]:
         if path in GENERATION_PATHS:
             return ["POST", "PUT"] if path == b"/generate" else ["POST"]
-        return methods_of(self.app, path.decode("latin-1"))
+        return methods_of(self.control_plane(), path.decode("latin-1"))
 
     def _dispatch_report(self, connection: ClientConnection, request: Request) -> None:
-        connection.call = AsgiCall(self.app, connection, request, self.access_log)
+        connection.call = AsgiCall(self.control_plane(), connection, request, self.access_log)
 
     def demand(self) -> Demand:
         """Return the requests under way, waiting and just refused, by which routers that share a limit divide it."""

@@ -38,6 +38,7 @@ def victim(decode: Engine) -> Iterator[Engine]:
     engine.stop()
 
 
+@pytest.mark.full
 def test_decode_recovers_from_a_killed_prefill(decode: Engine, victim: Engine) -> None:
     prompt = random_prompt(150, seed=11)
     body = with_room({"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 4}}, victim)

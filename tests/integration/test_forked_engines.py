@@ -89,6 +89,7 @@ def test_an_engine_is_a_child_of_its_client_and_says_what_it_is() -> None:
     assert wait_until_gone(pids, 5) == []
 
 
+@pytest.mark.full
 def test_kill_9_takes_its_children_along_and_is_reported() -> None:
     (engine,) = FLEET.get(EngineSpec(Role.SHORT, name="forked"))
     pids = engine.process_ids()
@@ -188,6 +189,7 @@ def test_a_worker_that_is_executed_serves(method: str) -> None:
     assert greedy(engine, decode, prompt, 8) == greedy_reference(prompt, 8)
 
 
+@pytest.mark.full
 def test_engines_do_not_share_their_random_seed() -> None:
     drawing = FLEET.get(EngineSpec(Role.SHORT, name="draw-0"), EngineSpec(Role.SHORT, name="draw-1"))
     seeds = {engine.get("/server_info").body["random_seed"] for engine in drawing}

@@ -165,6 +165,7 @@ def test_decode_aborted_while_it_decodes(pair: tuple[Engine, Engine], threads: T
     assert decode.wait_idle() < ABORT_LIMIT_S
 
 
+@pytest.mark.full
 def test_prefill_killed_while_decode_waits_for_its_kv(pair: tuple[Engine, Engine], threads: ThreadPoolExecutor) -> None:
     prefill, decode = pair
     body = request_body(prefill, "killed-prefill")
@@ -178,6 +179,7 @@ def test_prefill_killed_while_decode_waits_for_its_kv(pair: tuple[Engine, Engine
     check_that_it_serves(*FLEET.get(PREFILL, DECODE))
 
 
+@pytest.mark.full
 def test_decode_killed_before_it_gets_kv(pair: tuple[Engine, Engine], threads: ThreadPoolExecutor) -> None:
     prefill, decode = pair
     check_that_it_serves(*pair)  # an invitation to a frozen process needs a connection that is there

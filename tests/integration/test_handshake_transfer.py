@@ -154,6 +154,7 @@ def test_a_prompt_that_decode_has_already(pair: Pair) -> None:
         assert greedy(*pair, prompt, NEW_TOKENS) == greedy_reference(prompt, NEW_TOKENS)
 
 
+@pytest.mark.full
 def test_more_requests_than_backends(pair: Pair) -> None:
     prompts = [random_prompt(10 + 37 * index, seed=500 + index) for index in range(12)]
     before = settled(pair[1], "requests_total")

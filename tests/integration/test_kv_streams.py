@@ -161,6 +161,7 @@ def test_every_instance_sends_what_it_computes(pool: LongPool) -> None:
     pool.check_clean(free)
 
 
+@pytest.mark.full
 def test_layers_are_sent_while_later_ones_are_computed(pool: LongPool) -> None:
     """How soon a grant comes is up to the machine; that it comes before the end of some chunk is not."""
 

@@ -60,7 +60,9 @@ def checked_pair(threads: ThreadPoolExecutor, prefill: Engine, decode: Engine) -
     pair.check_clean(before)
 
 
-@pytest.mark.parametrize("shorts", [0, 1, 2, 5])
+@pytest.mark.parametrize(
+    "shorts", [pytest.param(0, marks=pytest.mark.full), 1, pytest.param(2, marks=pytest.mark.full), 5]
+)
 def test_greedy_tokens_with_shorts_between_chunks(paged: Pair, shorts: int) -> None:
     parks_before = paged.status()["parks"]
     long = paged.send(LONG_TOKENS + shorts, seed=shorts)
@@ -113,6 +115,7 @@ def test_what_ran_and_who_was_parked_meanwhile_is_told(pair: Pair) -> None:
     assert pair.prefill.get("/laps?since=-1").status in (400, 422)
 
 
+@pytest.mark.full
 def test_several_are_parked_at_once(pair: Pair) -> None:
     """Each later one is more urgent than all before it."""
     longs = []
@@ -165,6 +168,7 @@ def test_abort_of_everything_with_several_parked(pair: Pair) -> None:
     assert pair.send(LONG_TOKENS, seed=70).is_exact()
 
 
+@pytest.mark.full
 def test_prefills_for_a_decode_instance_that_has_died_end(threads: ThreadPoolExecutor) -> None:
     """Each learns it from the first chunk that it cannot send; what it has left is not computed."""
     prefill, decode = FLEET.get(prefill_spec(), EngineSpec(Role.DECODE, shape=SHAPE, name="dies"))
@@ -257,6 +261,7 @@ def test_extreme_deadlines_do_no_harm(pair: Pair, slo_ms: float | None) -> None:
     assert all(short.is_exact() for short in shorts)
 
 
+@pytest.mark.full
 def test_memory_for_two_longs_and_many_shorts(threads: ThreadPoolExecutor) -> None:
     """More work than KV memory: prefixes are evicted, no request waits for ever, tokens stay right."""
     spec = prefill_spec("--max-total-tokens", str(SMALL_KV_TOKENS))

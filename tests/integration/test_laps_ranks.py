@@ -60,6 +60,7 @@ def test_abort_while_parked(pair: Pair) -> None:
     assert other.is_exact()
 
 
+@pytest.mark.full
 def test_modes_switch_under_load(pair: Pair) -> None:
     generation = pair.status()["generation"]
     requests = []

@@ -77,6 +77,7 @@ def timed_pair() -> Iterator[Pair]:
     yield from checked_pair(TIMED_STAGES, DECODE)
 
 
+@pytest.mark.full
 def test_prompts_of_every_length(any_pair: Pair) -> None:
     assert any_pair.prefill.get("/server_info").body["pp_size"] == 2
     for length in LENGTHS_TOKENS:
@@ -94,6 +95,7 @@ def test_greedy_tokens_with_several_parked_and_shorts_between(any_pair: Pair) ->
     assert any_pair.status()["parks"] - parks_before >= len(PRIORITIES) - 1
 
 
+@pytest.mark.full
 def test_four_at_once_that_share_a_prefix(by_any_transfer: Pair) -> None:
     prefix = by_any_transfer.send(700, seed=1020)
     assert prefix.is_exact()
@@ -123,6 +125,7 @@ def test_abort(by_any_transfer: Pair, stage: str) -> None:
     assert computed_tokens < (1 + len(others)) * LONG_TOKENS
 
 
+@pytest.mark.full
 def test_abort_of_everything_with_several_parked(by_any_transfer: Pair) -> None:
     longs = []
     for number, priority in enumerate(PRIORITIES[1:]):
@@ -134,6 +137,7 @@ def test_abort_of_everything_with_several_parked(by_any_transfer: Pair) -> None:
     assert by_any_transfer.send(LONG_TOKENS, seed=1060).is_exact()
 
 
+@pytest.mark.full
 def test_modes_switch_under_load(pair: Pair) -> None:
     generation = pair.status()["generation"]
     requests = []

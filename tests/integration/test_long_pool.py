@@ -122,6 +122,7 @@ def test_a_member_that_stops_costs_time_only(pool: list[Pair], coordinator: Coor
         assert pool[number % 2].send(LONG, seed=510 + number).is_exact()
 
 
+@pytest.mark.full
 def test_the_coordinator_is_killed(threads: ThreadPoolExecutor) -> None:
     with Coordinator.running("--sp-sizes", "1,2", "--min-chunk-tokens", "64") as mortal:
         *members, decode = FLEET.get(

@@ -88,6 +88,7 @@ def test_a_prompt_that_needs_more_than_its_logits_is_refused(pool: list[Pair]) -
         pair.check_clean(tokens)
 
 
+@pytest.mark.full
 def test_without_its_pool_a_member_refuses_what_it_cannot_hold(pool: list[Pair], coordinator: Coordinator) -> None:
     coordinator.kill()
     try:

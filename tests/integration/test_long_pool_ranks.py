@@ -115,6 +115,7 @@ def test_one_prompt_on_two_instances_of_two_ranks(pool: list[Pair], coordinator:
     check_clean(pool, free)
 
 
+@pytest.mark.full
 def test_all_ranks_send_what_they_compute(pool: list[Pair], coordinator: Coordinator) -> None:
     def written_bytes() -> list[float]:
         return [settled(pair.prefill, "written_bytes_total") for pair in pool]
@@ -132,6 +133,7 @@ def test_all_ranks_send_what_they_compute(pool: list[Pair], coordinator: Coordin
     assert metric(pool[0].decode, "requests_total", "restarted") == 0
 
 
+@pytest.mark.full
 def test_two_ranks_of_a_member_send_to_one_of_decode(
     pool: list[Pair], coordinator: Coordinator, threads: ThreadPoolExecutor
 ) -> None:
@@ -145,6 +147,7 @@ def test_two_ranks_of_a_member_send_to_one_of_decode(
     decode.stop()
 
 
+@pytest.mark.full
 def test_a_cached_prefix_is_history(pool: list[Pair], coordinator: Coordinator) -> None:
     first = pool[0].send(400, seed=7)
     assert is_exact(first)
@@ -153,6 +156,7 @@ def test_a_cached_prefix_is_history(pool: list[Pair], coordinator: Coordinator) 
     assert coordinator.shared == before + 1
 
 
+@pytest.mark.full
 def test_what_all_ranks_have_computed_is_kept(pool: list[Pair], coordinator: Coordinator) -> None:
     free = [free_tokens(pair) for pair in pool]
     kept = coordinator.status()["requests_kept"]
@@ -167,6 +171,7 @@ def test_what_all_ranks_have_computed_is_kept(pool: list[Pair], coordinator: Coo
     check_clean(pool, free)
 
 
+@pytest.mark.full
 def test_many_at_once_with_short_ones_between(pool: list[Pair]) -> None:
     free = [free_tokens(pair) for pair in pool]
     running = []

@@ -31,6 +31,7 @@ def victim() -> Iterator[Engine]:
     engine.stop()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("stage", "number"),
     [

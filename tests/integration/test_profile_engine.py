@@ -38,6 +38,7 @@ def samples(engine: Engine, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
+@pytest.mark.full
 def test_a_profile_of_prefill_and_hand_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prefill, decode = FLEET.get(STOCK, DECODE)
     out = tmp_path / "profile.json"

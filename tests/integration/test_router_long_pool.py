@@ -60,6 +60,7 @@ def is_complete(status: dict[str, Any]) -> bool:
     return len(status["members"]) == 3
 
 
+@pytest.mark.full
 def test_two_prompts_wait_for_their_turn_in_the_coordinator() -> None:
     """All of three instances compute each prompt, so that the second one's turn comes after the first's."""
     with Coordinator.running("--sp-sizes", "3", "--min-chunk-tokens", "64") as coordinator:

@@ -98,6 +98,7 @@ def test_a_short_prompt_alone_leaves_each_stage_a_bubble(pair: Pair) -> None:
     assert bubble_s[0] >= second[0]["end_s"] - second[0]["start_s"] - CLOCKS_S
 
 
+@pytest.mark.full
 def test_busy_time_and_bubbles_add_up_to_the_time_with_work(pair: Pair) -> None:
     """The same for both stages, and as long as the rounds say."""
     before, busy_s = counted(pair, seed=3009)
@@ -139,5 +140,6 @@ def test_a_timeline_has_a_lane_for_each_stage(pair: Pair, tmp_path: Path) -> Non
     assert (tmp_path / "stages.svg").stat().st_size > 1000
 
 
+@pytest.mark.full
 def test_an_instance_without_stages_has_none_to_show(pair: Pair) -> None:
     assert pair.decode.get("/laps/stages").status == 404

@@ -87,6 +87,7 @@ def test_a_frozen_instance_is_started_again(tmp_path: Path) -> None:
         assert "decode-0: answered nothing in 2 checks of 2 s, and was killed" in cluster.output.read_text()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", METHODS)
 def test_kill_9_of_up_leaves_nothing_running(tmp_path: Path, method: str) -> None:
     router = {"port": 0, "length_boundary_tokens": 64, "api_key": "sesame", "admin_api_key": "simsim"}

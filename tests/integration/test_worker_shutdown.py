@@ -48,6 +48,7 @@ def score_until_refused(engine: Engine, first_seed: int, statuses: list[object])
             return
 
 
+@pytest.mark.full
 def test_instances_end_by_themselves_once_all_is_served() -> None:
     stays = FLEET.get(EngineSpec(Role.SHORT), EngineSpec(Role.DECODE))
     leave = [Engine.start(EngineSpec(role, name="leaving")) for role in (Role.SHORT, Role.DECODE)]

@@ -11,12 +11,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from support.event_loops import Stage
+from support.examples import examples
 from support.raw_client import BrokenReplyError, RawClient, request_bytes
 from support.router_process import Cluster, cluster
 from support.scripted_engine import Turn, response
 
 FUZZ = settings(
-    max_examples=60,
+    max_examples=examples(60),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],

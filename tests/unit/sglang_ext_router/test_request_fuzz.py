@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from support.event_loops import Stage
+from support.examples import examples
 from support.raw_client import BrokenReplyError, RawClient, Reply, request_bytes
 from support.router_process import Cluster, cluster, until
 from support.scripted_engine import (
@@ -102,7 +103,7 @@ def play_in_order(scripts: list[Script]) -> Script:
 
 
 SETTINGS = settings(
-    max_examples=60,
+    max_examples=examples(60),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )

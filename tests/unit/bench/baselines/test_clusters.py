@@ -20,6 +20,7 @@ from sglang_ext.planner.simulation.events import EventLoop, SimRequest
 from sglang_ext.planner.simulation.long_pool import OrderFactory
 from sglang_ext.planner.simulation.run import Outcome, RunOptions, simulate
 from support.cdsp_cases import tabulated_candidates
+from support.examples import examples
 
 # One instance computes 1,000 tokens in 1 s, two together in 0.6 s.
 PAIR = (SpCandidate(1, SpCost(0.0, 1e-3, 0.0, 0.0)), SpCandidate(2, SpCost(0.1, 0.5e-3, 0.0, 0.0)))
@@ -232,7 +233,7 @@ def test_a_prompt_without_room_is_refused(name: ClusterSystem) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     name=st.sampled_from(list(ClusterSystem)),
     gaps_s=st.lists(st.floats(0.0, 2.0), min_size=1, max_size=25),

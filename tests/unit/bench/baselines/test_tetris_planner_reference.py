@@ -13,10 +13,11 @@ from sglang_ext.long_pool.decide.price_planner import PrefillSnapshot
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate
 from support.cdsp_cases import PLENTY, Case, cases, polynomial_costs, scaling_cases
 from support.cdsp_reference import Reference, optimum_s
+from support.examples import examples
 
 
 @pytest.mark.full
-@settings(max_examples=1500)
+@settings(max_examples=examples(1500))
 @given(st.one_of(cases(), scaling_cases()))
 def test_equals_the_enumeration(case: Case) -> None:
     plan = CdspPlanner(case.config).plan(case.snapshot, case.request, case.rate)
@@ -32,7 +33,7 @@ def test_equals_the_enumeration(case: Case) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.data())
 def test_no_plan_is_better_than_what_is_possible(data: st.DataObject) -> None:
     candidates = tuple(SpCandidate(size, data.draw(polynomial_costs(size))) for size in (1, 2, 3))

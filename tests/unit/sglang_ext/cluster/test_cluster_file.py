@@ -19,6 +19,7 @@ from sglang_ext.cluster.config import (
     StartSettings,
     StopSettings,
 )
+from support.examples import examples
 
 EXAMPLE = Path(__file__).parents[4] / "examples" / "cluster.yaml"
 GOOD = "model: m\npools: {both: {}, decode: {}}\n"
@@ -145,7 +146,7 @@ def clusters(draw: st.DrawFn) -> ClusterConfig:
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(clusters())
 def test_reading_inverts_writing(config: ClusterConfig) -> None:
     import yaml

@@ -239,8 +239,8 @@ def test_hurry_cuts_the_grace_short(tmp_path: Path) -> None:
     assert wait_until_gone(pids, 0) == []
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_nothing_outlives_a_supervisor_that_dies(tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-m", "support.stand_in_cluster", str(tmp_path / "logs")]
     environment = {**os.environ, "PYTHONPATH": str(TESTS)}

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.cpu.prefix_attention import STOCK_ATTENTION_VARIABLE, run_extend
+from support.examples import examples
 
 pytestmark = pytest.mark.usefixtures("sglang_imported")
 
@@ -90,7 +91,7 @@ def run(batch: Batch, implementation: Callable[..., torch.Tensor], **special: An
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(batches())
 def test_it_is_what_sglang_computes(batch: Batch) -> None:
     found = ours(batch)

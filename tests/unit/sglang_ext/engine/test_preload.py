@@ -88,6 +88,7 @@ def test_what_has_to_be_spawned(arguments: dict[str, int], reason: str | None) -
     assert reason is None or reason in (found or "")
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_processes_of_the_tests_have_imports() -> None:
     from support.preloaded import preloaded_context

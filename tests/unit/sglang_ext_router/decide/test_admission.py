@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from sglang_ext_router.decide.admission import AdmissionOutcome, AdmissionQueue, Demand, fair_shares, limit_of
+from support.examples import examples
 
 ADMITTED, QUEUED, REFUSED = AdmissionOutcome.ADMITTED, AdmissionOutcome.QUEUED, AdmissionOutcome.REFUSED
 
@@ -274,5 +275,5 @@ class AgainstNaiveModel(RuleBasedStateMachine):
         return self.next_item - self.queue.queued - self.queue.refused
 
 
-AgainstNaiveModel.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+AgainstNaiveModel.TestCase.settings = settings(max_examples=examples(200), stateful_step_count=40, deadline=None)
 TestAgainstNaiveModel = pytest.mark.slow(AgainstNaiveModel.TestCase)

@@ -23,6 +23,7 @@ from sglang_ext_router.decide.instance_pressure import (
     pressure,
     quantile,
 )
+from support.examples import examples
 
 SHORT, LONG = LengthClass.SHORT, LengthClass.LONG
 AT_ONCE = PressureSettings(confirm_rounds=1)
@@ -336,7 +337,7 @@ SIZES = st.tuples(st.integers(1, 8), st.integers(1, 8))
 
 
 @pytest.mark.full
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(SIZES, st.floats(0, 10), st.floats(0, 10), st.floats(0.05, 1.0), st.integers(1, 4))
 def test_a_constant_load_is_answered_by_moves_of_one_direction(
     sizes: tuple[int, int], short: float, long: float, hysteresis: float, confirm_rounds: int
@@ -349,7 +350,7 @@ def test_a_constant_load_is_answered_by_moves_of_one_direction(
 
 
 @pytest.mark.full
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(SIZES, st.floats(0, 8), st.floats(0, 8), st.integers(0, 1 << 30), st.floats(0, 0.3))
 def test_nor_does_it_oscillate_when_the_load_is_noisy(
     sizes: tuple[int, int], short: float, long: float, seed: int, spread: float
@@ -363,7 +364,7 @@ def test_nor_does_it_oscillate_when_the_load_is_noisy(
 
 
 @pytest.mark.full
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(3, 10), st.floats(0.0, 0.5))
 def test_a_load_that_turns_is_followed(total: int, idle: float) -> None:
     """From a load that needs all but one instance in one pool to the mirror image, and back."""
@@ -384,7 +385,7 @@ def test_a_load_that_turns_is_followed(total: int, idle: float) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.data(), st.integers(1, 3), st.integers(1, 3), st.integers(0, 1 << 30))
 def test_minimums_and_one_at_a_time_whatever_is_reported(
     data: st.DataObject, min_short: int, min_long: int, seed: int

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext_router.decide.leadership import Leadership, LeaseAction, LeaseRecord, LeaseSettings
+from support.examples import examples
 
 SETTINGS = LeaseSettings(duration_s=15.0, renew_deadline_s=10.0, retry_s=2.0)
 
@@ -53,7 +54,7 @@ STEPS = st.lists(
 
 
 @pytest.mark.full
-@settings(max_examples=1000)
+@settings(max_examples=examples(1000))
 @given(STEPS)
 def test_there_are_never_two_leaders(steps: list[tuple[int, str, float]]) -> None:
     server, now_s = Server(), 0.0

@@ -36,6 +36,7 @@ from sglang_ext_router.decide.pd_protocol import (
     RequestPhase,
     RetryPolicy,
 )
+from support.examples import examples
 from support.pd_monitor import Event, Monitor, feed
 
 P, D = Leg.PREFILL, Leg.DECODE
@@ -511,7 +512,7 @@ class RandomHistories(RuleBasedStateMachine):
             assert self.protocol.is_over
 
 
-RandomHistories.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+RandomHistories.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
 TestRandomHistories = pytest.mark.slow(RandomHistories.TestCase)
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from sglang_ext_router.decide.prefix_index import BLOCK_BYTES, BLOCK_ENDS, PrefixIndex, block_hashes
+from support.examples import examples
 
 CAPACITY_BLOCKS = 7
 
@@ -288,7 +289,9 @@ class GrowingBlocksAgainstNaiveModel(AgainstNaiveModel):
     capacity_size = 30
 
 
-AgainstNaiveModel.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+AgainstNaiveModel.TestCase.settings = settings(max_examples=examples(200), stateful_step_count=40, deadline=None)
 TestAgainstNaiveModel = pytest.mark.slow(AgainstNaiveModel.TestCase)
-GrowingBlocksAgainstNaiveModel.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+GrowingBlocksAgainstNaiveModel.TestCase.settings = settings(
+    max_examples=examples(200), stateful_step_count=40, deadline=None
+)
 TestGrowingBlocksAgainstNaiveModel = pytest.mark.slow(GrowingBlocksAgainstNaiveModel.TestCase)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from sglang_ext_router.request.prepared_request import read_body
 from sglang_ext_router.request.prompt import BadRequestError
 from sglang_ext_router.request.request_fields import BODIES, SESSION_FIELDS, read_fields
+from support.examples import examples
 
 VOCABULARY = 2048
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -190,7 +191,7 @@ def test_a_value_is_read_as_sglang_reads_it(sglang: SGLang, path: str, field: st
 
 @pytest.mark.full
 @pytest.mark.parametrize(("path", "field"), fields())
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(value=VALUES)
 def test_any_value_is_read_as_sglang_reads_it(sglang: SGLang, path: str, field: str, value: Any) -> None:
     check_reading(sglang, path, field, value)

@@ -18,6 +18,7 @@ from sglang_ext.batch.decide.batch_lifecycle import (
     EventRefusedError,
     parse_completion_window,
 )
+from support.examples import examples
 
 S = BatchStatus
 E = BatchEvent
@@ -208,7 +209,7 @@ class Lives(RuleBasedStateMachine):
 
 
 TestLives = pytest.mark.slow(Lives.TestCase)
-TestLives.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
+TestLives.settings = settings(max_examples=examples(150), stateful_step_count=25, deadline=None)
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("24h", 86400), ("90s", 90), ("30m", 1800), ("7d", 604800), ("1s", 1)])

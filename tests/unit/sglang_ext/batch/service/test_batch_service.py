@@ -26,6 +26,7 @@ from sglang_ext.batch.service.files import FileStore, StoredFile
 from sglang_ext.batch.store import BatchStore, LineResult
 from support.batch_service import chat_line, jsonl, parse_jsonl
 from support.event_loops import guarded_runner, on_loop, within_limit
+from support.examples import examples
 
 REPLY = orjson.dumps({"choices": []})
 
@@ -370,7 +371,7 @@ ACTIONS = st.one_of(
 
 @pytest.mark.full
 @given(actions=st.lists(ACTIONS, max_size=16))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_any_order_of_what_can_happen(actions: list[tuple[Any, ...]], tmp_path_factory: pytest.TempPathFactory) -> None:
     bench = Bench(tmp_path_factory.mktemp("bench"))
     cancelled: set[str] = set()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from sglang_ext.batch.service import uploads
 from sglang_ext.batch.service.uploads import UploadedForm, UploadError, receive_upload, shown_name
+from support.examples import examples
 
 BOUNDARY = "edge"
 TYPE = f"multipart/form-data; boundary={BOUNDARY}"
@@ -51,7 +52,7 @@ def receive(body: bytes, sizes: list[int], limit: int = 1 << 20, kind: str = TYP
     file_first=st.booleans(),
     write_bytes=st.sampled_from([1, 7, 1 << 20]),
 )
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=examples(150))
 def test_the_pieces_do_not_matter(content: bytes, sizes: list[int], file_first: bool, write_bytes: int) -> None:
     if f"\r\n--{BOUNDARY}".encode() in b"\r\n" + content:
         return
@@ -66,7 +67,7 @@ def test_the_pieces_do_not_matter(content: bytes, sizes: list[int], file_first: 
 
 
 @given(cut=st.integers(0, len(form(b"content")) - 5), sizes=st.lists(st.integers(0, 40), max_size=5))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 def test_a_form_that_is_cut_off_is_refused(cut: int, sizes: list[int]) -> None:
     with pytest.raises(UploadError) as caught:
         receive(form(b"content")[:cut], sizes)

@@ -17,6 +17,7 @@ from sglang_ext.cpu.models.gguf_tokenizer import (
     build_tokenizer,
     tokenizer_config,
 )
+from support.examples import examples
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MERGED = ["he", "ll", "hell", "hello", "Ġw", "20"]
@@ -76,7 +77,7 @@ def test_ids_are_positions() -> None:
     assert [tokenizer.token_to_id(token) for token in TOKENS] == list(range(len(TOKENS)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(st.text(max_size=60))
 def test_decoding_inverts_encoding(text: str) -> None:
     tokenizer = build_tokenizer(VOCABULARY)

@@ -20,6 +20,7 @@ from sglang_ext.laps.decide.round_plan import (
     RoundSnapshot,
 )
 from sglang_ext.types import LengthClass
+from support.examples import examples
 from support.prefill_loop import (
     CPU,
     GPU,
@@ -115,7 +116,7 @@ def test_longs_progress_at_their_share_against_any_number_of_shorts() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(
     seed=st.integers(0, 100_000),
     load=st.floats(0.1, 0.95),

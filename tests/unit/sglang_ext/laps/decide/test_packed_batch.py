@@ -39,6 +39,7 @@ from sglang_ext.laps.decide.round_plan import (
 from sglang_ext.laps.decide.short_batch import FormedBatch
 from sglang_ext.laps.decide.urgency import RankedPrefill, Urgency
 from sglang_ext.laps.decide.wait_depth import OfferedLoad
+from support.examples import examples
 from support.prefill_loop import CPU, GPU, GRID, LIMITS, LONG, SHORT, Arrival, mixed, policy, run_laps
 
 COST = CostCoefficients(alpha_s=0.0, token_s=1e-3, read_s=0.0, kappa_s=0.01)
@@ -113,7 +114,7 @@ def test_memory_is_promised_to_those_that_were_started() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     longs=st.lists(st.tuples(st.integers(1, 6000), st.booleans(), st.sampled_from([0, 512])), min_size=1, max_size=8),
     left_s=st.floats(-0.1, 3.0),

@@ -13,6 +13,7 @@ from sglang_ext.laps.decide.prefill_queue import Group, PrefillQueue
 from sglang_ext.laps.decide.round_plan import PriorityClass, QueuedPrefill
 from sglang_ext.laps.decide.urgency import aged_class
 from sglang_ext.types import LengthClass
+from support.examples import examples
 from support.prefill_loop import CPU
 
 # No sum of waits is a multiple of it: at the very moment of a lift, rounding decides.
@@ -149,5 +150,5 @@ class SortedAnew(RuleBasedStateMachine):
         return (self.class_of(request), remaining_s(request), request.arrival_s, request.key)
 
 
-SortedAnew.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+SortedAnew.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
 test_orders_are_those_of_a_queue_that_is_sorted_anew = SortedAnew.TestCase

@@ -24,6 +24,7 @@ from sglang_ext.laps.decide.short_batch import (
 )
 from sglang_ext.laps.decide.urgency import RankedPrefill, Urgency
 from sglang_ext.types import LengthClass
+from support.examples import examples
 from support.graph_grids import full_grid
 from support.plain_batches import plain_form_batch
 
@@ -317,7 +318,7 @@ def plain_time_s(members: tuple[RankedPrefill, ...] | list[RankedPrefill], cost:
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(
     waiting=st.lists(
         st.tuples(st.integers(1, 1000), st.integers(0, 500), st.integers(1, 60)),
@@ -376,7 +377,7 @@ PREFIXES = GraphGrid(GRID.shapes, max_prefix_tokens=2000)
 
 
 @pytest.mark.slow
-@settings(max_examples=600)
+@settings(max_examples=examples(600))
 @given(
     waiting=candidates,
     cost=st.sampled_from(

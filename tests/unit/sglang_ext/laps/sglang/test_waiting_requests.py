@@ -12,6 +12,7 @@ from sglang_ext.laps.decide.round_plan import PriorityClass
 from sglang_ext.laps.sglang.queued_request import LapsEntry, entry_of, remember
 from sglang_ext.laps.sglang.waiting_requests import WaitingRequests
 from sglang_ext.types import LengthClass
+from support.examples import examples
 
 
 class Request:
@@ -85,5 +86,5 @@ class ChangingQueue(RuleBasedStateMachine):
         assert all(key in self.requests for key in self.known)
 
 
-ChangingQueue.TestCase.settings = settings(max_examples=200, stateful_step_count=25, deadline=None)
+ChangingQueue.TestCase.settings = settings(max_examples=examples(200), stateful_step_count=25, deadline=None)
 test_the_queue_is_followed = ChangingQueue.TestCase

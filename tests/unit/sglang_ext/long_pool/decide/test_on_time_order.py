@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.long_pool.decide.on_time_order import OnTimeOptions, OnTimeOrder, PendingPrefill
+from support.examples import examples
 
 EXACT = {"planned_share": 1.0, "work_factor": 1.0, "put_back_burst": 100}
 
@@ -34,7 +35,7 @@ def on_time(jobs: list[PendingPrefill]) -> bool:
 
 
 @pytest.mark.slow
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.lists(st.tuples(st.integers(1, 8), st.integers(1, 20)), min_size=1, max_size=7))
 def test_no_order_has_more_on_time(jobs: list[tuple[int, int]]) -> None:
     """One instance, all there at 0: against every subset."""
@@ -51,7 +52,7 @@ def test_no_order_has_more_on_time(jobs: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     st.lists(
         st.tuples(

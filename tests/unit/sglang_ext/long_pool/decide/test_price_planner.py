@@ -19,6 +19,7 @@ from sglang_ext.long_pool.decide.price_planner import (
 )
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
 from support.cdsp_cases import PLENTY, Case, cases, scaling_cases
+from support.examples import examples
 
 # One instance computes 1,000 tokens in 1 s, two in 0.6 s, four in 0.4 s.
 COSTS = tuple(
@@ -73,7 +74,7 @@ def decisions(draw: st.DrawFn) -> tuple[PriceOptions, PrefillSnapshot, list[Wait
 
 
 @pytest.mark.slow
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=examples(800), deadline=None)
 @given(decisions())
 def test_equals_the_best_of_all_choices(
     decision: tuple[PriceOptions, PrefillSnapshot, list[WaitingPrompt], float],

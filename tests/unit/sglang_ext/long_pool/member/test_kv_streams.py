@@ -26,6 +26,7 @@ from sglang_ext.long_pool.member.pool_member import Declined
 from sglang_ext.long_pool.member.shard import KvPoolFullError
 from sglang_ext.long_pool.messages import ChunkOrder, Destination, StepFailed, Streamed, Welcome
 from sglang_ext.transfer.decide.protocol import TransferOutcome
+from support.examples import examples
 from support.handshake_process import wait_until
 from support.memory_pool import MemoryPool, Wires
 from support.streaming_pool import HEADS, Decode, StreamingMember
@@ -321,7 +322,7 @@ class Histories(RuleBasedStateMachine):
 
 
 TestHistories = pytest.mark.slow(Histories.TestCase)
-TestHistories.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestHistories.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
 
 
 @pytest.mark.parametrize("page", [1, 4])

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from sglang_ext.long_pool.decide.sharding import Interleaving, Positions, count_tokens
 from sglang_ext.long_pool.member.ring_attention import as_tensor, attend_, visible_blocks
 from sglang_ext_kernels.block_attention import attention_block_reference
+from support.examples import examples
 from support.sharding import split_chunk
 
 HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 8
@@ -44,7 +45,7 @@ def test_every_member_of_every_layout(interleaving: Interleaving, members: int, 
 
 @pytest.mark.slow
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_any_two_ranges(data: st.DataObject) -> None:
     def some_range() -> range:
         start, step = data.draw(st.integers(0, 20)), data.draw(st.integers(1, 4))

@@ -72,6 +72,7 @@ FREE = ScalerSettings(SCALE_POOLS, queue_s=15.0, up_stabilisation_s=0.0)
 RULE = ScalerSettings(SCALE_TOTAL, queue_s=15.0)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_scaler_of_each_pool_fights_the_controller_and_one_of_the_total_does_not() -> None:
     """The load is the same all the time, only its mix turns: nothing is to be scaled for long."""

@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from sglang_ext.transfer.decide.protocol import TransferOutcome
 from sglang_ext.transfer.decide.shards import KVShard, TokenSpan
+from support.examples import examples
 from support.handshake_cluster import Cell, SimulatedCluster, WriteKey, quick_options
 
 SENDER_COUNTS = (1, 1, 2, 3, 4, 8, 64)
@@ -195,7 +196,7 @@ class Histories(RuleBasedStateMachine):
 
 TestHistories = pytest.mark.slow(Histories.TestCase)
 TestHistories.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=examples(150), stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from sglang_ext.transfer.transports import socket_io
 from sglang_ext.transfer.transports.row_moves import Vectors
+from support.examples import examples
 from support.running_time import running_s
 
 pieces = st.lists(st.binary(min_size=1, max_size=3000), min_size=1, max_size=60)
@@ -37,7 +38,7 @@ def split(total: bytearray, sizes: list[int]) -> list[memoryview]:
     return views
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(pieces, st.integers(1, 7))
 def test_scattered_bytes_arrive_in_order(data: list[bytes], receivers: int) -> None:
     sent = b"".join(data)

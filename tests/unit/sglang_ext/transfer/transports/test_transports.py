@@ -24,6 +24,7 @@ from sglang_ext.transfer.transports.registry import create_transport, unavailabl
 from sglang_ext.transfer.transports.shared_memory import SharedMemoryTransport
 from sglang_ext.transfer.transports.tcp import EngineOptions, TcpTransport
 from sglang_ext.transfer.transports.transport import TransferError, Transport
+from support.examples import examples
 from support.mooncake_folder import needs_mooncake
 from support.nixl_folder import needs_nixl
 
@@ -295,7 +296,7 @@ def transfers(draw: st.DrawFn) -> tuple[Side, Side, KVShard, list[int], list[int
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(transfers())
 def test_every_byte_is_where_it_shall_be(
     small_pair: tuple[Transport, Transport], drawn: tuple[Side, Side, KVShard, list[int], list[int]]
