@@ -29,11 +29,12 @@ from sglang_ext.planner.simulation.events import (
     SimRequest,
 )
 from sglang_ext.planner.simulation.iteration_policies import Iteration, IterationPolicy, WorkItem
+from sglang_ext.planner.simulation.iterations import advance, iteration_sample
+from sglang_ext.planner.simulation.prefix_caches import PrefixCaches
 from sglang_ext.types import LengthClass, PrefillLoad, Role
 from sglang_ext_router.decide.pool_choice import FixedBoundary, choose_pool
 from sglang_ext_router.decide.prefill_choice import PREFILL_POLICIES, PrefillPolicy, prefill_policy
 from sglang_ext_router.decide.prefill_progress import PrefillProgress
-from sglang_ext_router.decide.prefix_index import PrefixIndex
 
 _LONG = LengthClass.LONG
 LEAST_LOADED = "least_loaded"
@@ -150,7 +151,8 @@ class InstancePool:
         self._listener = listener
         self._draws = Random(f"router {seed}")
         self._boundary = FixedBoundary(spec.boundary_tokens)
-        self._caches: dict[int, PrefixIndex] = {}  # of all instances, by the size of the blocks
+        # Of pools with different room the caches have the smaller one's.
+        self._caches = PrefixCaches(min(spec.max_kv_tokens(role) for role in spec.roles))
         self.instances: list[SimulatedInstance] = []
         for role in spec.roles:
             self._append(role)
@@ -189,8 +191,6 @@ class InstancePool:
     def add_instance(self, role: Role) -> SimulatedInstance:
         """One more, with an empty cache."""
         instance = self._append(role)
-        for cache in self._caches.values():
-            cache.add_worker(instance.number)
         self._route_stranded()
         return instance
 
@@ -202,6 +202,7 @@ class InstancePool:
         )
         instance.stage_free_s = [0.0] * costs.stages.count
         self.instances.append(instance)
+        self._caches.add(instance.number)
         return instance
 
     def drain_instance(self, instance: SimulatedInstance) -> None:
@@ -230,7 +231,7 @@ class InstancePool:
         alive = self.serving
         if not alive:
             return None
-        cached_tokens = self._cached_tokens(request, alive)
+        cached_tokens = self._caches.cached_tokens(request, [instance.number for instance in alive])
         roles = [instance.role for instance in alive]
         pool = choose_pool(request.prompt_tokens, roles, cached_tokens, self._boundary, True)
         able = [(alive[at], cached_tokens[at]) for at in pool.candidates]
@@ -247,27 +248,6 @@ class InstancePool:
         ]
         return able[self._router.choose(loads, request.prompt_tokens, self._draws.random())]
 
-    # ---- prefix caches ----
-
-    def _cached_tokens(self, request: SimRequest, alive: Sequence[SimulatedInstance]) -> list[int]:
-        prefix = request.prefix
-        if prefix is None:
-            return [request.cached_tokens] * len(alive)
-        matched = self._cache(prefix.block_tokens).matched(prefix.blocks)
-        most = request.prompt_tokens - 1  # the last token is always computed
-        return [min(matched.get(instance.number, 0) * prefix.block_tokens, most) for instance in alive]
-
-    def _cache(self, block_tokens: int) -> PrefixIndex:
-        cache = self._caches.get(block_tokens)
-        if cache is None:
-            # Of pools with different room the index has the smaller one's.
-            kv_tokens = min(instance.max_kv_tokens for instance in self.instances)
-            cache = self._caches[block_tokens] = PrefixIndex(max(1, kv_tokens // block_tokens))
-            for instance in self.instances:
-                if instance.is_alive:
-                    cache.add_worker(instance.number)
-        return cache
-
     # ---- iterations ----
 
     def _next_iteration(self, instance: SimulatedInstance) -> None:
@@ -281,7 +261,7 @@ class InstancePool:
             if iteration.wake_s < float("inf"):
                 self._loop.schedule(iteration.wake_s, self._wake, (instance, instance.generation))
             return
-        sample = _sample(iteration, instance.costs)
+        sample = iteration_sample(iteration, instance.costs)
         for item, tokens in iteration.slices:
             instance.kv_tokens -= tokens
             if item.start_s is None:
@@ -315,7 +295,8 @@ class InstancePool:
         instance.running = None
         instance.busy_s += now_s - running.start_s
         self._record(instance, running)
-        ended = self._advance(instance, running.iteration)
+        # The next iteration may go on with its prompts.
+        ended = advance(instance.items, running.iteration)
         if instance.costs.stages.count > 1:
             passing = _Passing(running, ended)
             instance.passing.append(passing)
@@ -349,31 +330,13 @@ class InstancePool:
         instance.policy.note_end(running.sample, ended, now_s)
         for item in ended:
             assert item.start_s is not None
-            prefix = item.request.prefix
-            if prefix is not None:
-                self._cache(prefix.block_tokens).record(instance.number, prefix.blocks)
+            self._caches.record(instance.number, item.request)
             self._listener.on_first_token(ServedPrefill(item.request, item.start_s, now_s, instance.role))
 
     def _end_drain(self, instance: SimulatedInstance) -> None:
         if instance.is_draining and instance.is_alive and not instance.items and not instance.passing:
             instance.is_alive = False
-            for cache in self._caches.values():
-                cache.remove_worker(instance.number)
-
-    def _advance(self, instance: SimulatedInstance, iteration: Iteration) -> list[WorkItem]:
-        """The next iteration may go on with its prompts; the items that have nothing left leave and are returned."""
-        ended = []
-        if any(tokens < item.new_tokens or item.length_class is _LONG for item, tokens in iteration.slices):
-            for item in instance.items:
-                item.is_current = False
-        for item, tokens in iteration.slices:
-            item.new_tokens -= tokens
-            item.cached_tokens += tokens
-            item.is_current = item.new_tokens > 0
-            if item.new_tokens == 0:
-                ended.append(item)
-                instance.items.remove(item)
-        return ended
+            self._caches.remove(instance.number)
 
     def _record(self, instance: SimulatedInstance, running: _Running) -> None:
         if self._is_recorded:
@@ -400,8 +363,8 @@ class InstancePool:
         instance.pending_tokens = 0
         instance.kv_tokens = instance.max_kv_tokens
         instance.generation += 1
-        for cache in self._caches.values():
-            cache.clear(instance.number)
+        self._caches.remove(instance.number)
+        self._caches.add(instance.number)
         self._loop.schedule(self._loop.now_s + failure.down_s, self._recover, instance)
         for request in requests:
             self.arrive(request)
@@ -455,36 +418,3 @@ class InstanceWatch:
             (len(instance.items) - long, long),
             1.0 - instance.kv_tokens / instance.max_kv_tokens,
         )
-
-
-def _sample(iteration: Iteration, costs: PipelineCosts) -> IterationSample:
-    """The features of an iteration, as an engine notes them, and its duration: padding counts in the new tokens."""
-    lengths = [(tokens, item.cached_tokens) for item, tokens in iteration.slices]
-    attention_work = _attention_work(lengths)
-    cached_tokens = sum(cached for _, cached in lengths)
-    is_replayed = iteration.padded_requests > 0
-    computed = _padded(lengths, iteration.padded_requests, iteration.padded_tokens) if is_replayed else lengths
-    new_tokens = sum(new for new, _ in computed)
-    if costs.iteration is None:
-        duration_s = costs.coefficients.iteration_s(
-            _attention_work(computed), new_tokens, cached_tokens, len(computed), is_replayed
-        )
-    else:
-        duration_s = costs.iteration.iteration_s(computed)
-    return IterationSample(attention_work, new_tokens, cached_tokens, len(lengths), duration_s, is_replayed)
-
-
-def _attention_work(lengths: Sequence[tuple[int, int]]) -> float:
-    """The sum of L (L + 2 H)."""
-    return float(sum(new * (new + 2 * cached) for new, cached in lengths))
-
-
-def _padded(lengths: Sequence[tuple[int, int]], requests: int, tokens: int) -> list[tuple[int, int]]:
-    """Return what a captured graph for `requests` of `tokens` each computes: every request is as long as that.
-
-    Where it runs more and shorter ones, what is left of it is one more.
-    """
-    if len(lengths) <= requests:
-        return [(tokens, cached) for _, cached in lengths] + [(tokens, 0)] * (requests - len(lengths))
-    left = requests * tokens - sum(new for new, _ in lengths)
-    return [*lengths, (left, 0)] if left else list(lengths)

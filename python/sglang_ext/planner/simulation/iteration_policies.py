@@ -7,7 +7,7 @@ it goes on first.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
@@ -172,6 +172,15 @@ class LapsPolicy:
                 self.laps.record_dispatch(now_s, batch)
                 return _iteration(slices, batch, plan.wake_s)
         return Iteration((), float("inf") if plan.batches else plan.wake_s)
+
+    def correct(self, item: WorkItem, computed_tokens: int, now_s: float) -> None:
+        """Record that the iteration which begins now computes this much of a prompt, and not what was chosen."""
+        if any(ranked.request.key == item.request.key for ranked in self.laps.queue):
+            self.laps.remove(item.request.key)
+        if computed_tokens < item.new_tokens:
+            queued = _queued(item)
+            left, done = queued.new_tokens - computed_tokens, queued.cached_tokens + computed_tokens
+            self.laps.put(replace(queued, new_tokens=left, cached_tokens=done), now_s)
 
     def note_end(self, sample: IterationSample, ended: Sequence[WorkItem], now_s: float) -> None:
         self.laps.record_iteration(sample)

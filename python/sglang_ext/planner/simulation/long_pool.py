@@ -105,6 +105,24 @@ class _RunningGroup:
     is_void: bool = False
 
 
+class PlanLog:
+    """Records the chunks of shared prompts that are planned and not begun."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._coordinator = coordinator
+        self._planned: dict[int, tuple[NextChunk, ...]] = {}  # by request, as recorded last
+        self.plans: list[PlannedChunks] = []
+
+    def record(self, now_s: float, keys: Iterable[int]) -> None:
+        """Record what is planned now of these requests, where that has changed."""
+        planned = {key: chunks for key in keys if (chunks := self._coordinator.planned(key))}
+        for key in planned | self._planned:
+            if planned.get(key) != self._planned.get(key):
+                left = tuple((chunk.new_tokens, chunk.members) for chunk in planned.get(key, ()))
+                self.plans.append(PlannedChunks(now_s, key, left))
+        self._planned = planned
+
+
 class LongPool:
     """A prefill stage."""
 
@@ -146,10 +164,14 @@ class LongPool:
         self._noise = Random(f"noise {options.noise_seed}")
         self._is_recorded = is_recorded
         self.timeline: list[BusyInterval] = []
-        self.plans: list[PlannedChunks] = []
-        self._planned: dict[int, tuple[NextChunk, ...]] = {}  # by request, as recorded last
+        self._plan_log = PlanLog(self.coordinator)
         for instance in range(spec.instances):
             self._join(instance)
+
+    @property
+    def plans(self) -> list[PlannedChunks]:
+        """Return what was planned when, where the run is recorded."""
+        return self._plan_log.plans
 
     def arrive(self, request: SimRequest) -> None:
         if request.prompt_tokens > max(self._costs) * self._spec.kv_tokens:
@@ -212,16 +234,7 @@ class LongPool:
         while waiting:
             waiting.extend(self._carry_out_one(waiting.popleft()))
         if self._is_recorded:
-            self._record_plans()
-
-    def _record_plans(self) -> None:
-        """Record the chunks that are planned now, of prompts whose plan has changed."""
-        planned = {key: chunks for key in self._progress if (chunks := self.coordinator.planned(key))}
-        for key in planned | self._planned:
-            if planned.get(key) != self._planned.get(key):
-                left = tuple((chunk.new_tokens, chunk.members) for chunk in planned.get(key, ()))
-                self.plans.append(PlannedChunks(self._loop.now_s, key, left))
-        self._planned = planned
+            self._plan_log.record(self._loop.now_s, self._progress)
 
     def _carry_out_one(self, order: Order) -> Sequence[Order]:
         now_s = self._loop.now_s

@@ -1,12 +1,15 @@
-"""One pool in simulation: every instance batches short prefills, takes part in shared long ones, and keeps a prefix
-cache.
+"""One pool in simulation: every instance batches short prefills, takes part in shared long ones, and keeps the
+prefixes of what it computed by itself.
 
-    arrive ──short──▶ the instance that would end it first ──▶ LAPS's batches
+    arrive ──short──▶ the instance that would end it first ──▶ batches of LAPS
            ──long───▶ Coordinator ──RunChunk──▶ all members of a group, each when its batch has ended
-                                  ──Decline───▶ LAPS's batches of one instance
+                                  ──Decline───▶ batches of LAPS on a single instance
 
-The coordinator and the queues are those that serve. A member that waits for the others of its group computes what ends
-before they are there. What the network between them takes is left out.
+The coordinator and the queues are those that serve. A turn of a member is at most one chunk and then one batch, as in an
+engine. A member that waits for the others of its group computes batches that end before they come. History that changes
+hands is hidden behind computing as far as the bandwidth allows; messages take no time.
+
+A failed instance loses its caches, its queue and its part of shared prompts. What it had is announced or queued again.
 """
 
 from __future__ import annotations
@@ -16,8 +19,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from sglang_ext.costs.engine_profile import PipelineCosts
-from sglang_ext.costs.flow_shop import Stages
 from sglang_ext.laps.decide.cost_model import IterationSample
 from sglang_ext.long_pool.decide.coordination_settings import CoordinationSettings
 from sglang_ext.long_pool.decide.coordinator import Coordinator
@@ -26,6 +27,7 @@ from sglang_ext.long_pool.decide.orders import (
     Bind,
     Collect,
     Decline,
+    DeclineReason,
     Drop,
     Finish,
     MemberReport,
@@ -36,20 +38,46 @@ from sglang_ext.long_pool.decide.orders import (
 )
 from sglang_ext.long_pool.decide.pool_schedule import PoolSchedule
 from sglang_ext.long_pool.decide.price_planner import PriceOptions, PricePlanner
-from sglang_ext.long_pool.decide.sharding import count_tokens
+from sglang_ext.long_pool.decide.sharding import KvMove, count_tokens
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate
+from sglang_ext.planner.simulation.cluster_spec import Failure
 from sglang_ext.planner.simulation.events import (
     BusyInterval,
     EventLoop,
+    PlannedChunks,
     PrefillListener,
     ServedPrefill,
     SimRequest,
 )
-from sglang_ext.planner.simulation.instances import InstancesSpec, _sample
-from sglang_ext.planner.simulation.iteration_policies import Iteration, LapsPolicy, WorkItem
-from sglang_ext.planner.simulation.long_pool import LongPoolOptions
+from sglang_ext.planner.simulation.instances import InstancesSpec
+from sglang_ext.planner.simulation.iteration_policies import Iteration, LapsPolicy, Slice, WorkItem
+from sglang_ext.planner.simulation.iterations import advance, iteration_sample
+from sglang_ext.planner.simulation.long_pool import PlanLog
+from sglang_ext.planner.simulation.prefix_caches import PrefixCaches
 from sglang_ext.types import Role
-from sglang_ext_router.decide.prefix_index import PrefixIndex
+
+
+@dataclass(frozen=True, slots=True)
+class OnePoolOptions:
+    """Settings of the pool besides the instances' costs. ValueError naming a time, factor or bandwidth that is not
+    above 0."""
+
+    slo_s: float = 1.0  # TTFT objective of a shared prompt, or
+    slo_stretch: float = 5.0  # this many times its time on an idle pool if that is more
+    short_slo_s: float = 0.4  # TTFT objective of a short prompt; infinity: chunks are as long as they like
+    min_chunk_tokens: int = 512
+    chunk_s: float | None = None  # longest time of a chunk, also where short prompts would let it take longer
+    cross_node_factor: float = 1.1  # of a group over more nodes than it needs; infinity: there is none
+    per_node: int = 8  # instances
+    order_ahead_s: float = 0.02  # a chunk is ordered when its members have at most this much ordinary work left
+    kv_bytes_per_token: int = 131_072
+    link_bytes_per_s: float = 50e9  # from one instance to others
+
+    def __post_init__(self) -> None:
+        for name in ("slo_s", "slo_stretch", "short_slo_s", "chunk_s", "per_node", "link_bytes_per_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}: {value} is not above 0")
 
 
 @dataclass(slots=True, eq=False)
@@ -57,30 +85,60 @@ class _Chunk:
     """A chunk that is ordered, until it has ended."""
 
     order: RunChunk
-    missing: set[int]
-    arrived_s: dict[int, float]
-    ends_s: float = math.inf
-    predicted_s: float = 0.0
+    compute_s: float
+    missing: set[int]  # members that are not ready for it
+    held_before: dict[int, int]  # of its request, by member
+    ready_s: dict[int, float] = field(default_factory=dict)  # since when each of the others waits
+    waited_s: float = 0.0  # by members that computed a batch meanwhile
+    start_s: float = math.inf
+    is_void: bool = False
+
+    @property
+    def is_running(self) -> bool:
+        return self.start_s < math.inf
+
+    @property
+    def end_s(self) -> float:
+        return self.start_s + self.compute_s
+
+
+@dataclass(slots=True, eq=False)
+class _Batch:
+    """An iteration of ordinary work that runs."""
+
+    iteration: Iteration
+    sample: IterationSample
+    start_s: float
+    end_s: float
+    is_void: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _PoolInstance:
     number: int
     policy: LapsPolicy
-    kv_tokens: int  # free
+    free_tokens: int  # of KV
     items: list[WorkItem] = field(default_factory=list)
-    batch: Iteration | None = None
-    sample: IterationSample | None = None
-    batch_ends_s: float = 0.0
+    batch: _Batch | None = None
     chunk: _Chunk | None = None
-    is_waiting: bool = False  # for the others of the chunk's group
-    owes_batch: bool = False  # a chunk has ended, and no batch has run since
+    owes_batch: bool = False  # a chunk has ended, and this turn's batch has not run yet
     computed_tokens: int = 0
-    generation: int = 0
+    generation: int = 0  # a wake-up of an earlier one means nothing
+    is_alive: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Shared:
+    """A prompt that the coordinator has, until its first token or until one instance goes on with it."""
+
+    request: SimRequest
+    owner: int | None = None
+    ticket: int | None = None
+    start_s: float | None = None
 
 
 class OnePool:
-    """A prefill stage."""
+    """A prefill stage. `coordinator` and the figures are there to be read."""
 
     def __init__(
         self,
@@ -88,21 +146,24 @@ class OnePool:
         spec: InstancesSpec,
         candidates: Sequence[SpCandidate],
         policy: Callable[[Role], LapsPolicy],
-        options: LongPoolOptions,
+        options: OnePoolOptions,
         listener: PrefillListener,
         is_recorded: bool,
-        per_node: int = 8,
-        order_ahead_s: float = 0.05,
-        short_slo_s: float = 0.4,
     ) -> None:
+        """`candidates` are the SP sizes that the pool has instances for. ValueError for a role other than `both`."""
+        if any(role is not Role.BOTH for role in spec.roles):
+            raise ValueError("roles: every instance of one pool serves both classes")
         self._loop = loop
-        self._spec = spec
+        self._options = options
         self._listener = listener
+        self._boundary_tokens = spec.boundary_tokens
+        self._kv_tokens = spec.max_kv_tokens(Role.BOTH)
         self._costs = {candidate.size: candidate.cost for candidate in candidates}
-        self._coefficients = spec.coefficients
-        self._pipeline = PipelineCosts(Stages(), spec.coefficients, spec.iteration)
+        self._own_costs = spec.costs(Role.BOTH)
         planner = PricePlanner(
-            PriceOptions(tuple(candidates), options.min_chunk_tokens, cross_node_factor=options.cross_node_factor)
+            PriceOptions(
+                tuple(candidates), options.min_chunk_tokens, cross_node_factor=options.cross_node_factor
+            )
         )
         settings = CoordinationSettings(
             layers=1,
@@ -110,198 +171,264 @@ class OnePool:
             bind_ahead_s=0.0,
             ttft_slo_s=options.slo_s,
             slo_stretch=options.slo_stretch,
-            short_backlog_s=order_ahead_s,
+            short_backlog_s=options.order_ahead_s,
         )
         self.coordinator = Coordinator(PoolSchedule(planner, OnTimeOrder(OnTimeOptions())), settings)
-        self._short_slo_s = short_slo_s
-        self._caches: dict[int, PrefixIndex] = {}
-        self._members = [_PoolInstance(number, policy(role), spec.kv_tokens) for number, role in enumerate(spec.roles)]
-        self._tickets: dict[int, SimRequest] = {}
-        self._shared: dict[int, SimRequest] = {}
-        self._start_s: dict[int, float] = {}
-        self._chunks: dict[int, _Chunk] = {}
-        self._holds: dict[int, dict[int, int]] = {}
+        self._caches = PrefixCaches(self._kv_tokens)
+        self._members = [
+            _PoolInstance(number, policy(role), self._kv_tokens) for number, role in enumerate(spec.roles)
+        ]
+        self._shared: dict[int, _Shared] = {}  # by request
+        self._tickets: dict[int, int] = {}  # request by ticket, before it is bound
         self._next_ticket = 0
-        self.gang_wait_s = self.group_s = 0.0
-        self.chunks = 0
-        self.sizes: dict[int, int] = {}
+        self._collects: dict[int, Collect] = {}  # on their way, by sequence
+        self._holds: dict[int, dict[int, int]] = {}  # KV tokens by request and member
+        self._stranded: dict[int, SimRequest] = {}  # no instance is there for them
+        self._keeps_kv = False
+        self.gang_wait_s = 0.0  # of members that were ready, until their group was
+        self.group_s = 0.0  # of members in chunks
+        self.chunks_by_size: dict[int, int] = {}
+        self._is_recorded = is_recorded
         self.timeline: list[BusyInterval] = []
-        self._is_planning = False
+        self._plan_log = PlanLog(self.coordinator)
         for member in self._members:
-            self._carry_out(
-                self.coordinator.join(member.number, member.number // per_node, self._report_of(member), 0.0)
-            )
+            self._join(member)
+
+    @property
+    def plans(self) -> list[PlannedChunks]:
+        """Return what was planned for shared prompts when, where the run is recorded."""
+        return self._plan_log.plans
+
+    @property
+    def gang_wait_share(self) -> float:
+        """Return how long members waited for their groups, as a share of the time of groups."""
+        return self.gang_wait_s / self.group_s if self.group_s else 0.0
 
     # ---- arrivals ----
 
     def arrive(self, request: SimRequest) -> None:
-        cached = self._cached_tokens(request)
-        best = max(cached)
-        if request.prompt_tokens - best <= self._spec.boundary_tokens or 2 * best >= request.prompt_tokens:
-            self._queue(request, self._choose(request, cached), cached)
+        if request.prompt_tokens > max(self._costs) * self._kv_tokens:
+            self._listener.on_refused(request)  # no group can ever hold it
             return
-        self._next_ticket -= 1
-        self._tickets[self._next_ticket] = request
-        ticket = PromptTicket(self._next_ticket, request.prompt_tokens, 0, request.arrival_s, None)
-        self._report_all()
-        self._carry_out(self.coordinator.announce(ticket, self._loop.now_s))
+        alive = [member for member in self._members if member.is_alive]
+        if not alive:
+            self._stranded[request.key] = request
+            return
+        cached = self._caches.cached_tokens(request, [member.number for member in alive])
+        if self._is_shared(request, max(cached)):
+            self._announce(request)
+        else:
+            member, tokens = min(
+                zip(alive, cached, strict=True), key=lambda choice: self._end_s(choice[0], request, choice[1])
+            )
+            self._queue(request._replace(cached_tokens=tokens), member)
+            self._plan()
 
     def unfinished(self) -> Iterable[SimRequest]:
         return [
             *(item.request for member in self._members for item in member.items),
-            *self._tickets.values(),
-            *self._shared.values(),
+            *(shared.request for shared in self._shared.values()),
+            *self._stranded.values(),
         ]
 
-    def _choose(self, request: SimRequest, cached: Sequence[int]) -> int:
-        def end_s(number: int) -> float:
-            member = self._members[number]
-            own_s = self._item_s(request.prompt_tokens - cached[number], cached[number]) + self._coefficients.kappa_s
-            return self._busy_s(member) + self._queued_s(member) + own_s
+    def keep_until_transferred(self) -> None:
+        """Hold the KV of a prompt that has its first token until `transferred`, from now on."""
+        self._keeps_kv = True
 
-        return min(range(len(self._members)), key=end_s)
+    def transferred(self, request: SimRequest) -> None:
+        """Decode has the KV of a prompt that has its first token."""
+        if request.key in self.coordinator.requests:
+            self._carry_out(self.coordinator.transferred(request.key, self._loop.now_s))
+        else:
+            self._free(request.key)
+        self._plan()
 
-    def _queue(self, request: SimRequest, number: int, cached: Sequence[int]) -> None:
-        member = self._members[number]
-        request = request._replace(cached_tokens=cached[number])
+    def schedule_failure(self, failure: Failure) -> None:
+        """ValueError for an instance that does not exist."""
+        if not 0 <= failure.instance < len(self._members):
+            raise ValueError(f"instance {failure.instance} does not exist, there are {len(self._members)}")
+        self._loop.schedule(failure.at_s, self._fail, failure)
+
+    def _is_shared(self, request: SimRequest, cached_tokens: int) -> bool:
+        """Return whether the coordinator gets a prompt of which one instance has `cached_tokens`: a long one, unless
+        that instance has most of it."""
+        if request.prompt_tokens > self._kv_tokens:
+            return True
+        if request.prompt_tokens - cached_tokens <= self._boundary_tokens:
+            return False
+        return 2 * cached_tokens < request.prompt_tokens
+
+    def _end_s(self, member: _PoolInstance, request: SimRequest, cached_tokens: int) -> float:
+        """Return when a member would have computed a prompt, from now, behind what it has."""
+        coefficients = self._own_costs.coefficients
+        own_s = self._item_s(request.prompt_tokens - cached_tokens, cached_tokens) + coefficients.kappa_s
+        return self._busy_s(member) + self._queued_s(member) + own_s
+
+    def _queue(self, request: SimRequest, member: _PoolInstance) -> None:
         item = WorkItem(request, request.new_tokens, request.cached_tokens, member.computed_tokens)
         member.items.append(item)
         member.policy.record_arrival(item, self._loop.now_s)
         self._go_on(member)
 
-    def _item_s(self, new: int, cached: int) -> float:
-        c = self._coefficients
-        return c.alpha_s * new * (new + 2 * cached) + c.token_s * new
+    def _item_s(self, new_tokens: int, cached_tokens: int) -> float:
+        coefficients = self._own_costs.coefficients
+        return (
+            coefficients.alpha_s * new_tokens * (new_tokens + 2 * cached_tokens) + coefficients.token_s * new_tokens
+        )
 
-    def _queued_s(self, member: _PoolInstance) -> float:
-        if not member.items:
-            return 0.0
-        done = {} if member.batch is None else {id(item): tokens for item, tokens in member.batch.slices}
-        left = [
-            (item.new_tokens - done.get(id(item), 0), item.cached_tokens + done.get(id(item), 0))
-            for item in member.items
-        ]
-        s = sum(self._item_s(new, cached) for new, cached in left if new)
-        return s + self._coefficients.kappa_s if s else 0.0
+    def _queued_s(self, member: _PoolInstance, max_new_tokens: float = math.inf) -> float:
+        """Return how long a member's ordinary work takes, without the batch that runs and without prompts that have not
+        begun and are longer than `max_new_tokens`."""
+        running = {} if member.batch is None else {id(item): tokens for item, tokens in member.batch.iteration.slices}
+        work_s = 0.0
+        for item in member.items:
+            done = running.get(id(item), 0)
+            if item.new_tokens > done and (item.new_tokens <= max_new_tokens or item.request.key in self._holds):
+                work_s += self._item_s(item.new_tokens - done, item.cached_tokens + done)
+        return work_s + self._own_costs.coefficients.kappa_s if work_s else 0.0
 
     def _busy_s(self, member: _PoolInstance) -> float:
-        """Until its batch and its chunk have ended."""
+        """Return how long the batch and the chunk of a member take from now on."""
         now_s = self._loop.now_s
-        at_s = now_s if member.batch is None else member.batch_ends_s
+        free_s = now_s if member.batch is None else member.batch.end_s
         if member.chunk is not None:
-            chunk = member.chunk
-            if chunk.ends_s < math.inf:
-                at_s = chunk.ends_s
-            else:
-                at_s = (
-                    max(at_s, *(self._members[other].batch_ends_s for other in chunk.order.layout.group))
-                    + chunk.predicted_s
-                )
-        return max(0.0, at_s - now_s)
+            free_s = max(free_s, self._meet_s(member.chunk)) + member.chunk.compute_s
+            if member.chunk.is_running:
+                free_s = member.chunk.end_s
+        return max(0.0, free_s - now_s)
 
-    # ---- prefix caches ----
+    def _meet_s(self, chunk: _Chunk) -> float:
+        """Return when the batches of the members that are missing have ended."""
+        batches = [batch for number in chunk.missing if (batch := self._members[number].batch) is not None]
+        return max((batch.end_s for batch in batches), default=self._loop.now_s)
 
-    def _cached_tokens(self, request: SimRequest) -> list[int]:
-        prefix = request.prefix
-        if prefix is None:
-            return [request.cached_tokens] * len(self._members)
-        matched = self._cache(prefix.block_tokens).matched(prefix.blocks)
-        most = request.prompt_tokens - 1
-        return [min(matched.get(member.number, 0) * prefix.block_tokens, most) for member in self._members]
-
-    def _cache(self, block_tokens: int) -> PrefixIndex:
-        cache = self._caches.get(block_tokens)
-        if cache is None:
-            cache = self._caches[block_tokens] = PrefixIndex(max(1, self._spec.kv_tokens // block_tokens))
-            for member in self._members:
-                cache.add_worker(member.number)
-        return cache
-
-    # ---- batches ----
+    # ---- a member's turn ----
 
     def _go_on(self, member: _PoolInstance) -> None:
-        """What a member does next, where it does nothing."""
-        if member.batch is not None or (member.chunk is not None and member.chunk.ends_s < math.inf):
+        """Begin what a member does next, where it does nothing: a batch, or waiting for the group of its chunk."""
+        chunk, now_s = member.chunk, self._loop.now_s
+        if not member.is_alive or member.batch is not None or (chunk is not None and chunk.is_running):
             return
-        now_s = self._loop.now_s
         member.generation += 1
-        chunk = member.chunk
-        until_s = math.inf
-        if chunk is not None:
-            # when the last of the others is there, as it seems
-            until_s = max(
-                (self._members[other].batch_ends_s for other in chunk.missing if other != member.number), default=now_s
-            )
-        if member.items and (chunk is None or until_s > now_s or member.owes_batch):
-            longest_s = math.inf if member.owes_batch else until_s - now_s
-            iteration = member.policy.choose_within(member.items, member.kv_tokens, now_s, longest_s)
+        meet_s = math.inf if chunk is None else self._meet_s(chunk)
+        has_time = member.owes_batch or meet_s > now_s
+        if member.items and has_time:
+            longest_s = math.inf if member.owes_batch else meet_s - now_s
+            iteration = self._choose(member, longest_s)
             if iteration.slices:
-                self._run(member, iteration, _sample(iteration, self._pipeline))
+                self._run(member, iteration)
                 return
             if iteration.wake_s < math.inf:
                 self._loop.schedule(iteration.wake_s, self._wake, (member, member.generation))
+        member.owes_batch = False
         if chunk is not None and member.number in chunk.missing:
             chunk.missing.discard(member.number)
-            chunk.arrived_s[member.number] = now_s
+            chunk.ready_s[member.number] = now_s
             if not chunk.missing:
                 self._begin(chunk)
 
-    def _wake(self, what: tuple[_PoolInstance, int]) -> None:
-        member, generation = what
+    def _wake(self, awaited: tuple[_PoolInstance, int]) -> None:
+        member, generation = awaited
         if member.generation == generation:
             self._go_on(member)
 
-    def _run(self, member: _PoolInstance, iteration: Iteration, sample: IterationSample) -> None:
+    # ---- batches ----
+
+    def _choose(self, member: _PoolInstance, longest_s: float) -> Iteration:
+        """Return what the policy would run, without prompts that have not begun and do not fit as a whole: what has
+        begun never waits for memory."""
+        holds, room = self._holds, member.free_tokens
+        begun = [item for item in member.items if item.request.key in holds]
+        reserved = sum(item.new_tokens for item in begun)
+        iteration = member.policy.choose_within(
+            member.items, max(0, room) + reserved, self._loop.now_s, longest_s
+        )
+        fitting = []
+        for chosen in iteration.slices:
+            if chosen.item.request.key not in holds:
+                if chosen.item.new_tokens > room:
+                    member.policy.correct(chosen.item, 0, self._loop.now_s)
+                    continue
+                room -= chosen.item.new_tokens
+            fitting.append(chosen)
+        if iteration.slices and not fitting and begun:
+            tokens = min(begun[0].new_tokens, sum(chosen.tokens for chosen in iteration.slices))
+            member.policy.correct(begun[0], tokens, self._loop.now_s)
+            fitting.append(Slice(begun[0], tokens))
+        # What waits for memory is looked at again when some is given back.
+        wake_s = math.inf if iteration.slices else iteration.wake_s
+        return iteration._replace(slices=tuple(fitting), wake_s=wake_s)
+
+    def _run(self, member: _PoolInstance, iteration: Iteration) -> None:
         now_s = self._loop.now_s
+        sample = iteration_sample(iteration, self._own_costs)
         member.owes_batch = False
-        member.batch, member.sample, member.batch_ends_s = iteration, sample, now_s + sample.duration_s
-        for item, tokens in iteration.slices:
-            member.kv_tokens -= tokens
+        if member.chunk is not None and member.number in member.chunk.ready_s:
+            member.chunk.waited_s += now_s - member.chunk.ready_s.pop(member.number)
+            member.chunk.missing.add(member.number)
+        batch = member.batch = _Batch(iteration, sample, now_s, now_s + sample.duration_s)
+        for item, _ in iteration.slices:
+            if item.request.key not in self._holds:
+                self._hold(item.request.key, member, item.new_tokens)
             if item.start_s is None:
                 item.start_s = now_s
-        self._loop.schedule(member.batch_ends_s, self._end_batch, member)
+        self._loop.schedule(batch.end_s, self._end_batch, (member, batch))
 
-    def _end_batch(self, member: _PoolInstance) -> None:
-        iteration, sample, now_s = member.batch, member.sample, self._loop.now_s
-        assert iteration is not None
-        assert sample is not None
-        member.batch = member.sample = None
-        if any(tokens < item.new_tokens or item.length_class.value == "long" for item, tokens in iteration.slices):
-            for item in member.items:
-                item.is_current = False
-        ended = []
-        for item, tokens in iteration.slices:
-            item.new_tokens -= tokens
-            item.cached_tokens += tokens
-            item.is_current = item.new_tokens > 0
-            member.computed_tokens += tokens
-            if item.new_tokens == 0:
-                ended.append(item)
-                member.items.remove(item)
-                member.kv_tokens += item.request.new_tokens
-        member.policy.note_end(sample, ended, now_s)
+    def _end_batch(self, awaited: tuple[_PoolInstance, _Batch]) -> None:
+        member, batch = awaited
+        if batch.is_void:
+            return
+        now_s = self._loop.now_s
+        member.batch = None
+        self._record_batch(member, batch)
+        member.computed_tokens += sum(tokens for _, tokens in batch.iteration.slices)
+        ended = advance(member.items, batch.iteration)
+        member.policy.note_end(batch.sample, ended, now_s)
         for item in ended:
-            prefix = item.request.prefix
-            if prefix is not None:
-                self._cache(prefix.block_tokens).record(member.number, prefix.blocks)
+            self._caches.record(member.number, item.request)
             assert item.start_s is not None
+            if not self._keeps_kv:
+                self._free(item.request.key)
             self._listener.on_first_token(ServedPrefill(item.request, item.start_s, now_s, Role.BOTH))
         self._go_on(member)
         self._plan()
 
-    # ---- chunks ----
+    # ---- the coordinator ----
+
+    def _announce(self, request: SimRequest) -> None:
+        self._next_ticket -= 1
+        self._shared[request.key] = _Shared(request, ticket=self._next_ticket)
+        self._tickets[self._next_ticket] = request.key
+        ticket = PromptTicket(self._next_ticket, request.prompt_tokens, 0, request.arrival_s, None)
+        self._report_all()
+        self._carry_out(self.coordinator.announce(ticket, self._loop.now_s))
+
+    def _offer(self, request: SimRequest, owner: int) -> Offer:
+        return Offer(
+            *(request.key, owner, request.prompt_tokens, 0, request.arrival_s, math.inf),
+            is_streamed=True,
+            fits_owner=request.prompt_tokens <= self._kv_tokens,
+        )
 
     def _report_of(self, member: _PoolInstance) -> MemberReport:
+        # The time of a chunk is the coordinator's own to know.
         busy_s = 0.0 if member.chunk is not None else self._busy_s(member)
-        rate = member.policy.laps.short_per_s(self._loop.now_s)
-        return MemberReport(busy_s + self._queued_s(member), member.kv_tokens, None, rate, self._short_slo_s)
+        short_slo_s = self._options.short_slo_s
+        return MemberReport(
+            # What has no memory does not run before others have ended.
+            busy_s + self._queued_s(member, member.free_tokens),
+            max(0, member.free_tokens),
+            short_per_s=member.policy.laps.short_per_s(self._loop.now_s),
+            short_slo_s=short_slo_s if short_slo_s < math.inf else None,
+        )
 
     def _report_all(self) -> None:
         for member in self._members:
-            self.coordinator.report(member.number, self._report_of(member), self._loop.now_s)
+            if member.is_alive:
+                self.coordinator.report(member.number, self._report_of(member), self._loop.now_s)
 
     def _plan(self) -> None:
-        if self._tickets or self._shared:
+        if self._shared:
             self._report_all()
             self._carry_out(self.coordinator.plan(self._loop.now_s))
 
@@ -309,76 +436,239 @@ class OnePool:
         waiting = deque(orders)
         while waiting:
             waiting.extend(self._carry_out_one(waiting.popleft()))
+        if self._is_recorded:
+            self._plan_log.record(self._loop.now_s, self._shared)
 
     def _carry_out_one(self, order: Order) -> Sequence[Order]:
         now_s = self._loop.now_s
         match order:
             case Bind(ticket, owner):
-                request = self._tickets.pop(ticket)
-                self._shared[request.key] = request
-                offer = Offer(request.key, owner, request.prompt_tokens, 0, request.arrival_s, math.inf, True, True)
-                return self.coordinator.claim(ticket, offer, now_s)
+                shared = self._shared[self._tickets.pop(ticket)]
+                shared.owner, shared.ticket = owner, None
+                return self.coordinator.claim(ticket, self._offer(shared.request, owner), now_s)
             case RunChunk():
                 self._order(order)
             case Collect():
-                return self._end_collect(order)
-            case Finish(key, owner):
-                request = self._shared.pop(key)
-                self._listener.on_first_token(ServedPrefill(request, self._start_s.pop(key), now_s, None))
-                return self.coordinator.transferred(key, now_s)
-            case Decline(key, owner, _):
-                request = self._shared.pop(key)
-                self._queue(request, owner, self._cached_tokens(request))
-                self.coordinator.report(owner, self._report_of(self._members[owner]), now_s)
+                self._collects[order.sequence] = order
+                self._loop.schedule(now_s + self._move_s(order.moves), self._end_collect, order)
+            case Finish(key):
+                self._end_shared(key)
+                return () if self._keeps_kv else self.coordinator.transferred(key, now_s)
+            case Decline(key, owner, reason):
+                return self._compute_alone(self._shared.pop(key).request, owner, reason)
             case Drop(key):
-                for number, tokens in self._holds.pop(key, {}).items():
-                    self._members[number].kv_tokens += tokens
+                self._free(key)
+                if self.coordinator.waits_for_room:
+                    self._report_all()
+                    return self.coordinator.plan(now_s)
         return ()
+
+    def _compute_alone(self, request: SimRequest, owner: int, reason: DeclineReason) -> Sequence[Order]:
+        """Queue a prompt at the instance that the coordinator has left it to, or where that has gone, like a new one."""
+        member = self._members[owner]
+        if request.prompt_tokens > self._kv_tokens and reason in (DeclineReason.NO_PLAN, DeclineReason.NO_ROOM):
+            self._listener.on_refused(request)
+        elif not member.is_alive or request.prompt_tokens > self._kv_tokens:
+            self._loop.schedule(self._loop.now_s, self.arrive, request)
+        else:
+            (cached,) = self._caches.cached_tokens(request, [owner])
+            self._queue(request._replace(cached_tokens=cached), member)
+            self.coordinator.report(owner, self._report_of(member), self._loop.now_s)
+        return ()
+
+    # ---- chunks ----
 
     def _order(self, order: RunChunk) -> None:
         layout = order.layout
         cached = sum(map(count_tokens, layout.history))
         new = sum(map(count_tokens, layout.new))
-        chunk = _Chunk(order, set(layout.group), {}, predicted_s=self._costs[len(layout.group)].predict_s(cached, new))
-        self._chunks[order.request] = chunk
-        holds = self._holds.setdefault(order.request, {})
+        compute_s = max(self._compute_s(layout.group, cached, new), self._move_s(layout.moves))
+        held_before = dict(self._holds.get(order.request, {}))
+        chunk = _Chunk(order, compute_s, set(layout.group), held_before)
         for number, history, part in zip(layout.group, layout.history, layout.new, strict=True):
             tokens = count_tokens(history) + count_tokens(part)
-            self._members[number].kv_tokens -= tokens - holds.get(number, 0)
-            holds[number] = tokens
-        for number in layout.group:
-            assert self._members[number].chunk is None
+            self._hold(order.request, self._members[number], tokens - held_before.get(number, 0))
             self._members[number].chunk = chunk
         for number in layout.group:
             self._go_on(self._members[number])
 
+    def _compute_s(self, group: Sequence[int], cached_tokens: int, new_tokens: int) -> float:
+        options = self._options
+        compute_s = self._costs[len(group)].predict_s(cached_tokens, new_tokens)
+        nodes = {number // options.per_node for number in group}
+        if len(nodes) > 1 and len(group) <= options.per_node and options.cross_node_factor < math.inf:
+            compute_s *= options.cross_node_factor
+        return compute_s
+
+    def _move_s(self, moves: Iterable[KvMove]) -> float:
+        """Return how long history is on its way: every instance sends over a link of its own, and receives over one."""
+        options = self._options
+        by_link: dict[tuple[str, int], int] = {}
+        for move in moves:
+            for link in (("out", move.source), ("in", move.target)):
+                by_link[link] = by_link.get(link, 0) + move.tokens
+        return max(by_link.values(), default=0) * options.kv_bytes_per_token / options.link_bytes_per_s
+
     def _begin(self, chunk: _Chunk) -> None:
         now_s = self._loop.now_s
-        self.chunks += 1
-        size = len(chunk.arrived_s)
-        self.sizes[size] = self.sizes.get(size, 0) + 1
-        self.gang_wait_s += sum(now_s - at_s for at_s in chunk.arrived_s.values())
-        self.group_s += size * chunk.predicted_s
-        chunk.ends_s = now_s + chunk.predicted_s
-        self._start_s.setdefault(chunk.order.request, now_s)
-        self._loop.schedule(chunk.ends_s, self._end_chunk, chunk)
+        size = len(chunk.ready_s)
+        chunk.start_s = now_s
+        self.chunks_by_size[size] = self.chunks_by_size.get(size, 0) + 1
+        self.gang_wait_s += chunk.waited_s + sum(now_s - ready_s for ready_s in chunk.ready_s.values())
+        self.group_s += size * chunk.compute_s
+        shared = self._shared[chunk.order.request]
+        if shared.start_s is None:
+            shared.start_s = now_s
+        self._loop.schedule(chunk.end_s, self._end_chunk, chunk)
 
     def _end_chunk(self, chunk: _Chunk) -> None:
+        if chunk.is_void:
+            return
         group = chunk.order.layout.group
+        self._record_chunk(chunk)
         for number in group:
             self._members[number].chunk = None
             self._members[number].owes_batch = True
-        del self._chunks[chunk.order.request]
         self._report_all()
         self._carry_out(self.coordinator.done_together(group, chunk.order.sequence, self._loop.now_s))
         for number in group:
             self._go_on(self._members[number])
 
-    def _end_collect(self, order: Collect) -> Sequence[Order]:
-        """What is computed of a prompt comes to its owner, which goes on with it; that takes no simulated time."""
-        request, holds = self._shared.pop(order.request), self._holds.pop(order.request, {})
-        for number, tokens in holds.items():
-            self._members[number].kv_tokens += tokens
-        cached = [sum(holds.values()) if number == order.owner else 0 for number in range(len(self._members))]
-        self._queue(request, order.owner, cached)
-        return self.coordinator.done_together(order.members, order.sequence, self._loop.now_s)
+    def _end_collect(self, order: Collect) -> None:
+        """What is computed of a prompt has come to its owner, which goes on with it."""
+        if self._collects.pop(order.sequence, None) is None:
+            return  # a member has failed meanwhile
+        owner = self._members[order.owner]
+        request = self._shared.pop(order.request).request
+        held = self._holds.get(order.request, {})
+        computed = sum(held.values())
+        for number, tokens in list(held.items()):
+            self._hold(order.request, self._members[number], -tokens)
+        # The last token is computed again, for its logits.
+        cached = min(computed, request.prompt_tokens - 1)
+        self._hold(order.request, owner, request.prompt_tokens)
+        self._carry_out(self.coordinator.done_together(order.members, order.sequence, self._loop.now_s))
+        self._queue(request._replace(cached_tokens=cached), owner)
+        for number in held:
+            self._go_on(self._members[number])
+
+    def _end_shared(self, key: int) -> None:
+        shared = self._shared.pop(key)
+        assert shared.start_s is not None
+        self._listener.on_first_token(ServedPrefill(shared.request, shared.start_s, self._loop.now_s, None))
+
+    # ---- KV ----
+
+    def _hold(self, key: int, member: _PoolInstance, tokens: int) -> None:
+        """Take so many more slots of a member for a request, or give them back where `tokens` is negative."""
+        holds = self._holds.setdefault(key, {})
+        holds[member.number] = holds.get(member.number, 0) + tokens
+        member.free_tokens -= tokens
+
+    def _free(self, key: int) -> None:
+        """Give back all that a request holds; members may have waited for it."""
+        freed = []
+        for number, tokens in self._holds.pop(key, {}).items():
+            self._members[number].free_tokens += tokens
+            freed.append(number)
+        for number in freed:
+            self._go_on(self._members[number])
+
+    # ---- what was busy ----
+
+    def _record_batch(self, member: _PoolInstance, batch: _Batch) -> None:
+        if self._is_recorded:
+            first, *others = (item.request.key for item, _ in batch.iteration.slices)
+            tokens = sum(tokens for _, tokens in batch.iteration.slices)
+            self.timeline.append(
+                BusyInterval(member.number, batch.start_s, self._loop.now_s, first, tuple(others), tokens)
+            )
+
+    def _record_chunk(self, chunk: _Chunk) -> None:
+        if self._is_recorded:
+            layout, shared = chunk.order.layout, self._shared[chunk.order.request]
+            self.timeline += [
+                BusyInterval(
+                    *(number, chunk.start_s, self._loop.now_s, chunk.order.request),
+                    tokens=sum(map(count_tokens, layout.new)),
+                    group=layout.group,
+                    owner=shared.owner,
+                )
+                for number in layout.group
+            ]
+
+    # ---- instances that come and go ----
+
+    def _join(self, member: _PoolInstance) -> None:
+        member.is_alive = True
+        self._caches.add(member.number)
+        node = member.number // self._options.per_node
+        self._carry_out(self.coordinator.join(member.number, node, self._report_of(member), self._loop.now_s))
+        stranded = list(self._stranded.values())
+        self._stranded.clear()
+        for request in stranded:
+            self.arrive(request)
+
+    def _fail(self, failure: Failure) -> None:
+        lost, now_s = self._members[failure.instance], self._loop.now_s
+        if not lost.is_alive:
+            return
+        lost.is_alive = False
+        lost.generation += 1
+        self._caches.remove(lost.number)
+        orphans = [item.request for item in lost.items]
+        if lost.batch is not None:
+            self._record_batch(lost, lost.batch)
+            lost.batch.is_void = True
+        lost.items, lost.batch, lost.owes_batch, lost.free_tokens = [], None, False, self._kv_tokens
+        owned = [shared.request for shared in self._shared.values() if shared.owner == lost.number]
+        gone = {request.key for request in owned}
+        chunks = {id(member.chunk): member.chunk for member in self._members if member.chunk is not None}
+        broken = [
+            chunk
+            for chunk in chunks.values()
+            if lost.number in chunk.order.layout.group or chunk.order.request in gone
+        ]
+        collects = [order for order in self._collects.values() if lost.number in order.members]
+        for order in collects:
+            del self._collects[order.sequence]
+        for chunk in broken:
+            self._break(chunk)
+        orders: list[Order] = []
+        # Decode gets what has its first token all the same: only the KV is lost here.
+        for key in self.coordinator.requests:
+            if key not in self._shared and lost.number in self._holds.get(key, {}):
+                orders += self.coordinator.cancel(key, now_s)
+        for holds in self._holds.values():
+            holds.pop(lost.number, None)
+        orders += self.coordinator.lose(lost.number, now_s)
+        steps = [(chunk.order.sequence, chunk.order.layout.group) for chunk in broken]
+        steps += [(order.sequence, order.members) for order in collects]
+        for sequence, members in steps:
+            for number in members:
+                if number != lost.number:
+                    orders += self.coordinator.failed(number, sequence, now_s)
+        for request in owned:
+            del self._shared[request.key]
+        self._report_all()
+        self._carry_out(orders)
+        for request in owned:
+            self._free(request.key)
+        for request in sorted((*orphans, *owned), key=lambda request: request.key):
+            self.arrive(request._replace(cached_tokens=0) if request.prefix is not None else request)
+        for member in self._members:
+            self._go_on(member)
+        self._plan()
+        self._loop.schedule(now_s + failure.down_s, self._join, lost)
+
+    def _break(self, chunk: _Chunk) -> None:
+        """Take a chunk that cannot end from its members; they hold what they did before."""
+        if chunk.is_running:
+            self._record_chunk(chunk)
+        chunk.is_void = True
+        for number in chunk.order.layout.group:
+            member = self._members[number]
+            member.chunk = None
+            if member.is_alive:
+                before = chunk.held_before.get(number, 0)
+                self._hold(chunk.order.request, member, before - self._holds[chunk.order.request].get(number, 0))

@@ -115,6 +115,7 @@ class LoadReport(NamedTuple):
     cached_share: float  # of the prompts' tokens, found in prefix caches
     decode: DecodeSummary | None
     pools: PoolsSummary | None  # with a controller or a scaler
+    gang_wait_share: float | None  # of the time of groups, by members that wait for the others
     end_s: float
     events: int
 
@@ -125,7 +126,8 @@ def make_report(outcome: Outcome, rate_per_s: float | None, slo_s: float, bounda
     prompt_tokens = sum(prefill.request.prompt_tokens for prefill in outcome.served)
     cached_share = sum(prefill.request.cached_tokens for prefill in outcome.served) / max(1, prompt_tokens)
     return LoadReport(
-        rate_per_s, classes, cached_share, _decode(outcome), _pools(outcome), outcome.end_s, outcome.events
+        *(rate_per_s, classes, cached_share, _decode(outcome), _pools(outcome), outcome.gang_wait_share),
+        *(outcome.end_s, outcome.events),
     )
 
 
@@ -169,6 +171,8 @@ def table(reports: Sequence[LoadReport]) -> str:
             )
         if report.cached_share > 0:
             lines.append(f"prefix caches had {report.cached_share:.1%} of the prompts' tokens")
+        if report.gang_wait_share is not None:
+            lines.append(f"members waited for their groups for {report.gang_wait_share:.1%} of the time of chunks")
         if report.pools is not None:
             pools = report.pools
             instances = f"{pools.mean_instances:.2f} instances on average"
@@ -192,6 +196,7 @@ def as_json(report: LoadReport) -> dict[str, object]:
     return {
         "rate_per_s": report.rate_per_s,
         "cached_share": report.cached_share,
+        "gang_wait_share": report.gang_wait_share,
         "end_s": report.end_s,
         "events": report.events,
         "ttft": {length_class.name: {**length_class._asdict()} for length_class in report.classes},

@@ -59,6 +59,16 @@ class PlanningStage(Protocol):
 
 
 @runtime_checkable
+class GangStage(Protocol):
+    """A stage whose instances wait for each other before they compute a chunk together."""
+
+    @property
+    def gang_wait_share(self) -> float:
+        """Return how long they waited, as a share of the time of groups."""
+        ...
+
+
+@runtime_checkable
 class KeepingStage(Protocol):
     """A stage whose instances can hold the KV of a prompt until decode has it."""
 
@@ -100,6 +110,7 @@ class Outcome:
     scalings: list[Scaling] = field(default_factory=list)
     watched: list[tuple[float, list[WatchedInstance]]] = field(default_factory=list)
     plans: list[PlannedChunks] = field(default_factory=list)
+    gang_wait_share: float | None = None  # of the time of groups; None: groups are not simulated as such
 
 
 def simulate(
@@ -154,6 +165,7 @@ def simulate(
         scaler.scalings if scaler else [],
         watch.seen if watch else [],
         stage.plans if isinstance(stage, PlanningStage) else [],
+        stage.gang_wait_share if isinstance(stage, GangStage) else None,
     )
 
 
