@@ -5,9 +5,9 @@ prefixes of what it computed by itself.
            ──long───▶ Coordinator ──RunChunk──▶ all members of a group, each when its batch has ended
                                   ──Decline───▶ batches of LAPS on a single instance
 
-The coordinator and the queues are those that serve. A turn of a member is at most one chunk and then one batch, as in an
-engine. A member that waits for the others of its group computes batches that end before they come. History that changes
-hands is hidden behind computing as far as the bandwidth allows; messages take no time.
+The coordinator and the queues are those that serve. A turn of a member is at most one chunk and then one batch, as it
+is in an engine. A member that waits for its group computes batches that end before the others come. History that
+changes hands is hidden behind computing as far as the bandwidth allows; messages take no time.
 
 A failed instance loses its caches, its queue and its part of shared prompts. What it had is announced or queued again.
 """
@@ -103,7 +103,7 @@ class _Chunk:
 
 
 @dataclass(slots=True, eq=False)
-class _Batch:
+class _RunningBatch:
     """An iteration of ordinary work that runs."""
 
     iteration: Iteration
@@ -119,7 +119,7 @@ class _PoolInstance:
     policy: LapsPolicy
     free_tokens: int  # of KV
     items: list[WorkItem] = field(default_factory=list)
-    batch: _Batch | None = None
+    batch: _RunningBatch | None = None
     chunk: _Chunk | None = None
     owes_batch: bool = False  # a chunk has ended, and this turn's batch has not run yet
     computed_tokens: int = 0
@@ -128,7 +128,7 @@ class _PoolInstance:
 
 
 @dataclass(slots=True, eq=False)
-class _Shared:
+class _SharedPrompt:
     """A prompt that the coordinator has, until its first token or until one instance goes on with it."""
 
     request: SimRequest
@@ -161,9 +161,7 @@ class OnePool:
         self._costs = {candidate.size: candidate.cost for candidate in candidates}
         self._own_costs = spec.costs(Role.BOTH)
         planner = PricePlanner(
-            PriceOptions(
-                tuple(candidates), options.min_chunk_tokens, cross_node_factor=options.cross_node_factor
-            )
+            PriceOptions(tuple(candidates), options.min_chunk_tokens, cross_node_factor=options.cross_node_factor)
         )
         settings = CoordinationSettings(
             layers=1,
@@ -175,10 +173,8 @@ class OnePool:
         )
         self.coordinator = Coordinator(PoolSchedule(planner, OnTimeOrder(OnTimeOptions())), settings)
         self._caches = PrefixCaches(self._kv_tokens)
-        self._members = [
-            _PoolInstance(number, policy(role), self._kv_tokens) for number, role in enumerate(spec.roles)
-        ]
-        self._shared: dict[int, _Shared] = {}  # by request
+        self._members = [_PoolInstance(number, policy(role), self._kv_tokens) for number, role in enumerate(spec.roles)]
+        self._shared: dict[int, _SharedPrompt] = {}  # by request
         self._tickets: dict[int, int] = {}  # request by ticket, before it is bound
         self._next_ticket = 0
         self._collects: dict[int, Collect] = {}  # on their way, by sequence
@@ -272,9 +268,7 @@ class OnePool:
 
     def _item_s(self, new_tokens: int, cached_tokens: int) -> float:
         coefficients = self._own_costs.coefficients
-        return (
-            coefficients.alpha_s * new_tokens * (new_tokens + 2 * cached_tokens) + coefficients.token_s * new_tokens
-        )
+        return coefficients.alpha_s * new_tokens * (new_tokens + 2 * cached_tokens) + coefficients.token_s * new_tokens
 
     def _queued_s(self, member: _PoolInstance, max_new_tokens: float = math.inf) -> float:
         """Return how long a member's ordinary work takes, without the batch that runs and without prompts that have not
@@ -340,9 +334,7 @@ class OnePool:
         holds, room = self._holds, member.free_tokens
         begun = [item for item in member.items if item.request.key in holds]
         reserved = sum(item.new_tokens for item in begun)
-        iteration = member.policy.choose_within(
-            member.items, max(0, room) + reserved, self._loop.now_s, longest_s
-        )
+        iteration = member.policy.choose_within(member.items, max(0, room) + reserved, self._loop.now_s, longest_s)
         fitting = []
         for chosen in iteration.slices:
             if chosen.item.request.key not in holds:
@@ -366,7 +358,7 @@ class OnePool:
         if member.chunk is not None and member.number in member.chunk.ready_s:
             member.chunk.waited_s += now_s - member.chunk.ready_s.pop(member.number)
             member.chunk.missing.add(member.number)
-        batch = member.batch = _Batch(iteration, sample, now_s, now_s + sample.duration_s)
+        batch = member.batch = _RunningBatch(iteration, sample, now_s, now_s + sample.duration_s)
         for item, _ in iteration.slices:
             if item.request.key not in self._holds:
                 self._hold(item.request.key, member, item.new_tokens)
@@ -374,7 +366,7 @@ class OnePool:
                 item.start_s = now_s
         self._loop.schedule(batch.end_s, self._end_batch, (member, batch))
 
-    def _end_batch(self, awaited: tuple[_PoolInstance, _Batch]) -> None:
+    def _end_batch(self, awaited: tuple[_PoolInstance, _RunningBatch]) -> None:
         member, batch = awaited
         if batch.is_void:
             return
@@ -397,7 +389,7 @@ class OnePool:
 
     def _announce(self, request: SimRequest) -> None:
         self._next_ticket -= 1
-        self._shared[request.key] = _Shared(request, ticket=self._next_ticket)
+        self._shared[request.key] = _SharedPrompt(request, ticket=self._next_ticket)
         self._tickets[self._next_ticket] = request.key
         ticket = PromptTicket(self._next_ticket, request.prompt_tokens, 0, request.arrival_s, None)
         self._report_all()
@@ -464,7 +456,7 @@ class OnePool:
         return ()
 
     def _compute_alone(self, request: SimRequest, owner: int, reason: DeclineReason) -> Sequence[Order]:
-        """Queue a prompt at the instance that the coordinator has left it to, or where that has gone, like a new one."""
+        """Queue a prompt at the instance that it is left to, or treat it as a new one where that instance has gone."""
         member = self._members[owner]
         if request.prompt_tokens > self._kv_tokens and reason in (DeclineReason.NO_PLAN, DeclineReason.NO_ROOM):
             self._listener.on_refused(request)
@@ -576,7 +568,7 @@ class OnePool:
 
     # ---- what was busy ----
 
-    def _record_batch(self, member: _PoolInstance, batch: _Batch) -> None:
+    def _record_batch(self, member: _PoolInstance, batch: _RunningBatch) -> None:
         if self._is_recorded:
             first, *others = (item.request.key for item, _ in batch.iteration.slices)
             tokens = sum(tokens for _, tokens in batch.iteration.slices)
@@ -625,9 +617,7 @@ class OnePool:
         gone = {request.key for request in owned}
         chunks = {id(member.chunk): member.chunk for member in self._members if member.chunk is not None}
         broken = [
-            chunk
-            for chunk in chunks.values()
-            if lost.number in chunk.order.layout.group or chunk.order.request in gone
+            chunk for chunk in chunks.values() if lost.number in chunk.order.layout.group or chunk.order.request in gone
         ]
         collects = [order for order in self._collects.values() if lost.number in order.members]
         for order in collects:

@@ -20,14 +20,15 @@ from sglang_ext.planner.simulation.events import BusyInterval, EventLoop, Planne
 from sglang_ext.planner.simulation.instances import InstancePool, InstancesSpec, router_policy
 from sglang_ext.planner.simulation.iteration_policies import ChunkedPrefill, IterationPolicy, LapsPolicy, QueueOrder
 from sglang_ext.planner.simulation.long_pool import LongPool, LongPoolOptions, usable_candidates
+from sglang_ext.planner.simulation.one_pool import OnePool, OnePoolOptions
 from sglang_ext.planner.simulation.run import KeepingStage, PlanningStage, RecordedStage, RunOptions, StageBuilder
 from sglang_ext.planner.simulation.scaler import ScalerSettings
 from sglang_ext.planner.simulation.workload import Workload, drawn_requests, scaled, session_requests
 from sglang_ext.types import Role
 from sglang_ext_router.decide.instance_pressure import PressureSettings
 
-LAPS, POOL = "laps", "pool"
-POLICIES = (POOL, *(order.value for order in QueueOrder), LAPS)
+LAPS, POOL, ONE = "laps", "pool", "one"
+POLICIES = (POOL, ONE, *(order.value for order in QueueOrder), LAPS)
 DRAWN_REQUESTS = 2000
 ACTIVATION_BYTES_PER_TOKEN = 16_384  # hidden state and residual of 4,096 values in 16 bits
 HOP_MS, HOP_GB_PER_S = 2.0, 25.0  # where nothing was measured
@@ -74,18 +75,19 @@ def stage_builder(args: argparse.Namespace, engine: SimEngine, *, is_recorded: b
     ):
         _require_positive(name, value)
     _require_positive("policy.chunk_s", args.chunk_s)
-    if args.chunk_s is not None and args.policy != POOL:
-        raise ScenarioError(f"policy.chunk_s needs policy.name pool, not {args.policy}")
+    _require_positive("links.kv_gb_per_s", args.kv_gb_per_s)
+    if args.chunk_s is not None and args.policy not in (POOL, ONE):
+        raise ScenarioError(f"policy.chunk_s needs policy.name pool or one, not {args.policy}")
     if args.policy != LAPS and args.move_pools:
         raise ScenarioError("policy.move_pools needs policy.name laps")
     short = args.short_instances
     if args.scaler and (args.policy != LAPS or not short):
         raise ScenarioError("scaler.kind needs policy.name laps and instances.short")
-    if short and args.policy in {order.value for order in QueueOrder}:
+    if short and args.policy in {ONE, *(order.value for order in QueueOrder)}:
         raise ScenarioError(f"instances.short: policy.name {args.policy} keeps no classes apart")
     if short and not 0 < short < args.prefill:
         raise ScenarioError(f"instances.short must be at least 1 and leave one of {args.prefill}, got {short}")
-    if args.long_pp > 1 and args.policy == POOL:
+    if args.long_pp > 1 and args.policy in (POOL, ONE):
         raise ScenarioError(
             f"instances.long_pp: instances that share prompts (policy.name {args.policy}) have one stage"
         )
@@ -99,12 +101,14 @@ def stage_builder(args: argparse.Namespace, engine: SimEngine, *, is_recorded: b
         )
     if args.policy == POOL:
         return _pool_builder(args, engine, is_recorded)
+    if args.policy == ONE:
+        return _one_pool_builder(args, engine, is_recorded)
     return _instances_builder(args, engine, is_recorded)
 
 
 def engine_doubts(policy: str, engine: SimEngine) -> list[str]:
     """Return warnings about a profile of which the costs that this policy is simulated with fit badly."""
-    used = "sp " if policy == POOL else "iteration"
+    used = {POOL: ("sp ",), ONE: ("sp ", "iteration")}.get(policy, ("iteration",))
     return [
         f"the profile's {bad.form} fits badly: relative error {bad.error_p90:.0%} at one point of ten"
         for bad in engine.bad_fits
@@ -217,6 +221,26 @@ def _pool_builder(args: argparse.Namespace, engine: SimEngine, is_recorded: bool
     return build
 
 
+def _one_pool_builder(args: argparse.Namespace, engine: SimEngine, is_recorded: bool) -> StageBuilder:
+    _require_positive("decode.kv_bytes_per_token", args.kv_bytes_per_token)
+    options = OnePoolOptions(
+        args.slo,
+        short_slo_s=args.slo,
+        chunk_s=args.chunk_s,
+        per_node=args.instances_per_node,
+        kv_bytes_per_token=args.kv_bytes_per_token,
+        link_bytes_per_s=1e9 * args.kv_gb_per_s,
+    )
+    roles = (Role.BOTH,) * args.prefill
+    spec = InstancesSpec(roles, engine.coefficients, args.kv_tokens, args.boundary_tokens, engine.iteration)
+
+    def build(loop: EventLoop, listener: PrefillListener) -> RecordedStage:
+        candidates = usable_candidates(engine.candidates, args.prefill)
+        return OnePool(loop, spec, candidates, _laps_policy(args, engine), options, listener, is_recorded)
+
+    return build
+
+
 def _instances_builder(args: argparse.Namespace, engine: SimEngine, is_recorded: bool) -> StageBuilder:
     short = args.short_instances
     if args.move_pools and not short:
@@ -279,9 +303,13 @@ def stage_hop(args: argparse.Namespace, engine: SimEngine, stages: int) -> Hop |
 
 
 def _iteration_policy(args: argparse.Namespace, engine: SimEngine) -> Callable[[Role], IterationPolicy]:
-    def policy(role: Role) -> IterationPolicy:
-        if args.policy in {order.value for order in QueueOrder}:
-            return ChunkedPrefill(QueueOrder(args.policy), args.chunk_tokens)
+    if args.policy in {order.value for order in QueueOrder}:
+        return lambda _: ChunkedPrefill(QueueOrder(args.policy), args.chunk_tokens)
+    return _laps_policy(args, engine)
+
+
+def _laps_policy(args: argparse.Namespace, engine: SimEngine) -> Callable[[Role], LapsPolicy]:
+    def policy(role: Role) -> LapsPolicy:
         laps_options = LapsOptions(
             mode=LapsMode(role.value), boundary_tokens=args.boundary_tokens, short_ttft_slo_ms=1e3 * args.slo
         )

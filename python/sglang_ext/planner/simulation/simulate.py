@@ -127,7 +127,7 @@ SETTINGS = (
         "chunk_s",
         float,
         None,
-        "pool: longest time of a chunk, or ten times its overhead if that is more; then all is decided again",
+        "pool, one: longest time of a chunk, or ten times its overhead if that is more; then all is decided again",
     ),
     _POLICY(
         "router",
@@ -172,6 +172,9 @@ SETTINGS = (
     ),
     _SCALER("max", int, 32, "maximum instances of a pool", dest="scaler_max"),
     *HOP_SETTINGS,
+    _LINKS(
+        "kv_gb_per_s", float, 50.0, "one: bandwidth at which history of a shared prompt leaves or reaches an instance"
+    ),
     _DECODE("instances", int, 0, "decode instances; 0: only prefill is simulated", dest="decode"),
     _DECODE("policy", str, "freeness", "how a decode instance is chosen", DECODE_POLICIES, dest="decode_policy"),
     *DECODE_SETTINGS,

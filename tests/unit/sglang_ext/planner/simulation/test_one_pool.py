@@ -16,7 +16,7 @@ from sglang_ext.laps.decide.round_plan import InstanceLimits
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
 from sglang_ext.planner.simulation.cluster_spec import ClusterSpec, Failure
 from sglang_ext.planner.simulation.decode import DecodeSpec
-from sglang_ext.planner.simulation.events import EventLoop, Prefix, PrefillListener, SimRequest
+from sglang_ext.planner.simulation.events import EventLoop, PrefillListener, Prefix, SimRequest
 from sglang_ext.planner.simulation.instances import InstancePool, InstancesSpec, router_policy
 from sglang_ext.planner.simulation.iteration_policies import LapsPolicy
 from sglang_ext.planner.simulation.long_pool import LongPool, LongPoolOptions
@@ -188,9 +188,7 @@ def test_pools_set_apart_are_refused() -> None:
     with pytest.raises(ValueError, match="every instance of one pool"):
         simulate(
             [],
-            lambda loop, listener: OnePool(
-                loop, spec, CANDIDATES[:2], policy, OnePoolOptions(), listener, False
-            ),
+            lambda loop, listener: OnePool(loop, spec, CANDIDATES[:2], policy, OnePoolOptions(), listener, False),
         )
 
 
@@ -205,9 +203,7 @@ def test_options_must_be_above_0(name: str) -> None:
     st.integers(0, 10_000),
     st.integers(1, 8),
     st.sampled_from([90_000, 300_000, 1_000_000]),
-    st.lists(
-        st.tuples(st.integers(0, 7), st.floats(0.0, 12.0), st.floats(0.01, 5.0)), max_size=6
-    ),
+    st.lists(st.tuples(st.integers(0, 7), st.floats(0.0, 12.0), st.floats(0.01, 5.0)), max_size=6),
     st.booleans(),
 )
 def test_nothing_is_lost_and_no_slot_leaks(
