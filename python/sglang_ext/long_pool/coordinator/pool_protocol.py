@@ -28,9 +28,12 @@ from sglang_ext.long_pool.coordinator.tickets import Announcement, BoundPrompt, 
 from sglang_ext.long_pool.decide.coordinator import Coordinator
 from sglang_ext.long_pool.decide.orders import (
     Bind,
+    Borrow,
     Collect,
     Decline,
+    DropKept,
     Finish,
+    Keep,
     Offer,
     Order,
     PromptTicket,
@@ -397,6 +400,8 @@ class PoolProtocol:
                 room = room_of(order.ticket)
                 self.tickets.bind(room, now_s)
                 self._events.bound.append(BoundPrompt(room, self._peers[order.owner].hello.name))
+            elif isinstance(order, Keep | Borrow | DropKept):
+                raise AssertionError("members keep no rows yet: `keeps_rows` is for simulations")
             else:
                 out += [AddressedMessage(instance, order) for instance in order.members]
         self._record_ends(declined, now_s)

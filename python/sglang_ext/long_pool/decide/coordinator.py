@@ -22,14 +22,18 @@ import math
 from collections.abc import Mapping, Sequence
 
 from sglang_ext.long_pool.decide.coordination_settings import CoordinationSettings
+from sglang_ext.long_pool.decide.kept_prompts import KeptPrefix, KeptPrompts, PromptBlocks
 from sglang_ext.long_pool.decide.orders import (
     Bind,
+    Borrow,
     Collect,
     Decline,
     DeclineReason,
     Drop,
+    DropKept,
     Finish,
     GiveUp,
+    Keep,
     MemberReport,
     Offer,
     Order,
@@ -76,6 +80,7 @@ class Coordinator:
         self._announced: dict[int, AnnouncedPrompt] = {}  # by ticket
         self._steps: dict[int, SharedPrefill] = {}  # by sequence
         self._numbers = StepNumbers()
+        self.kept = KeptPrompts()
         self._keeping = PrefixKeeping(
             *(self._requests, self._members, settings, self._numbers, self._run_keep_step, self._forget)
         )
@@ -130,7 +135,7 @@ class Coordinator:
 
     def join(self, instance: int, node: int, report: MemberReport, now_s: float) -> list[Order]:
         """An instance has come, or has come back and knows nothing of what it held."""
-        orders = self.lose(instance, now_s)
+        orders = [*self.lose(instance, now_s), *_drops(self.kept.lose((instance,)))]
         self._members.add(instance, node, report)
         return [*orders, *self.plan(now_s)]
 
@@ -138,7 +143,7 @@ class Coordinator:
         """An instance has gone: killed, unreachable, or moved to another pool. What it held is lost."""
         if not self._members.remove(instance):
             return []
-        orders: list[Order] = []
+        orders: list[Order] = _drops(self.kept.lose((instance,)))
         for ticket in [ticket for ticket, announced in self._announced.items() if announced.owner == instance]:
             del self._announced[ticket]
         for request in list(self._requests.values()):
@@ -199,6 +204,7 @@ class Coordinator:
         if not self._requests and not self._announced:
             self._quiet_s = now_s
         candidate = self._announced[ticket.ticket] = AnnouncedPrompt.of(ticket, self._candidates, self._settings)
+        self._match(candidate)
         self._schedule.record_arrival(now_s, candidate.work_s)
         return self.plan(now_s)
 
@@ -230,10 +236,17 @@ class Coordinator:
             return [Decline(offer.request, offer.owner, DeclineReason.NOT_A_MEMBER)]
         if not self._requests and not self._announced:
             self._quiet_s = now_s
-        candidate = self._requests[offer.request] = SharedPrefill.of(offer, self._candidates)
+        prefix = self._find_kept(offer.blocks, offer.tokens, offer.cached_tokens)
+        rows: Held = {}
+        orders: list[Order] = []
+        if prefix is not None:
+            rows = self.kept.rows(prefix)
+            self.kept.lock(prefix)
+            orders = [Borrow(offer.request, tuple(sorted({offer.owner, *rows})), self.kept.parts(prefix))]
+        candidate = self._requests[offer.request] = SharedPrefill.of(offer, self._candidates, prefix, rows)
         if is_new:
             self._schedule.record_arrival(now_s, candidate.work_s)
-        return self.plan(now_s)
+        return [*orders, *self.plan(now_s)]
 
     def cancel(self, request: int, now_s: float) -> list[Order]:
         """The client has gone, or the owner has given the request up."""
@@ -254,6 +267,8 @@ class Coordinator:
     def transferred(self, request: int, now_s: float) -> list[Order]:
         """All of a request is where it is wanted: nothing of it is needed any more, but for a prefix cache."""
         prefill = self._requests.get(request)
+        if prefill is not None and self._may_keep_rows(prefill):
+            return [*self._keep_rows(prefill), *self.plan(now_s)]
         if prefill is not None and prefill.running is None and self._keeping.begin(prefill, self._room, now_s):
             return self.plan(now_s)
         return self.cancel(request, now_s)
@@ -302,7 +317,7 @@ class Coordinator:
     def plan(self, now_s: float) -> list[Order]:
         """Order everything that can start now. Called by every event; call it also when reports have changed."""
         self._room.freed_s = min(self._room.freed_s, now_s)
-        return [*self._plan_prefills(now_s), *self._keeping.plan(now_s)]
+        return [*self._free_kept(), *self._plan_prefills(now_s), *self._keeping.plan(now_s)]
 
     def _plan_prefills(self, now_s: float) -> list[Order]:
         orders: list[Order] = []
@@ -349,6 +364,8 @@ class Coordinator:
         snapshot = self._members.snapshot(now_s, kept, promised, counts_backlog=counts_backlog)
         positions = self._members.positions
         waiting = [prompt.pending(positions, page_tokens) for prompt in pending]
+        for announced in self._announced.values():
+            self._match(announced)
         waiting += [prompt.pending(positions) for prompt in self._announced.values()]
         return self._schedule.turns(now_s, snapshot, waiting, sum(snapshot.queue_delays_s))
 
@@ -426,6 +443,7 @@ class Coordinator:
         prefill.group = group
         for instance in group:
             self._members[instance].claim(order.sequence, order.request, max(0, more[instance]))
+        displaced = [*displaced, *self._free_kept()]
         self._run(prefill, order, group, after, now_s, compute_s)
         return [*displaced, order]
 
@@ -546,12 +564,98 @@ class Coordinator:
     def _forget(self, prefill: SharedPrefill) -> list[Order]:
         # Also members that hold nothing any more: they may still be sending of it.
         del self._requests[prefill.offer.request]
+        if prefill.prefix is not None:
+            self.kept.unlock(prefill.prefix)
         self._room.freed_s = math.inf
         for instance in prefill.involved:
             if instance in self._members:
                 self._members[instance].free_claimed(prefill.offer.request)
         members = tuple(instance for instance in self._members if instance in prefill.involved)
         return [Drop(prefill.offer.request, members)] if members else []
+
+    # -- kept prompts ------------------------------------------------------------------------------------------------
+
+    def _find_kept(self, blocks: PromptBlocks | None, tokens: int, cached_tokens: int) -> KeptPrefix | None:
+        """Return the kept prefix of a prompt that it is worth to begin behind, where `cached_tokens` are there anyway.
+
+        It takes a group of all its holders: a larger one than the prompt needs, perhaps, to compute less.
+        """
+        prefix = None if blocks is None else self.kept.match(blocks, tokens - 1)
+        if prefix is None or prefix.tokens <= cached_tokens:
+            return None
+        holders = self.kept.rows(prefix)
+        if not all(instance in self._members for instance in holders):
+            return None
+        least = len(holders)
+        in_place = [candidate for candidate in self._candidates if candidate.size >= least]
+        if not in_place:
+            return None
+        price = self._schedule.price
+
+        def least_cost_s(candidates: Sequence[SpCandidate], cached: int) -> float:
+            return min(
+                (1 + price * candidate.size) * candidate.cost.predict_s(cached, tokens - cached)
+                for candidate in candidates
+            )
+
+        is_worth = least_cost_s(in_place, prefix.tokens) < least_cost_s(self._candidates, cached_tokens)
+        return prefix if is_worth else None
+
+    def _match(self, prompt: AnnouncedPrompt) -> None:
+        """Find again what is kept of an announced prompt."""
+        ticket = prompt.ticket
+        if ticket.blocks is None or not self._settings.keeps_rows:
+            return
+        prefix = self._find_kept(ticket.blocks, ticket.tokens, ticket.cached_tokens)
+        if prefix != prompt.prefix:
+            prompt.prefix = prefix
+            rows = {} if prefix is None else self.kept.rows(prefix)
+            prompt.holders = tuple((instance, tokens_held(rows, instance)) for instance in sorted(rows))
+            prompt.estimate(self._candidates, self._settings)
+
+    def _may_keep_rows(self, prefill: SharedPrefill) -> bool:
+        settings, offer = self._settings, prefill.offer
+        return (
+            settings.keeps_rows
+            and offer.blocks is not None
+            and prefill.running is None
+            and prefill.is_finishing
+            and not prefill.is_cancelled
+        )
+
+    def _keep_rows(self, prefill: SharedPrefill) -> list[Order]:
+        """A prompt that is at decode is forgotten, and its rows remain."""
+        request, blocks = prefill.offer.request, prefill.offer.blocks
+        assert blocks is not None
+        held = {
+            instance: tuple(run for segment in segments if not segment.is_borrowed for run in segment.positions)
+            for instance, segments in prefill.held.items()
+        }
+        kept = self.kept.keep(request, blocks, held)
+        dropped = self._forget(prefill)
+        if not kept:
+            return dropped
+        end_tokens = len(blocks.hashes) * blocks.block_tokens
+        start_tokens = min(run.start for rows in kept.values() for run in rows)
+        rest = [
+            drop._replace(members=tuple(member for member in drop.members if member not in kept))
+            for drop in dropped
+            if isinstance(drop, Drop)
+        ]
+        keep = Keep(request, tuple(sorted(kept)), start_tokens, end_tokens)
+        return [keep, *(drop for drop in rest if drop.members), *self._free_kept()]
+
+    def _free_kept(self) -> list[Order]:
+        """What is kept takes only memory that nothing else wants."""
+        orders: list[Order] = []
+        if len(self.kept):
+            for instance in self._members:
+                member = self._members[instance]
+                room = min(member.free_tokens, int(self._settings.kept_share * member.max_free_tokens))
+                excess = self.kept.tokens_on(instance) - room
+                if excess > 0:
+                    orders += _drops(self.kept.drop_for(instance, excess))
+        return orders
 
     # -- what is so --------------------------------------------------------------------------------------------------
 
@@ -563,3 +667,7 @@ class Coordinator:
         timeout_s = self._settings.bind_timeout_s
         for ticket in [key for key, prefill in self._announced.items() if now_s > prefill.bound_s + timeout_s]:
             del self._announced[ticket]
+
+
+def _drops(dropped: Sequence[tuple[int, tuple[int, ...]]]) -> list[Order]:
+    return [DropKept(request, members) for request, members in dropped if members]

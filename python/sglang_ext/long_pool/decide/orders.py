@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import NamedTuple
 
+from sglang_ext.long_pool.decide.kept_prompts import KeptPrefix, PromptBlocks
 from sglang_ext.long_pool.decide.sharding import ChunkLayout, KvMove
 from sglang_ext.long_pool.wire_types import Count, Positive, Rate, Seconds
 
@@ -20,6 +21,7 @@ class Offer(NamedTuple):
     deadline_s: float  # absolute; infinity where there is none
     is_streamed: bool = False  # members send their KV straight to where it is wanted: it need not come to the owner
     fits_owner: bool = True  # the owner has the memory to compute it by itself
+    blocks: PromptBlocks | None = None  # None: it is computed without what the pool has kept, and not kept
 
 
 class PromptTicket(NamedTuple):
@@ -30,6 +32,7 @@ class PromptTicket(NamedTuple):
     cached_tokens: int  # of them, that the instance which gets it is expected to have
     arrival_s: float
     deadline_s: float | None  # absolute; infinity: there is none; None: by the pool's objective
+    blocks: PromptBlocks | None = None  # as far as the router knows them
 
 
 class MemberReport(NamedTuple):
@@ -110,6 +113,32 @@ class Drop(NamedTuple):
     members: tuple[int, ...]
 
 
+class Keep(NamedTuple):
+    """Ask these members to forget the request, and to keep its rows from `start_tokens` to `end_tokens` as a prefix
+    under its number."""
+
+    request: int
+    members: tuple[int, ...]
+    start_tokens: int
+    end_tokens: int
+
+
+class Borrow(NamedTuple):
+    """Ask these members to begin the request with rows that they keep: those of each part, as one segment. The owner's
+    own cached prefix, which is shorter, is not used."""
+
+    request: int
+    members: tuple[int, ...]
+    parts: tuple[KeptPrefix, ...]
+
+
+class DropKept(NamedTuple):
+    """Ask these members to free the rows that they keep under this number, once no request reads them."""
+
+    request: int
+    members: tuple[int, ...]
+
+
 class Decline(NamedTuple):
     """Ask the owner to compute the request by itself, with the part that is in its cache."""
 
@@ -118,4 +147,4 @@ class Decline(NamedTuple):
     reason: DeclineReason
 
 
-Order = Bind | RunChunk | Finish | Collect | GiveUp | RollBack | Drop | Decline
+Order = Bind | RunChunk | Finish | Collect | GiveUp | RollBack | Drop | Keep | Borrow | DropKept | Decline

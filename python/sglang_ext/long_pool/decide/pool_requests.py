@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sglang_ext.long_pool.decide.coordination_settings import CoordinationSettings
+from sglang_ext.long_pool.decide.kept_prompts import KeptPrefix
 from sglang_ext.long_pool.decide.on_time_order import PendingPrefill
 from sglang_ext.long_pool.decide.orders import Collect, Offer, PromptTicket, RunChunk
 from sglang_ext.long_pool.decide.pool_schedule import fastest_s, min_work_s
@@ -14,6 +15,7 @@ from sglang_ext.long_pool.decide.price_planner import Holder
 from sglang_ext.long_pool.decide.sharding import KvSegment, Positions, count_tokens
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate
 
+_NO_ROWS: Mapping[int, tuple[KvSegment, ...]] = {}
 _TAG_SPACE = 2**31 - 1
 
 
@@ -72,24 +74,34 @@ class SharedPrefill:
     is_cancelled: bool = False
     no_room_s: float | None = None  # since when no group can hold it
     planned: NextChunk | None = None
+    prefix: KeptPrefix | None = None  # that it began behind
     kept_s: float | None = None  # it has ended, and comes to its owner's prefix cache: since its last step of that
 
     @classmethod
-    def of(cls, offer: Offer, candidates: Sequence[SpCandidate]) -> SharedPrefill:
-        """A new one."""
-        cached: Positions = (range(offer.cached_tokens),) if offer.cached_tokens else ()
-        new_tokens = offer.tokens - offer.cached_tokens
-        whole_s = fastest_s(candidates, offer.cached_tokens, new_tokens)
+    def of(
+        cls,
+        offer: Offer,
+        candidates: Sequence[SpCandidate],
+        prefix: KeptPrefix | None = None,
+        rows: Mapping[int, tuple[KvSegment, ...]] = _NO_ROWS,
+    ) -> SharedPrefill:
+        """A new one. With a `prefix` that the pool has kept, it begins behind that: `rows` are where."""
+        cached_tokens = offer.cached_tokens if prefix is None else prefix.tokens
+        if prefix is None and cached_tokens:
+            rows = {offer.owner: (KvSegment((range(cached_tokens),), is_borrowed=True),)}
+        new_tokens = offer.tokens - cached_tokens
+        whole_s = fastest_s(candidates, cached_tokens, new_tokens)
         return cls(
             offer,
             max(1e-9, whole_s),
-            {offer.owner: (KvSegment(cached, is_borrowed=True),)} if cached else {},
-            (range(offer.cached_tokens, offer.tokens),),
+            dict(rows),
+            (range(cached_tokens, offer.tokens),),
             (),
-            {offer.owner},
+            {offer.owner, *rows},
             whole_s,
-            min_work_s(candidates, offer.cached_tokens, new_tokens),
+            min_work_s(candidates, cached_tokens, new_tokens),
             offer.is_streamed,
+            prefix=prefix,
         )
 
     def stop_streaming(self) -> None:
@@ -191,11 +203,18 @@ class AnnouncedPrompt:
     no_room_s: float | None = None
     fits_owner: bool = True  # as far as is known
     deadline_s: float = math.inf
+    prefix: KeptPrefix | None = None  # kept by the pool, as was found last
+    holders: tuple[tuple[int, int], ...] = ()  # of it: instance and tokens
 
     @property
     def tokens(self) -> int:
         """Return the length of the prompt in tokens."""
         return self.ticket.tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        """Return how many tokens of it need not be computed, as far as is known."""
+        return self.ticket.cached_tokens if self.prefix is None else self.prefix.tokens
 
     @classmethod
     def of(
@@ -208,7 +227,7 @@ class AnnouncedPrompt:
 
     def estimate(self, candidates: Sequence[SpCandidate], settings: CoordinationSettings) -> None:
         """What it costs is known, or has changed; and so its objective, where that is the pool's."""
-        cached, new = self.ticket.cached_tokens, self.ticket.tokens - self.ticket.cached_tokens
+        cached, new = self.cached_tokens, self.ticket.tokens - self.cached_tokens
         self.fastest_s = fastest_s(candidates, cached, new)
         self.work_s = min_work_s(candidates, cached, new)
         deadline_s = self.ticket.deadline_s
@@ -221,10 +240,10 @@ class AnnouncedPrompt:
         ticket = self.ticket
         return PendingPrefill(
             ticket.ticket,
-            ticket.tokens - ticket.cached_tokens,
-            ticket.cached_tokens,
+            ticket.tokens - self.cached_tokens,
+            self.cached_tokens,
             -1 if self.owner is None else positions[self.owner],
-            (),
+            tuple(Holder(positions[instance], tokens) for instance, tokens in self.holders),
             ticket.arrival_s,
             self.deadline_s,
             max(1e-9, self.fastest_s),

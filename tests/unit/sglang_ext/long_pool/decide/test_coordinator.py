@@ -11,14 +11,18 @@ import pytest
 
 from sglang_ext.long_pool.decide.coordination_settings import CoordinationSettings
 from sglang_ext.long_pool.decide.coordinator import Coordinator
+from sglang_ext.long_pool.decide.kept_prompts import KeptPrefix, PromptBlocks, within
 from sglang_ext.long_pool.decide.orders import (
     Bind,
+    Borrow,
     Collect,
     Decline,
     DeclineReason,
     Drop,
+    DropKept,
     Finish,
     GiveUp,
+    Keep,
     MemberReport,
     Offer,
     Order,
@@ -32,6 +36,7 @@ from sglang_ext.long_pool.decide.price_planner import PrefillSnapshot, PriceOpti
 from sglang_ext.long_pool.decide.sharding import (
     Interleaving,
     KvSegment,
+    Positions,
     after_moves,
     compacted,
     count_tokens,
@@ -806,15 +811,21 @@ def test_a_chunk_of_which_one_member_has_sent_something_ends_the_streaming(sende
 class SimulatedCluster:
     """Instances with mailboxes; whatever they hold they really hold."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, keeps: str | None = None) -> None:
         self.random = random.Random(seed)
+        keeps = keeps or self.random.choice(("nothing", "owner", "in place"))
         self.now_s = 0.0
         self.coordinator = Coordinator(
             schedule((1, 2, 3), 1, 1e-4),
             CoordinationSettings(
-                layers=2, page_tokens=self.random.choice((1, 16)), keeps_prefixes=self.random.random() < 0.5
+                layers=2,
+                page_tokens=self.random.choice((1, 16)),
+                keeps_prefixes=keeps == "owner",
+                keeps_rows=keeps == "in place",
             ),
         )
+        self.rows: dict[tuple[int, int], Positions] = {}  # kept ones: by instance, kept prompt
+        self.borrowed = 0
         self.kept = 0
         self.mail: dict[int, deque[Order]] = {}
         self.held: dict[tuple[int, int], tuple[KvSegment, ...]] = {}  # instance, request
@@ -868,10 +879,14 @@ class SimulatedCluster:
         owner = self.random.choice(list(self.mail))
         tokens = self.random.choice((self.random.randrange(2, 8), self.random.randrange(200, 3000)))
         one = Offer(request, owner, tokens, self.random.choice((0, 0, tokens // 3)), self.now_s, math.inf)
-        one = one._replace(is_streamed=self.random.random() < 0.5)
+        text = tuple(self.random.randrange(2) for _ in range(tokens // 200))
+        blocks = PromptBlocks(200, tuple(hash(text[: end + 1]) for end in range(len(text))))
+        is_streamed, is_known = self.random.random() < 0.5, self.random.random() < 0.8
+        one = one._replace(is_streamed=is_streamed, blocks=blocks if is_known else None)
         if self.random.random() < 0.4:
             self.announced[-request] = one._replace(cached_tokens=0)
-            self.deliver(self.coordinator.announce(PromptTicket(-request, tokens, 0, self.now_s, math.inf), self.now_s))
+            ticket = PromptTicket(-request, tokens, 0, self.now_s, math.inf, one.blocks)
+            self.deliver(self.coordinator.announce(ticket, self.now_s))
             return
         self.accept(one)
 
@@ -898,8 +913,9 @@ class SimulatedCluster:
 
     def forget(self, instance: int) -> None:
         del self.mail[instance]
-        for key in [key for key in self.held if key[0] == instance]:
-            del self.held[key]
+        for there in (self.held, self.rows):
+            for key in [key for key in there if key[0] == instance]:
+                del there[key]
         for request, one in self.offers.items():
             if one.owner == instance and request not in self.ended:
                 self.ended[request] = "owner lost"
@@ -926,10 +942,25 @@ class SimulatedCluster:
         elif isinstance(order, Finish):
             if order.request not in self.ended:
                 self.sending.add(order.request)
+        elif isinstance(order, Borrow):
+            self.borrow(instance, order)
+        elif isinstance(order, Keep):
+            segments = self.held.pop((instance, order.request))
+            owned = [part for one in segments if not one.is_borrowed for part in one.positions]
+            self.rows[instance, order.request] = within(tuple(owned), order.start_tokens, order.end_tokens)
+        elif isinstance(order, DropKept):
+            del self.rows[instance, order.request]
         elif isinstance(order, Drop):
             self.held.pop((instance, order.request), None)
         elif isinstance(order, RunChunk | Collect):
             self.step(instance, order, may_fail)
+
+    def borrow(self, instance: int, order: Borrow) -> None:
+        parts = [within(self.rows[instance, key], 0, end) for key, end in order.parts if (instance, key) in self.rows]
+        self.held.pop((instance, order.request), None)
+        if any(parts):
+            self.held[instance, order.request] = tuple(KvSegment(part, is_borrowed=True) for part in parts if part)
+        self.borrowed += 1
 
     def step(self, instance: int, order: RunChunk | Collect, may_fail: bool) -> None:
         key = instance, order.request
@@ -987,12 +1018,11 @@ class SimulatedCluster:
         del self.held[one.owner, order.request]
 
     def keep(self, order: Collect) -> None:
-        """All of a prompt that is at decode has come to its owner's prefix cache."""
+        """A prompt that is at decode has come to its owner's prefix cache: all of it, unless a member was lost."""
         one = self.offers[order.request]
         have = [p for part in positions_of(self.held.pop((one.owner, order.request))) for p in part]
         assert sorted(have) == sorted(set(have)), "a position is held twice"
-        assert {*have, *range(one.cached_tokens)} == {*range(one.tokens)}
-        self.kept += 1
+        self.kept += {*have, *range(one.cached_tokens)} == {*range(one.tokens)}
 
     def quiet_down(self) -> None:
         for _ in range(3000):
@@ -1046,6 +1076,48 @@ def test_any_history_ends(seed: int) -> None:
     assert not cluster.coordinator.tickets
     # A member that holds nothing any more gets the end, too.
     assert not cluster.held
+    # Of each kept prompt its members have the rows that the coordinator believes to be there.
+    for instance in cluster.mail:
+        kept = sum(count_tokens(rows) for (holder, _), rows in cluster.rows.items() if holder == instance)
+        assert kept == cluster.coordinator.kept.tokens_on(instance)
+
+
+def test_rows_are_kept_until_something_else_wants_the_memory() -> None:
+    one = coordinator(2, keeps_rows=True)
+    blocks = PromptBlocks(500, tuple(range(8)))
+    first = offer(1)._replace(is_streamed=True, blocks=blocks)
+    order = chunk_of(one.offer(first, 0.0))
+    assert len(order.layout.group) == 2
+    one.done(0, order.sequence, 1.0)
+    assert one.done(1, order.sequence, 1.0) == [Finish(1, 0)]
+    assert one.transferred(1, 1.1) == [Keep(1, (0, 1), 0, 4000)]
+    assert [one.kept.tokens_on(instance) for instance in (0, 1)] == [2000, 2000]
+    # The next turn computes only what is new, on the members that hold the rest.
+    longer = PromptBlocks(500, tuple(range(10)))
+    borrow, run = one.offer(offer(2, owner=1, tokens=5000)._replace(is_streamed=True, blocks=longer), 2.0)
+    assert borrow == Borrow(2, (0, 1), (KeptPrefix(1, 4000),))
+    assert isinstance(run, RunChunk)
+    assert sum(map(count_tokens, run.layout.history)) == 4000
+    assert sum(map(count_tokens, run.layout.new)) == 1000
+    one.done(0, run.sequence, 3.0)
+    one.done(1, run.sequence, 3.0)
+    assert one.transferred(2, 3.1)[0] == Keep(2, (0, 1), 4000, 5000)
+    one.report(1, MemberReport(0.0, 2100), 4.0)
+    assert one.plan(4.0) == [DropKept(2, (0, 1))]  # the newest: the other one is its beginning
+    one.report(1, MemberReport(0.0, 0), 5.0)
+    assert one.plan(5.0) == [DropKept(1, (0, 1))]
+
+
+def test_prompts_begin_with_rows_that_were_kept_of_others() -> None:
+    borrowed = 0
+    for seed in range(20):
+        cluster = SimulatedCluster(seed, "in place")
+        for request in range(1, 13):
+            cluster.offer(request)
+            cluster.quiet_down()
+        borrowed += cluster.borrowed
+        assert not cluster.held
+    assert borrowed > 20
 
 
 def test_most_requests_are_shared_when_nothing_fails() -> None:

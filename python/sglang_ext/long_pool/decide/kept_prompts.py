@@ -1,0 +1,200 @@
+"""The prompts whose KV rows remain on the members that computed them, as a prefix cache of the whole pool.
+
+Prompts make a tree: each keeps the rows behind those that it shares with an earlier one. What is used least recently is
+dropped first, a prompt that others build on never before them. A prompt that a request reads is locked, and so are all
+that it builds on.
+
+A prompt is known by the hashes of its full blocks; each covers the prompt from its start to the block's end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from sglang_ext.long_pool.decide.sharding import KvSegment, Positions, count_tokens
+
+
+class PromptBlocks(NamedTuple):
+    """The full blocks of a prompt, by their hashes from its start."""
+
+    block_tokens: int
+    hashes: tuple[int, ...]
+
+
+class KeptPrefix(NamedTuple):
+    """Rows that are there of a prompt's start: a kept prompt, and how many tokens of it are shared."""
+
+    prompt: int
+    tokens: int
+
+
+@dataclass(slots=True)
+class _KeptPrompt:
+    key: int
+    parent: _KeptPrompt | None
+    start_tokens: int  # its own rows are behind these
+    hashes: tuple[int, ...]  # of its own blocks
+    held: dict[int, Positions]  # its own rows, ascending, by instance
+    children: int = 0
+    readers: int = 0
+    used: int = 0  # number of its last use
+
+    @property
+    def is_free(self) -> bool:
+        return not self.children and not self.readers
+
+
+class KeptPrompts:
+    """All of a pool. Instances are numbers; nothing here moves or frees a row."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[int, _KeptPrompt] = {}
+        self._by_block: dict[int, _KeptPrompt] = {}  # by hash: the prompt that keeps the block's rows
+        self._tokens: dict[int, int] = {}  # by instance
+        self._uses = 0
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def tokens_on(self, instance: int) -> int:
+        """Rows that are kept there."""
+        return self._tokens.get(instance, 0)
+
+    def match(self, blocks: PromptBlocks, most_tokens: int) -> KeptPrefix | None:
+        """Return the longest kept prefix, in full blocks and of at most `most_tokens`; None where there is none.
+
+        Takes time in proportion to the logarithm of the number of blocks: with a block all before it are known.
+        """
+        low, high = 0, min(len(blocks.hashes), most_tokens // blocks.block_tokens)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if blocks.hashes[middle - 1] in self._by_block:
+                low = middle
+            else:
+                high = middle - 1
+        return KeptPrefix(self._by_block[blocks.hashes[low - 1]].key, low * blocks.block_tokens) if low else None
+
+    def parts(self, prefix: KeptPrefix) -> tuple[KeptPrefix, ...]:
+        """Return whose rows make up a prefix, and up to where, from its start to its end."""
+        parts = []
+        prompt: _KeptPrompt | None = self._prompts[prefix.prompt]
+        end_tokens = prefix.tokens
+        while prompt is not None:
+            parts.append(KeptPrefix(prompt.key, end_tokens))
+            end_tokens = min(end_tokens, prompt.start_tokens)  # an earlier prompt may go on with other tokens
+            prompt = prompt.parent
+        return tuple(reversed(parts))
+
+    def rows(self, prefix: KeptPrefix) -> dict[int, tuple[KvSegment, ...]]:
+        """Return what each instance holds of a prefix: of each of its parts one segment."""
+        rows: dict[int, tuple[KvSegment, ...]] = {}
+        for key, end_tokens in self.parts(prefix):
+            for instance, positions in self._prompts[key].held.items():
+                part = within(positions, 0, end_tokens)
+                if part:
+                    rows[instance] = (*rows.get(instance, ()), KvSegment(part, is_borrowed=True))
+        return rows
+
+    def lock(self, prefix: KeptPrefix) -> None:
+        """A request reads it until `unlock`."""
+        prompt = self._prompts[prefix.prompt]
+        prompt.readers += 1
+        self._use(prompt)
+
+    def unlock(self, prefix: KeptPrefix) -> None:
+        """A request reads it no more. Without effect if the prompt was lost meanwhile."""
+        prompt = self._prompts.get(prefix.prompt)
+        if prompt is not None:
+            prompt.readers -= 1
+
+    def keep(self, key: int, blocks: PromptBlocks, held: Mapping[int, Positions]) -> dict[int, Positions]:
+        """Keep what a request has computed, under a key of its own; `held` are its rows by instance, ascending.
+
+        Returns the rows that are kept of it: those of full blocks that no other prompt keeps. None are where some are
+        missing, as of a prefix that came from an instance's own cache.
+        """
+        length = len(blocks.hashes) * blocks.block_tokens
+        there = self.match(blocks, length)
+        start = 0 if there is None else there.tokens
+        kept = {instance: part for instance, rows in held.items() if (part := within(rows, start, length))}
+        if not kept or sum(map(count_tokens, kept.values())) < length - start:
+            return {}
+        parent = None if there is None else self._prompts[there.prompt]
+        prompt = _KeptPrompt(key, parent, start, blocks.hashes[start // blocks.block_tokens :], kept)
+        if parent is not None:
+            parent.children += 1
+        self._prompts[key] = prompt
+        for block in prompt.hashes:
+            self._by_block[block] = prompt
+        for instance, rows in kept.items():
+            self._tokens[instance] = self.tokens_on(instance) + count_tokens(rows)
+        self._use(prompt)
+        return kept
+
+    def drop_for(self, instance: int, tokens: int) -> list[tuple[int, tuple[int, ...]]]:
+        """Drop what was used least recently until so many rows more are free on an instance, as far as that goes.
+
+        Returns the dropped prompts, each with the instances that hold rows of it.
+        """
+        dropped = []
+        while tokens > 0:
+            free = [prompt for prompt in self._prompts.values() if prompt.is_free and instance in prompt.held]
+            # Rows that others build on come free with them.
+            leaves = free or [
+                prompt
+                for prompt in self._prompts.values()
+                if prompt.is_free and any(instance in ancestor.held for ancestor in _ancestors(prompt))
+            ]
+            if not leaves:
+                break
+            oldest = min(leaves, key=lambda prompt: prompt.used)
+            tokens -= count_tokens(oldest.held.get(instance, ()))
+            dropped.append((oldest.key, tuple(oldest.held)))
+            self._drop(oldest)
+        return dropped
+
+    def lose(self, instances: Collection[int]) -> list[tuple[int, tuple[int, ...]]]:
+        """Instances have gone, or have dropped all: forget every prompt that needs their rows. As `drop_for`."""
+        lost: list[tuple[int, tuple[int, ...]]] = []
+        for prompt in sorted(self._prompts.values(), key=lambda prompt: -prompt.start_tokens):
+            if any(instance in one.held for one in (prompt, *_ancestors(prompt)) for instance in instances):
+                lost.append((prompt.key, tuple(one for one in prompt.held if one not in instances)))
+                self._drop(prompt)
+        return lost
+
+    def _use(self, prompt: _KeptPrompt | None) -> None:
+        self._uses += 1
+        while prompt is not None:
+            prompt.used = self._uses
+            prompt = prompt.parent
+
+    def _drop(self, prompt: _KeptPrompt) -> None:
+        del self._prompts[prompt.key]
+        if prompt.parent is not None:
+            prompt.parent.children -= 1
+        for block in prompt.hashes:
+            del self._by_block[block]
+        for instance, rows in prompt.held.items():
+            self._tokens[instance] -= count_tokens(rows)
+
+
+def _ancestors(prompt: _KeptPrompt) -> list[_KeptPrompt]:
+    found = []
+    while prompt.parent is not None:
+        prompt = prompt.parent
+        found.append(prompt)
+    return found
+
+
+def within(positions: Positions, start: int, end: int) -> Positions:
+    """Return the positions from `start` to before `end`, of ascending runs."""
+    kept = []
+    for part in positions:
+        first = max(0, -(-(start - part.start) // part.step))
+        last = max(0, -(-(end - part.start) // part.step))
+        run = part[first:last]
+        if run:
+            kept.append(run)
+    return tuple(kept)
