@@ -123,17 +123,22 @@ class Prober:
 
     async def get_json(self, worker: Worker, path: str) -> Any:
         """GET from an instance; raises aiohttp.ClientError, TimeoutError or ValueError."""
-        assert self._session is not None
-        async with self._session.get(worker.url + path) as reply:
+        async with self._open_session().get(worker.url + path) as reply:
             reply.raise_for_status()
             return await reply.json(content_type=None)
 
     async def ask(self, worker: Worker, path: str, body: bytes | None) -> tuple[int, bytes]:
         """POST to an instance, or GET without a body; return status and body. Errors as for get_json."""
-        assert self._session is not None
         method, headers = ("GET", {}) if body is None else ("POST", {"content-type": "application/json"})
-        async with self._session.request(method, worker.url + path, data=body, headers=headers) as reply:
+        async with self._open_session().request(method, worker.url + path, data=body, headers=headers) as reply:
             return reply.status, await reply.read()
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        """Return the HTTP client. Raise aiohttp.ClientConnectionError while the router stops: calls may still run."""
+        assert self._session is not None
+        if self._session.closed:
+            raise aiohttp.ClientConnectionError("the router stops")
+        return self._session
 
     async def _run(self, worker: Worker) -> None:
         config = self._config

@@ -369,6 +369,15 @@ async def test_a_slow_control_call_whose_client_leaves() -> None:
         assert (await served.ask("GET", "/health")).status == 200
 
 
+async def test_a_control_call_under_way_does_not_fail_as_the_router_stops() -> None:
+    async with cluster() as served:
+        for engine in served.engines:
+            engine.pages["/model_info"] = hang()
+        client = await served.connect()
+        await client.send(b"GET /model_info HTTP/1.1\r\nHost: a\r\n\r\n")
+        await served.until(lambda: any(request.path == "/model_info" for request in served.short[0].control))
+
+
 async def test_a_whole_process_answers_openapi() -> None:
     async with cluster() as served:
         described = (await served.ask("GET", "/openapi.json")).json
