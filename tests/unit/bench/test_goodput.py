@@ -1,0 +1,94 @@
+"""What `bench/goodput.py` makes of runs: who is good, how far, and ours over the best other system's."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[3] / "bench"))
+
+import goodput
+from goodput import Figures, Run, Setting, Variant, ratios, run, scene_of, systems, worst
+from sglang_ext.planner.simulation.events import EventLoop, ServedPrefill, SimRequest
+
+SETTING = Setting("tetris-short", "h200-llama3-8b", 8.0, 4)
+
+
+def served(key: int, prompt_tokens: int, ttft_s: float) -> ServedPrefill:
+    return ServedPrefill(SimRequest(key, 0.0, prompt_tokens, 1), 0.0, ttft_s)
+
+
+def test_host_time_is_in_every_iteration_and_chunk() -> None:
+    plain, with_host = scene_of(SETTING._replace(host_ms=0.0)), scene_of(SETTING)
+    assert with_host.engine.coefficients.kappa_s - plain.engine.coefficients.kappa_s == pytest.approx(0.008)
+    for before, after in zip(plain.candidates, with_host.candidates, strict=True):
+        assert after.cost.predict_s(0, 1000) - before.cost.predict_s(0, 1000) == pytest.approx(0.008)
+
+
+def test_one_late_short_prompt_in_a_hundred_is_good_and_two_are_not() -> None:
+    requests = [SimRequest(key, 0.0, 100, 1) for key in range(1000)]
+    counted = Run(scene_of(SETTING), requests, EventLoop(), stops_early=False)
+    for key in range(9):
+        counted.on_first_token(served(100 + key, 100, 0.5))
+    assert counted.is_good
+    counted.on_first_token(served(0, 100, 0.5))  # warms up
+    assert counted.is_good
+    counted.on_first_token(served(200, 100, 0.5))
+    assert not counted.is_good
+
+
+def test_long_prompts_have_at_least_a_second() -> None:
+    scene = scene_of(SETTING)
+    assert scene.objective_s(8192) == 0.4
+    assert scene.objective_s(8193) == 1.0
+    assert scene.objective_s(500_000) > 5.0
+
+
+def test_the_bisection_finds_the_highest_good_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {"a": 3.0, "b": 3.5, "c": 0.0}
+    search = goodput._Search.__new__(goodput._Search)
+    search.bound_per_s = 10.0
+    monkeypatch.setattr(
+        search, "is_good", lambda variant, rate_per_s: rate_per_s <= limits[variant.name], raising=False
+    )
+    variants = [Variant(name, lambda *_: None) for name in "abc"]
+    assert search.goodput(variants[:1])[0] == pytest.approx(3.0, rel=0.05)
+    per_s, best = search.goodput(variants)
+    assert (best.name, per_s) == ("b", pytest.approx(3.5, rel=0.05))
+    assert search.goodput(variants[2:])[0] == 0.0
+
+
+def test_ratios_are_over_the_best_other_figure_by_figure() -> None:
+    loads = {
+        "1": {"one": Figures(0.1, 0.2, 0.3, 0.4, 0.5), "x": Figures(1, 0.1, 1, 0.8, 1), "y": Figures(1, 1, 0.3, 1, 1)}
+    }
+    over = ratios({"one": 4.0, "x": 2.0, "y": 1.0}, loads)
+    assert over["goodput_over_best"] == 2.0
+    assert over["short_p99_over_best"] == {"1": 2.0}
+    assert over["long_p90_over_best"] == {"1": 0.5}
+    assert over["long_p50_over_best"] == {"1": 1.0}
+    assert ratios({"one": 4.0, "x": 0.0}, loads)["goodput_over_best"] is None
+
+
+def test_the_worst_setting_counts() -> None:
+    def result(trace: str, gain: float | None, p99: float) -> dict[str, object]:
+        over = {f"{name}_over_best": {"1": p99} for name in ("short_p99", "long_p90", "long_p50")}
+        return {"setting": SETTING._replace(trace=trace)._asdict(), "goodput_over_best": gain, **over}
+
+    least = worst([result("azure", 1.1, 0.9), result("mooncake", None, 1.2), result("sharegpt", 1.4, 0.5)])
+    assert least["goodput_over_best"] == 1.1
+    assert least["goodput_over_best_with_prefixes"] == 1.4
+    assert least["short_p99_over_best"] == 1.2
+    assert least["no_other_is_good"] == ["mooncake h200-llama3-8b host 8 ms"]
+
+
+@pytest.mark.parametrize("name", systems())
+def test_every_system_serves_every_prompt(name: str) -> None:
+    """Eight instances: fixed groups of eight need them."""
+    requests = [SimRequest(key, 0.2 * key, 20_000 if key % 3 else 300, 1) for key in range(40)]
+    scene = scene_of(SETTING._replace(instances=8))
+    for variant in systems()[name]:
+        done = run(scene, variant, requests, stops_early=False)
+        assert len(done.times_s[True]) + len(done.times_s[False]) == 36
