@@ -291,7 +291,7 @@ FATAL = (
     ("`custom_labels` in the body of /generate", "with `--enable-metrics` it ends at a label that it does not know"),
     (
         "a member of `session_params` of another type than SGLang's",
-        "its scheduler ends, or its tokenizer process fails",
+        "its scheduler ends at an `id` that is a list or an object",
     ),
     ("`lora_id`, `positional_embed_overrides` and other fields that are SGLang's own", "its tokenizer process ends"),
     (
