@@ -1,5 +1,5 @@
-"""One pool in simulation: every instance batches short prefills, takes part in shared long ones, and keeps the
-prefixes of what it computed by itself.
+"""One pool in simulation: every instance batches short prefills, takes part in shared long ones, and keeps a prefix
+cache.
 
     arrive ──short──▶ the instance that would end it first ──▶ batches of LAPS
            ──long───▶ Coordinator ──RunChunk──▶ all members of a group, each when its batch has ended
@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from sglang_ext.laps.decide.cost_model import IterationSample
 from sglang_ext.long_pool.decide.coordination_settings import CoordinationSettings
 from sglang_ext.long_pool.decide.coordinator import Coordinator
+from sglang_ext.long_pool.decide.kept_prompts import PromptBlocks
 from sglang_ext.long_pool.decide.on_time_order import OnTimeOptions, OnTimeOrder
 from sglang_ext.long_pool.decide.orders import (
     Bind,
@@ -29,7 +30,9 @@ from sglang_ext.long_pool.decide.orders import (
     Decline,
     DeclineReason,
     Drop,
+    DropKept,
     Finish,
+    Keep,
     MemberReport,
     Offer,
     Order,
@@ -70,6 +73,7 @@ class OnePoolOptions:
     cross_node_factor: float = 1.1  # of a group over more nodes than it needs; infinity: there is none
     per_node: int = 8  # instances
     order_ahead_s: float = 0.02  # a chunk is ordered when its members have at most this much ordinary work left
+    keeps_rows: bool = True  # rows of a shared prompt stay where they were computed, as a prefix cache
     kv_bytes_per_token: int = 131_072
     link_bytes_per_s: float = 50e9  # from one instance to others
 
@@ -135,6 +139,7 @@ class _SharedPrompt:
     owner: int | None = None
     ticket: int | None = None
     start_s: float | None = None
+    borrowed: dict[int, int] = field(default_factory=dict)  # kept rows that it reads, by member
 
 
 class OnePool:
@@ -170,6 +175,7 @@ class OnePool:
             ttft_slo_s=options.slo_s,
             slo_stretch=options.slo_stretch,
             short_backlog_s=options.order_ahead_s,
+            keeps_rows=options.keeps_rows,
         )
         self.coordinator = Coordinator(PoolSchedule(planner, OnTimeOrder(OnTimeOptions())), settings)
         self._caches = PrefixCaches(self._kv_tokens)
@@ -247,12 +253,14 @@ class OnePool:
 
     def _is_shared(self, request: SimRequest, cached_tokens: int) -> bool:
         """Return whether the coordinator gets a prompt of which one instance has `cached_tokens`: a long one, unless
-        that instance has most of it."""
+        that instance has most of it, and more than the pool has kept."""
         if request.prompt_tokens > self._kv_tokens:
             return True
         if request.prompt_tokens - cached_tokens <= self._boundary_tokens:
             return False
-        return 2 * cached_tokens < request.prompt_tokens
+        blocks = _blocks_of(request)
+        kept = None if blocks is None else self.coordinator.kept.match(blocks, request.prompt_tokens - 1)
+        return 2 * cached_tokens < request.prompt_tokens or (kept is not None and kept.tokens > cached_tokens)
 
     def _end_s(self, member: _PoolInstance, request: SimRequest, cached_tokens: int) -> float:
         """Return when a member would have computed a prompt, from now, behind what it has."""
@@ -391,7 +399,7 @@ class OnePool:
         self._next_ticket -= 1
         self._shared[request.key] = _SharedPrompt(request, ticket=self._next_ticket)
         self._tickets[self._next_ticket] = request.key
-        ticket = PromptTicket(self._next_ticket, request.prompt_tokens, 0, request.arrival_s, None)
+        ticket = PromptTicket(self._next_ticket, request.prompt_tokens, 0, request.arrival_s, None, _blocks_of(request))
         self._report_all()
         self._carry_out(self.coordinator.announce(ticket, self._loop.now_s))
 
@@ -400,6 +408,7 @@ class OnePool:
             *(request.key, owner, request.prompt_tokens, 0, request.arrival_s, math.inf),
             is_streamed=True,
             fits_owner=request.prompt_tokens <= self._kv_tokens,
+            blocks=_blocks_of(request),
         )
 
     def _report_of(self, member: _PoolInstance) -> MemberReport:
@@ -448,11 +457,14 @@ class OnePool:
                 return () if self._keeps_kv else self.coordinator.transferred(key, now_s)
             case Decline(key, owner, reason):
                 return self._compute_alone(self._shared.pop(key).request, owner, reason)
-            case Drop(key):
+            case Keep(key) | Drop(key):
                 self._free(key)
+                self._share_room()
                 if self.coordinator.waits_for_room:
                     self._report_all()
                     return self.coordinator.plan(now_s)
+            case DropKept():
+                self._share_room()
         return ()
 
     def _compute_alone(self, request: SimRequest, owner: int, reason: DeclineReason) -> Sequence[Order]:
@@ -471,18 +483,29 @@ class OnePool:
     # ---- chunks ----
 
     def _order(self, order: RunChunk) -> None:
-        layout = order.layout
+        shared, layout = self._shared[order.request], order.layout
         cached = sum(map(count_tokens, layout.history))
         new = sum(map(count_tokens, layout.new))
+        if shared.start_s is None and not shared.borrowed and cached:
+            self._borrow(shared, order)
         compute_s = max(self._compute_s(layout.group, cached, new), self._move_s(layout.moves))
         held_before = dict(self._holds.get(order.request, {}))
         chunk = _Chunk(order, compute_s, set(layout.group), held_before)
         for number, history, part in zip(layout.group, layout.history, layout.new, strict=True):
-            tokens = count_tokens(history) + count_tokens(part)
-            self._hold(order.request, self._members[number], tokens - held_before.get(number, 0))
+            owned = count_tokens(history) + count_tokens(part) - shared.borrowed.get(number, 0)
+            self._hold(order.request, self._members[number], max(0, owned) - held_before.get(number, 0))
             self._members[number].chunk = chunk
         for number in layout.group:
             self._go_on(self._members[number])
+
+    def _borrow(self, shared: _SharedPrompt, order: RunChunk) -> None:
+        """Record which kept rows a prompt reads that begins behind them: its history before anything has moved."""
+        layout = order.layout
+        held = {number: count_tokens(history) for number, history in zip(layout.group, layout.history, strict=True)}
+        for move in layout.moves:
+            held[move.target] -= move.tokens
+        shared.borrowed = held
+        shared.request = shared.request._replace(cached_tokens=sum(map(count_tokens, layout.history)))
 
     def _compute_s(self, group: Sequence[int], cached_tokens: int, new_tokens: int) -> float:
         options = self._options
@@ -531,9 +554,10 @@ class OnePool:
         if self._collects.pop(order.sequence, None) is None:
             return  # a member has failed meanwhile
         owner = self._members[order.owner]
-        request = self._shared.pop(order.request).request
+        shared = self._shared.pop(order.request)
+        request = shared.request
         held = self._holds.get(order.request, {})
-        computed = sum(held.values())
+        computed = sum(held.values()) + sum(shared.borrowed.values())
         for number, tokens in list(held.items()):
             self._hold(order.request, self._members[number], -tokens)
         # The last token is computed again, for its logits.
@@ -565,6 +589,12 @@ class OnePool:
             freed.append(number)
         for number in freed:
             self._go_on(self._members[number])
+
+    def _share_room(self) -> None:
+        """Leave the instances' own caches what the rows that the pool keeps do not take."""
+        for member in self._members:
+            if member.is_alive:
+                self._caches.set_room(member.number, self._kv_tokens - self.coordinator.kept.tokens_on(member.number))
 
     # ---- what was busy ----
 
@@ -662,3 +692,8 @@ class OnePool:
             if member.is_alive:
                 before = chunk.held_before.get(number, 0)
                 self._hold(chunk.order.request, member, before - self._holds[chunk.order.request].get(number, 0))
+
+
+def _blocks_of(request: SimRequest) -> PromptBlocks | None:
+    prefix = request.prefix
+    return None if prefix is None else PromptBlocks(prefix.block_tokens, prefix.blocks)

@@ -33,6 +33,11 @@ class PrefixCaches:
             for index in self._indexes.values():
                 index.remove_worker(instance)
 
+    def set_room(self, instance: int, kv_tokens: int) -> None:
+        """Give an instance's cache this many tokens: what does not fit is dropped."""
+        for block_tokens, index in self._indexes.items():
+            index.set_capacity(instance, max(1, kv_tokens // block_tokens))
+
     def cached_tokens(self, request: SimRequest, instances: Sequence[int]) -> list[int]:
         """Return how many tokens of a prompt each of `instances` has; the last token is always computed."""
         prefix = request.prefix

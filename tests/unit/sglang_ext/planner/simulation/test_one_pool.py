@@ -154,6 +154,18 @@ def test_it_is_the_long_pool_where_nothing_is_short() -> None:
     assert mean_s == pytest.approx(sum(served.ttft_s for served in long.served) / 200, rel=0.05)
 
 
+def test_a_later_turn_finds_what_was_computed() -> None:
+    blocks = tuple(range(1000))
+    requests = [
+        SimRequest(0, 0.0, 40_000, 1, 0, Prefix(BLOCK, blocks[:625])),
+        SimRequest(1, 10.0, 44_000, 1, 0, Prefix(BLOCK, blocks[:687])),
+    ]
+    kept, dropped = Run(requests), Run(requests, options=OnePoolOptions(keeps_rows=False))
+    later = next(served for served in kept.outcome.served if served.request.key == 1)
+    assert later.request.cached_tokens == 40_000
+    assert later.ttft_s < 0.3 * next(served.ttft_s for served in dropped.outcome.served if served.request.key == 1)
+
+
 def test_history_on_its_way_takes_time_that_computing_does_not_hide() -> None:
     requests = mixture(100, 4.0)
     fast = Run(requests, options=OnePoolOptions(link_bytes_per_s=1e12))
@@ -205,12 +217,14 @@ def test_options_must_be_above_0(name: str) -> None:
     st.sampled_from([90_000, 300_000, 1_000_000]),
     st.lists(st.tuples(st.integers(0, 7), st.floats(0.0, 12.0), st.floats(0.01, 5.0)), max_size=6),
     st.booleans(),
+    st.booleans(),
 )
 def test_nothing_is_lost_and_no_slot_leaks(
     seed: int,
     instances: int,
     kv_tokens: int,
     failures: list[tuple[int, float, float]],
+    keeps_rows: bool,
     has_decode: bool,
 ) -> None:
     requests = mixture(40, 8.0, seed)
@@ -223,6 +237,7 @@ def test_nothing_is_lost_and_no_slot_leaks(
         requests,
         instances=instances,
         kv_tokens=kv_tokens,
+        options=OnePoolOptions(keeps_rows=keeps_rows),
         around=around,
         is_recorded=True,
     )
