@@ -8,7 +8,7 @@ from math import inf
 
 from sglang_ext.graphs.decide.graph_grid import GraphGrid, GraphShape
 from sglang_ext.laps.decide.cost_model import CostCoefficients
-from sglang_ext.laps.decide.short_batch import DUE_AFTER, SPARE, BatchBounds, FormedBatch, apart_s
+from sglang_ext.laps.decide.short_batch import SPARE, BatchBounds, FormedBatch, apart_s
 from sglang_ext.laps.decide.urgency import RankedPrefill
 
 
@@ -86,15 +86,8 @@ class PlainBatch:
     # -- the steps --------------------------------------------------------------------------------------------------
 
     def take_class(self, ranked: list[RankedPrefill]) -> None:
-        late = [one for one in ranked if self.now_s + self.stretch * one.remaining_s > one.request.deadline_s]
+        late = [one for one in ranked if not self.is_punctual(one)]
         punctual = [one for one in ranked if one not in late]
-        due = [one for one in late if self.is_due(one)]
-        if due:
-            first = min(due, key=lambda one: one.request.arrival_s)
-            self.join([first], is_spare=False)
-            if not self.members:
-                return
-            late = [one for one in late if one not in self.members]
         if punctual:
             base = list(self.members)
             self.join(self.by_bucket(punctual), is_spare=False)
@@ -107,11 +100,12 @@ class PlainBatch:
             if not self.members:
                 late = ranked
         if late:
+            late = sorted(late, key=lambda one: (one.remaining_s, one.urgency))
             self.join(self.by_bucket(late), is_spare=self.kept_s < inf)
 
-    def is_due(self, one: RankedPrefill) -> bool:
-        request = one.request
-        return self.now_s - request.arrival_s > DUE_AFTER * (request.deadline_s - request.arrival_s)
+    def is_punctual(self, one: RankedPrefill) -> bool:
+        end_s = self.now_s + self.stretch * one.remaining_s
+        return self.bounds.keeps_deadlines and end_s <= one.request.deadline_s
 
     def join(self, candidates: list[RankedPrefill], *, is_spare: bool) -> None:
         waiting: list[RankedPrefill] = []

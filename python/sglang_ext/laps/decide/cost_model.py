@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil, exp, inf, isfinite, log, sqrt
 from statistics import median
 from typing import NamedTuple
@@ -117,6 +117,8 @@ def boundary_tokens(
 
 
 _FEATURES = 6
+_ALPHA, _TOKEN, _READ, _REQUEST, _KAPPA = range(5)
+_SECONDARY = (_READ, _REQUEST)  # held at the prior where the samples do not determine them
 _GAP = 5  # the feature that is not one of the sum: whether the iteration follows another one directly
 _PER_KIND = 16
 _KINDS = 256
@@ -249,8 +251,13 @@ class _Equations:
             for forgotten in kinds.pop(oldest).rows:
                 self._take_in(forgotten, -1)
 
-    def solve(self) -> CostCoefficients:
-        """The best coefficients for what is kept, which must be something."""
+    def solve(self) -> tuple[CostCoefficients, Determined]:
+        """The best coefficients for what is kept, which must be something, and which of them it determines.
+
+        What a cached token or a further request costs is often seen in few samples. Where these do not determine it, it
+        is held where the prior has it (unless that is more than two standard errors away), and the others are solved
+        for again: noise in a handful of mixed batches is no finding.
+        """
         slowness = exp(median(self._speeds))
         weight = 1.0 / (1 + self.rows)
         gram = [
@@ -260,28 +267,48 @@ class _Equations:
         moment = [
             real + weight * prior / slowness for real, prior in zip(self._moment, self._prior_moment, strict=True)
         ]
-        alpha_s, token_s, read_s, request_s, alone_s, self.gap_s = solve_non_negative(gram, moment)
+        believed = _as_features(self.prior.times(slowness))
+        held: dict[int, float] = {}
+        solution = _solved_with(gram, moment, held)
+        noise = self._noise(solution)
+        errors = self._standard_errors(held, noise)
+        is_determined = [error <= _STANDARD_ERROR * value for error, value in zip(errors, solution, strict=False)]
+        for at in _SECONDARY:
+            value, error = solution[at], errors[at]
+            if (value > 0 and error <= _STANDARD_ERROR * value) or abs(believed[at] - value) > 2 * error:
+                continue
+            held[at] = believed[at]
+            solution = _solved_with(gram, moment, held)
+            errors = self._standard_errors(held, noise)
+        determined = Determined(*(solution[at] > 0 and is_determined[at] for at in (_ALPHA, _TOKEN, _READ, _KAPPA)))
+        alpha_s, token_s, read_s, request_s, alone_s, self.gap_s = solution
         kappa_s = alone_s + self.gap_s
         if token_s <= 0 and kappa_s <= 0:  # by that a lone request takes no time: the samples are only of batches
             self.gap_s = 0.0
-            return self.prior.times(slowness)._replace(replayed=None)
-        return CostCoefficients(alpha_s, token_s, read_s, kappa_s, request_s)
+            return self.prior.times(slowness)._replace(replayed=None), _NOTHING_DETERMINED
+        return CostCoefficients(alpha_s, token_s, read_s, kappa_s, request_s), determined
 
     def prior_kappa_s(self) -> float:
         """Return kappa of the prior at the speed that the samples show."""
         return self.prior.kappa_s * exp(median(self._speeds)) if self._speeds else self.prior.kappa_s
 
-    def determined(self, solution: CostCoefficients, noise: float) -> Determined:
-        """Return which coefficients of the solution these samples, of this much relative noise, determine by
-        themselves."""
-        if self.rows < _MIN_SAMPLES:
-            return _NOTHING_DETERMINED
-        # Without the gap: on an instance that is never idle nothing separates it from the rest of kappa.
-        alpha, token, read, _, kappa = inverse_diagonal([line[:_GAP] for line in self._gram[:_GAP]])
-        pairs = zip(solution[:4], (alpha, token, read, kappa), strict=True)
-        return Determined(
-            *(value > 0 and noise * sqrt(variance) <= _STANDARD_ERROR * value for value, variance in pairs)
-        )
+    def _noise(self, solution: Sequence[float]) -> float:
+        """One relative standard deviation of these samples from what this solution predicts."""
+        squares = float(self.rows)
+        for moment, value, line in zip(self._moment, solution, self._gram, strict=True):
+            squares += value * (sum(other * entry for other, entry in zip(solution, line, strict=True)) - 2 * moment)
+        return max(_NOISE_FLOOR, sqrt(max(0.0, squares) / max(1, self.rows - _FEATURES)))
+
+    def _standard_errors(self, held: Mapping[int, float], noise: float) -> Vector:
+        """The standard errors of the coefficients other than those held, by these samples; infinite where these have
+        nothing of one, or are few."""
+        free = [at for at in range(_GAP) if at not in held]
+        errors = [inf] * _GAP
+        if self.rows >= _MIN_SAMPLES:  # without the gap: on an instance that is never idle it is not apart from kappa
+            variances = inverse_diagonal([[self._gram[i][j] for j in free] for i in free])
+            for at, variance in zip(free, variances, strict=True):
+                errors[at] = noise * sqrt(variance)
+        return errors
 
     def error_s(self, features: Vector, noise: float) -> float:
         """Standard error of the fitted time of such an iteration, that follows another one."""
@@ -461,10 +488,9 @@ class CostFit:
     def _solve(self) -> None:
         cost = self.fitted
         if self._eager.rows:
-            cost = self._eager.solve()
-            self.determined = self._eager.determined(cost, self._noise())
+            cost, self.determined = self._eager.solve()
         if self._replayed is not None and self._replayed.rows:
-            cost = cost._replace(replayed=self._replayed.solve())
+            cost = cost._replace(replayed=self._replayed.solve()[0])
         self.fitted = cost
 
 
@@ -481,6 +507,24 @@ def _kind(sample: IterationSample) -> tuple[int, int, int]:
 def _features(attention_work: float, new_tokens: int, cached_tokens: int, requests: int, is_first: bool) -> Vector:
     gap = 0.0 if is_first else 1.0
     return [attention_work, float(new_tokens), float(cached_tokens), requests - 1.0, 1.0, gap]
+
+
+def _as_features(cost: CostCoefficients) -> Vector:
+    """Return the coefficients in the order of the features; the gap is a part of kappa."""
+    return [cost.alpha_s, cost.token_s, cost.read_s, cost.request_s, cost.kappa_s]
+
+
+def _solved_with(gram: Matrix, moment: Vector, held: Mapping[int, float]) -> Vector:
+    """Return the best non-negative unknowns where some are held."""
+    free = [at for at in range(_FEATURES) if at not in held]
+    reduced = [[gram[i][j] for j in free] for i in free]
+    target = [moment[i] - sum(gram[i][j] * value for j, value in held.items()) for i in free]
+    solution = [0.0] * _FEATURES
+    for at, value in zip(free, solve_non_negative(reduced, target), strict=True):
+        solution[at] = value
+    for at, value in held.items():
+        solution[at] = max(0.0, value)
+    return solution
 
 
 def _relative(features: Vector, duration_s: float) -> Vector:

@@ -13,7 +13,7 @@ from sglang_ext.graphs.decide.graph_grid import GraphGrid
 from sglang_ext.laps.decide.boundary import ClassBoundary
 from sglang_ext.laps.decide.cost_model import CostCoefficients, CostFit, IterationSample
 from sglang_ext.laps.decide.options import Batching, LapsOptions
-from sglang_ext.laps.decide.packed_batch import loaded_round_s, packed_round_s
+from sglang_ext.laps.decide.packed_batch import has_spare_time, loaded_round_s, packed_round_s
 from sglang_ext.laps.decide.round_plan import (
     DispatchReason,
     InstanceLimits,
@@ -131,6 +131,11 @@ class InstanceModel:
         Through a pipeline it takes the predicted time on each stage.
         """
         return self.fit.typical_error() + self.limits.stages - 1
+
+    def keeps_deadlines(self, now_s: float) -> bool:
+        """Return whether the load leaves time for one more batch within each objective: for requests that wait so that
+        others are on time."""
+        return has_spare_time(self.offered.load(now_s), self.fit.coefficients.kappa_s, self.short_slo_s)
 
     def max_share(self) -> float:
         """The largest share of the time that shorts take while a long prefill that is late waits."""

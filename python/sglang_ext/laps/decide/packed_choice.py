@@ -74,6 +74,7 @@ def _choose_of_group(
         model.limits.page_tokens,
         short_budget_s,
         model.margin(),
+        model.keeps_deadlines(now_s),
     )
     batch = None if is_long_first else form_batch(shorts, now_s, model.cost, model.grid, bounds)
     if batch is None:

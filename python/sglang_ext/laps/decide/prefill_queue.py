@@ -23,7 +23,7 @@ from sglang_ext.laps.decide.round_plan import QueuedPrefill
 from sglang_ext.laps.decide.urgency import RankedPrefill, Urgency, aged_class
 from sglang_ext.types import LengthClass
 
-_PATIENCE = 50.0  # below about 30 a burst turns the order of remaining times into that of arrival
+_PATIENCE = 200.0  # under high load less turns the order of remaining times into that of arrival
 _NEAR = 4  # of requests that leave together, those so near each other in the list are cut out at once
 
 
@@ -68,7 +68,7 @@ class _Lists:
 class PrefillQueue:
     """All requests of an instance that have prefill work left.
 
-    A request is lifted by a class whenever it has waited `age_s`, or 50 times what it takes alone if that is more.
+    A request is lifted by a class whenever it has waited `age_s`, or 200 times what it takes by itself if that is more.
     """
 
     __slots__ = ("_age_s", "_lifts", "_lists", "_waiting", "long_work_s", "started")

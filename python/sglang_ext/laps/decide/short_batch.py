@@ -15,9 +15,8 @@ from typing import NamedTuple
 from sglang_ext.graphs.decide.graph_grid import GraphGrid, GraphShape
 from sglang_ext.laps.decide.cost_model import CostCoefficients
 from sglang_ext.laps.decide.on_time import BatchCost, BatchSums, Contender, max_on_time
-from sglang_ext.laps.decide.urgency import RankedPrefill
+from sglang_ext.laps.decide.urgency import RankedPrefill, Urgency
 
-DUE_AFTER = 2.0  # times its objective: a late prefill that has waited this long goes first
 SPARE = 0.25  # of its objective: most time that late prefills add to a batch with others that are on time
 
 
@@ -30,6 +29,7 @@ class BatchBounds(NamedTuple):
     page_tokens: int  # every request takes whole pages
     budget_s: float
     margin: float = 0.0  # relative: a batch is to be on time even if it takes this much longer than predicted
+    keeps_deadlines: bool = True  # or none waits for another batch so that others are on time
 
 
 class FormedBatch(NamedTuple):
@@ -54,20 +54,19 @@ def form_batch(
     takes is fixed for the next, which may not make it late. A time that is compared with a deadline counts `margin`
     more. In a class:
 
-    1. A request that is late (it could not be on time even by itself) and has waited `DUE_AFTER` times its objective is
-       due. The due request that arrived first joins before all others. So a request waits for at most one batch
-       more than there are due ones of its class, or requests of more urgent classes, before it.
-    2. Requests that are not late join in order of urgency within `bounds`. On captured shapes the head's length bucket
-       comes first, then the nearest buckets. Another joins if the batch with it takes no longer than the two apart.
-       Where it does not, as the batch would need a larger shape, several may: they join together if the batch with all
-       of them takes no longer than the two batches.
-    3. If the batch now ends after a deadline in it, some are put back. A request can wait if it would still be on time
-       by itself after this batch. Of all subsets of the requests that joined in step 2, and that end before each
+    1. Requests that can be on time by themselves join in order of urgency within `bounds`. On captured shapes the
+       head's length bucket comes first, then the nearest buckets. Another joins if the batch with it takes no longer
+       than the two apart. Where it does not, as the batch would need a larger shape, several may: they join together
+       if the batch with all of them takes no longer than the two batches.
+    2. If the batch now ends after a deadline in it, some are put back. A request can wait if it would still be on time
+       by itself after this batch. Of all subsets of the requests that joined in step 1, and that end before each
        deadline in them, one is kept that has the most requests that cannot wait, and of these one with the most that
        can. (With captured shapes the time of a subset does not only depend on its sum: there it is the best of the
        subsets that a sweep over the deadlines finds which puts back the longest first.)
-    4. Late ones join in order of urgency while no deadline is missed for it and they add at most `SPARE` of
+    3. Late ones join, the shortest first, while no deadline is missed for it and they add at most `SPARE` of
        their objective. If nothing else has joined there are no deadlines left to keep: only `bounds` hold.
+
+    Without `keeps_deadlines` all count as late.
     """
     if not ranked:
         return None
@@ -140,6 +139,10 @@ def pages(new_tokens: int, page_tokens: int) -> int:
     return -(-new_tokens // page_tokens) * page_tokens
 
 
+def _by_remaining(ranked: RankedPrefill) -> tuple[float, Urgency]:
+    return (ranked.remaining_s, ranked.urgency)
+
+
 class _Forming:
     """A batch while it is formed. An empty one takes no time.
 
@@ -198,27 +201,12 @@ class _Forming:
     def take_class(self, ranked: Sequence[RankedPrefill]) -> None:
         """Let the requests of one class join, in the steps of `form_batch`."""
         now_s, stretch = self._now_s, self._stretch
+        keeps_deadlines = self._bounds.keeps_deadlines
         punctual: list[RankedPrefill] = []
         late: list[RankedPrefill] = []
-        due_at = -1  # in `late`
-        due_s = inf  # its arrival
         for candidate in ranked:
-            request = candidate.request
-            deadline_s = request.deadline_s
-            if now_s + stretch * candidate.remaining_s <= deadline_s:
-                punctual.append(candidate)
-                continue
-            arrival_s = request.arrival_s
-            if arrival_s < due_s and now_s - arrival_s > DUE_AFTER * (deadline_s - arrival_s):
-                due_at, due_s = len(late), arrival_s
-            late.append(candidate)
-        if due_at >= 0:
-            before = self.requests
-            self._join([late[due_at]], False)
-            if not self.members:
-                return
-            if self.requests > before:
-                del late[due_at]
+            is_punctual = now_s + stretch * candidate.remaining_s <= candidate.request.deadline_s
+            (punctual if keeps_deadlines and is_punctual else late).append(candidate)
         if punctual:
             before = self.requests
             base = BatchSums(self.longest_tokens, self.new_tokens, self.cached_tokens, self.kv_tokens, self.work)
@@ -233,6 +221,7 @@ class _Forming:
             if not self.members:  # as padded as they would run, not even one can end on time
                 late = list(ranked)
         if late:
+            late.sort(key=_by_remaining)
             self._join(self._by_bucket(late), self.end_s < inf)
 
     def _by_bucket(self, candidates: list[RankedPrefill]) -> list[RankedPrefill]:

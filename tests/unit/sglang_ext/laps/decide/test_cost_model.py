@@ -397,3 +397,49 @@ def test_a_fixed_cost_that_the_samples_do_not_show_is_at_least_the_priors() -> N
     assert not fit.determined.kappa
     assert fit.coefficients.kappa_s < 0.005
     assert 0.015 < fit.fixed_s() < 0.025
+
+
+def test_a_handful_of_mixed_batches_says_nothing_about_a_further_request() -> None:
+    """Their noise, of a busy machine, is not taken for a cost: the prior knows of none."""
+    truth = CostCoefficients(1e-7, 3.7e-3, 0.0, 0.09)
+    for seed in range(10):
+        random = Random(seed)
+        fit = CostFit(PRIOR)
+        for number in range(120):
+            requests, new = (2, 2 * random.randint(16, 64)) if number % 30 == 7 else (1, random.randint(16, 1024))
+            duration_s = truth.iteration_s(float(new * new), new, 0, requests) * random.lognormvariate(0, 0.3)
+            fit.add(IterationSample(float(new * new), new, 0, requests, duration_s))
+        assert fit.fitted.request_s == 0
+        assert fit.fitted.chunk_s(500, 0) == pytest.approx(truth.chunk_s(500, 0), rel=0.3)
+
+
+def test_a_further_request_that_only_comes_with_tokens_is_not_told_apart_from_them() -> None:
+    """Batches of equal prompts: requests and tokens are collinear, and the time of such a batch is right."""
+    random = Random(4)
+    fit = CostFit(PRIOR)
+    for _ in range(200):
+        requests = random.choice([1, 2, 3, 4])
+        work = float(requests * 64 * 64)
+        duration_s = TRUTH.iteration_s(work, 64 * requests, 0, requests) * random.lognormvariate(0, 0.05)
+        fit.add(IterationSample(work, 64 * requests, 0, requests, duration_s))
+    assert fit.fitted.request_s == 0
+    for requests in (1, 2, 4):
+        features = (requests * 64.0 * 64, 64 * requests, 0, requests)
+        assert fit.fitted.iteration_s(*features) == pytest.approx(TRUTH.iteration_s(*features), rel=0.1)
+
+
+def test_a_neighbour_that_slows_the_host_for_a_while_does_not_spoil_predictions() -> None:
+    """Twice as slow in the middle, with 10% of noise throughout: nine of ten predictions are within a quarter."""
+    random = Random(5)
+    fit = CostFit(PRIOR)
+    errors = []
+    for number in range(900):
+        sample = iteration(random)
+        slowness = 1.8 if 400 <= number < 600 else 1.0
+        sample = sample._replace(duration_s=sample.duration_s * slowness * random.lognormvariate(0, 0.1))
+        if number >= 200:
+            predicted_s = fit.coefficients.iteration_s(*sample[:4])
+            errors.append(abs(predicted_s - sample.duration_s) / sample.duration_s)
+        fit.add(sample)
+    errors.sort()
+    assert errors[len(errors) * 9 // 10] < 0.25

@@ -285,6 +285,17 @@ def test_under_load_a_deadline_costs_no_batch_of_its_own(offered_s: float, reaso
     assert reason is None or first.reason is reason
 
 
+@pytest.mark.parametrize(("offered_s", "together"), [(0.1, False), (5.0, True)])
+def test_under_load_nothing_is_put_back_for_a_deadline(offered_s: float, together: bool) -> None:
+    """The first is on time only without the second, whose own batch costs 0.1 s again: of an objective of 0.4 s."""
+    laps = policy(COST._replace(kappa_s=0.1))
+    for number in range(20):
+        laps.record_arrival(0.1 * number, LONG, int(100 * offered_s), 0, 1e6)
+    queue = (queued(1, 100, deadline_s=2.25, arrival_s=1.9), queued(2, 200, deadline_s=2.35, arrival_s=1.95))
+    first = laps.choose_of(RoundSnapshot(2.0, queue, 100_000)).batches[0]
+    assert (len(first.whole) == 2) is together
+
+
 @pytest.mark.parametrize(("is_mixed", "cut_tokens"), [(False, 290), (True, 190)])
 def test_further_requests_are_paid_for(is_mixed: bool, cut_tokens: int) -> None:
     """0.5 s: 10 ms less for the fixed cost of an unmixed batch is the caller's; each further request costs 100 ms."""

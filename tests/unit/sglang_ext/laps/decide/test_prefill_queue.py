@@ -17,7 +17,7 @@ from support.examples import examples
 from support.prefill_loop import CPU
 
 # No sum of waits is a multiple of it: at the very moment of a lift, rounding decides.
-AGE_S, PATIENCE, CHUNK_S = 1.97371234567, 50.0, 0.05
+AGE_S, PATIENCE, CHUNK_S = 1.97371234567, 200.0, 0.05
 
 
 def remaining_s(request: QueuedPrefill) -> float:

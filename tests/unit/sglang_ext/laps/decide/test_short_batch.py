@@ -14,7 +14,6 @@ from sglang_ext.graphs.decide.graph_grid import GraphGrid, GraphShape
 from sglang_ext.laps.decide.cost_model import CostCoefficients
 from sglang_ext.laps.decide.round_plan import PriorityClass, QueuedPrefill
 from sglang_ext.laps.decide.short_batch import (
-    DUE_AFTER,
     SPARE,
     BatchBounds,
     FormedBatch,
@@ -22,7 +21,7 @@ from sglang_ext.laps.decide.short_batch import (
     joined_s,
     lone_batch,
 )
-from sglang_ext.laps.decide.urgency import RankedPrefill, Urgency
+from sglang_ext.laps.decide.urgency import RankedPrefill, Urgency, aged_class
 from sglang_ext.types import LengthClass
 from support.examples import examples
 from support.graph_grids import full_grid
@@ -285,12 +284,24 @@ def test_what_is_put_back_leaves_its_memory_to_others() -> None:
     assert batch_keys([late, tight, longer], 0.0, BOUNDS._replace(free_kv_tokens=850)) == [0, 2]
 
 
-def test_a_late_one_that_has_waited_for_long_goes_first() -> None:
-    late = short(1, 1000, LMSYS, arrival_s=0.0, deadline_s=0.4)
-    tight = [short(key, 100, LMSYS, arrival_s=0.7, deadline_s=1.0) for key in (2, 3)]
-    assert batch_keys([late, *tight], 0.79) == [2, 3]
-    assert DUE_AFTER == 2
-    assert batch_keys([late, *tight], 0.81) == [1, 2]  # one waits for the next batch
+def test_late_ones_join_shortest_first() -> None:
+    late = [
+        short(key, tokens, LMSYS, arrival_s=-5.0 + key, deadline_s=-4.6 + key)
+        for key, tokens in ((0, 800), (1, 300), (2, 500), (3, 100))
+    ]
+    assert batch_keys(late, 0.0) == [3, 1, 2, 0]
+    assert batch_keys(late, 0.0, BOUNDS._replace(budget_s=0.09)) == [3, 1]
+
+
+def test_where_there_is_no_time_for_another_batch_none_is_put_back() -> None:
+    ranked = [
+        short(0, 100, LMSYS, deadline_s=0.2),
+        short(1, 1000, LMSYS, deadline_s=0.3),
+        short(2, 400, LMSYS, deadline_s=0.3),
+        short(3, 200, LMSYS, arrival_s=-9.0, deadline_s=-8.6),
+    ]
+    assert batch_keys(ranked, 0.0) == [0, 2, 3]
+    assert batch_keys(ranked, 0.0, BOUNDS._replace(keeps_deadlines=False)) == [0, 3, 2, 1]
 
 
 def test_a_more_urgent_class_is_not_made_late() -> None:
@@ -411,10 +422,10 @@ def test_it_decides_as_the_plain_version(
 ) -> None:
     now_s = 10.0
     ranked = []
-    for key, (new, cached, ago, objective, aged_class) in enumerate(waiting):
+    for key, (new, cached, ago, objective, level) in enumerate(waiting):
         arrival_s = now_s - ago / 100
         deadline_s = inf if objective is None else arrival_s + objective / 100
-        ranked.append(short(key, new, cost, cached, arrival_s=arrival_s, deadline_s=deadline_s, aged_class=aged_class))
+        ranked.append(short(key, new, cost, cached, arrival_s=arrival_s, deadline_s=deadline_s, aged_class=level))
     ranked.sort()
     bounds = BatchBounds(max_requests, max_tokens, free, page, budget_s, margin)
     formed = form_batch(ranked, now_s, cost, grid, bounds)
@@ -430,8 +441,10 @@ def test_it_decides_as_the_plain_version(
 
 @pytest.mark.parametrize("grid", [NO_GRID, GRID])
 @pytest.mark.parametrize("load", [0.9, 1.3])
-def test_a_request_waits_for_one_batch_more_than_there_are_due_ones_before_it(grid: GraphGrid, load: float) -> None:
-    """Also under a load that no machine could serve in time: every batch takes the due one that arrived first."""
+@pytest.mark.parametrize("keeps_deadlines", [False, True])
+def test_no_request_starves(grid: GraphGrid, load: float, keeps_deadlines: bool) -> None:
+    """Also under a load that no machine could serve in time: every batch takes from the most urgent class, which a
+    request that waits is lifted to after a time that is a multiple of what it takes."""
     random = Random(7)
     lengths = [int(2 ** random.uniform(3, 10)) for _ in range(1500)]
     per_s = load / (LMSYS.token_s * sum(lengths) / len(lengths))
@@ -439,28 +452,38 @@ def test_a_request_waits_for_one_batch_more_than_there_are_due_ones_before_it(gr
     for _ in lengths:
         now_s += random.expovariate(per_s)
         arrivals_s.append(now_s)
-    queue: list[RankedPrefill] = []
-    batches_left: dict[int, int] = {}  # of those that are due: after how many batches they must have left
-    index, now_s = 0, 0.0
-    while index < len(lengths) or queue:
+    waiting: list[int] = []
+    index, now_s, lifted = 0, 0.0, 0
+    while index < len(lengths) or waiting:
         while index < len(lengths) and arrivals_s[index] <= now_s:
-            arrival_s = arrivals_s[index]
-            queue.append(short(index, lengths[index], LMSYS, arrival_s=arrival_s, deadline_s=arrival_s + 0.4))
+            waiting.append(index)
             index += 1
-        if not queue:
+        if not waiting:
             now_s = arrivals_s[index]
             continue
-        due = [one.request.key for one in queue if now_s - one.request.arrival_s > DUE_AFTER * 0.4]
-        for before, key in enumerate(due):
-            batches_left.setdefault(key, before + 1)
-        random.shuffle(queue)
-        formed = form_batch(queue[:64] if not due else queue, now_s, LMSYS, grid, BOUNDS._replace(budget_s=0.3))
+        queue = []
+        for key in waiting:
+            arrival_s = arrivals_s[key]
+            lift_s = 20 * LMSYS.chunk_s(lengths[key], 0)
+            level = aged_class(2, now_s - arrival_s, lift_s)
+            queue.append(
+                short(
+                    key,
+                    lengths[key],
+                    LMSYS,
+                    arrival_s=arrival_s,
+                    deadline_s=arrival_s + 0.4,
+                    aged_class=level,
+                )
+            )
+        queue.sort()
+        bounds = BOUNDS._replace(budget_s=0.3, keeps_deadlines=keeps_deadlines)
+        formed = form_batch(queue, now_s, LMSYS, grid, bounds)
         assert formed is not None
+        urgent = queue[0].urgency.aged_class
+        assert any(member.urgency.aged_class == urgent for member in formed.members)
+        lifted += urgent < 2
         left = set(keys(formed))
-        assert not due or due[0] in left
-        for key in due:
-            batches_left[key] -= 1
-            assert key in left or batches_left[key] > 0
-        queue = sorted((one for one in queue if one.request.key not in left), key=lambda one: one.request.arrival_s)
+        waiting = [key for key in waiting if key not in left]
         now_s += formed.predicted_s
-    assert load < 1 or len(batches_left) > 100
+    assert load < 1 or lifted > 100
