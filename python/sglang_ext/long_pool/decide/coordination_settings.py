@@ -21,7 +21,7 @@ class CoordinationSettings(NamedTuple):
     bind_timeout_s: float = 5.0  # is forgotten when that instance has not offered it after this long
     ttft_slo_s: float = 1.0  # objective of an announced prompt that brings none of its own, or
     slo_stretch: float = 5.0  # this many times its time on an idle pool if that is more
-    short_backlog_s: float = 0.02  # ordinary work that keeps no chunk waiting (more by its objective: PoolMembers), but
+    short_backlog_s: float = 0.05  # ordinary work that keeps no chunk waiting (or by its objective: PoolMembers), but
     backlog_timeout_s: float = 5.0  # where nothing else runs, not longer than this
     chunk_s: float | None = None  # longest time of a chunk, also where `chunk_length` would let it take longer
     keeps_prefixes: bool = False  # KV of streamed prompts comes to their owner's prefix cache when nothing else is done

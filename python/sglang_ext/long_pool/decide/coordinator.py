@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+from sglang_ext.long_pool.decide.chunk_length import NO_SHORT_LOAD
 from sglang_ext.long_pool.decide.coordination_settings import CoordinationSettings
 from sglang_ext.long_pool.decide.kept_prompts import KeptPrefix, KeptPrompts, PromptBlocks
 from sglang_ext.long_pool.decide.orders import (
@@ -393,21 +394,21 @@ class Coordinator:
         if placement.start_s > 0:
             return []
         computed = prefill.offer.tokens - count_tokens(prefill.todo)
-        tokens, compute_s = self._schedule.cut(
-            placement, computed, self._members.short_load(now_s), self._settings.chunk_s
-        )
+        chunk_s = self._settings.chunk_s
         if not self._room.fits_at_its_end(prefill, self._requests.values()):
             return self._keeping.displace((prefill.offer.owner,))[0] or self._wait_for_room(prefill, now_s)
         prefill.no_room_s = None
         is_owner_alone = group == (prefill.offer.owner,) and not prefill.is_shared and prefill.offer.fits_owner
-        # Alone it joins the owner's own batches, which cut it as they need.
-        if is_owner_alone and placement.tokens == count_tokens(prefill.todo):
+        # Alone it joins the owner's own batches, which let short prefills in between.
+        alone_tokens, alone_s = self._schedule.cut(placement, computed, NO_SHORT_LOAD, chunk_s)
+        if is_owner_alone and alone_tokens == count_tokens(prefill.todo):
             orders = self._collect_to_owner(prefill, DeclineReason.ALONE_IS_BEST, now_s)
             if orders:
-                self._members[prefill.offer.owner].add_backlog(placement.compute_s, now_s)
+                self._members[prefill.offer.owner].add_backlog(alone_s, now_s)
             return orders
         if not self._members.are_ready(group):
             return []
+        tokens, compute_s = self._schedule.cut(placement, computed, self._members.short_load(now_s), chunk_s)
         return self._order_chunk(prefill, tokens, compute_s, group, now_s)
 
     def _wait_for_room(self, prefill: SharedPrefill, now_s: float) -> list[Order]:

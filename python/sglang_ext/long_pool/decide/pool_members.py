@@ -98,8 +98,8 @@ class PoolMembers:
     """All of a pool. Iteration is in the order of their numbers, as are positions in a snapshot."""
 
     def __init__(self, short_backlog_s: float) -> None:
-        """Ordinary work of at most `short_backlog_s`, or a sixteenth of its objective, keeps no step waiting: the
-        members of a step begin it when each has ended its batch, and wait for each other."""
+        """Ordinary work of at most `short_backlog_s` keeps no step waiting; where short prefills have an objective, a
+        sixteenth of that counts. Members begin a step when each has ended its batch, and wait for each other."""
         self._short_backlog_s = short_backlog_s
         self._members: dict[int, LongInstance] = {}
         self._order: tuple[int, ...] = ()
@@ -156,7 +156,7 @@ class PoolMembers:
         objectives_s = [
             member.report.short_slo_s for member in self._members.values() if member.report.short_slo_s is not None
         ]
-        return max(self._short_backlog_s, _WAIT_OF_OBJECTIVE * min(objectives_s, default=0.0))
+        return _WAIT_OF_OBJECTIVE * min(objectives_s) if objectives_s else self._short_backlog_s
 
     def short_load(self, now_s: float) -> ShortLoad:
         """Return what short prefills arrive; those of the last minute are expected again."""
