@@ -5,7 +5,8 @@
 
 A system is good at a load where 99% of the short prompts have their first token within 0.4 s and 95% of the long ones
 within the larger of 1 s and five times what they take on an idle pool. Goodput is the highest load of a geometric
-bisection to 4% at which it is good. A short prompt has at most 8,192 tokens for LLaMA3-8B and 2,048 for Qwen2.5-32B.
+bisection to 4% at which it is good. A class with so few prompts that none may be late is not judged. A short prompt has
+at most 8,192 tokens for LLaMA3-8B and 2,048 for Qwen2.5-32B.
 
 | trace | prompts | prefixes |
 |---|---|---|
@@ -80,8 +81,9 @@ SHARED_PREFIXES = ("mooncake", "sharegpt")
 SHORT_TOKENS = {"h200-llama3-8b": 8192, "h200-qwen2.5-32b": 2048}
 HOST_MS = (0.0, 8.0)
 LOADS = (0.5, 0.8, 1.0)
-SHORT_SLO_S, SHORT_SHARE = 0.4, 0.99
-LONG_SLO_S, LONG_STRETCH, LONG_SHARE = 1.0, 5.0, 0.95
+SHORT_SLO_S = 0.4
+LONG_SLO_S, LONG_STRETCH = 1.0, 5.0
+SHARES = {True: 0.99, False: 0.95}  # on time, of the short prompts and of the long ones
 CHUNK_TOKENS, KV_TOKENS = 8192, 1_000_000
 THINK_S = 2.0  # between turns: with half a minute the sessions of a small run would not come back
 CHAT_SHARE = 0.5
@@ -320,8 +322,11 @@ class Run:
         counts = {True: 0, False: 0}
         for request in self.requests[self.first :]:
             counts[request.prompt_tokens <= self.scene.short_tokens] += 1
+        # Of a class with so few prompts that none might be late nothing can be said.
+        self.judged = {is_short: count * (1 - SHARES[is_short]) >= 1 - 1e-9 for is_short, count in counts.items()}
         self.allowed = {
-            is_short: (1 - (SHORT_SHARE if is_short else LONG_SHARE)) * count for is_short, count in counts.items()
+            is_short: (1 - SHARES[is_short]) * count if self.judged[is_short] else math.inf
+            for is_short, count in counts.items()
         }
 
     def on_first_token(self, served: ServedPrefill) -> None:
@@ -415,8 +420,8 @@ class Figures(NamedTuple):
 
 def figures(runs: Sequence[Run]) -> Figures:
     """Return the figures of the runs of all seeds together."""
-    short = [ttft_s for one in runs for ttft_s in one.times_s[True]] or [0.0]
-    long = [ttft_s for one in runs for ttft_s in one.times_s[False]] or [0.0]
+    short = [ttft_s for one in runs if one.judged[True] for ttft_s in one.times_s[True]] or [0.0]
+    long = [ttft_s for one in runs if one.judged[False] for ttft_s in one.times_s[False]] or [0.0]
     return Figures(
         percentile(short, 0.5),
         percentile(short, 0.99),
