@@ -152,9 +152,9 @@ def test_a_batch_fills_until_a_deadline_is_near(pair: Pair) -> None:
 
 
 def test_waiting_timeout_ends_a_held_request_and_no_other(pair: Pair) -> None:
+    sent_at = time.monotonic()
     victim = pair.send(SHORT_TOKENS, seed=30, slo_ms=NO_HURRY_MS)
     pair.wait_for(lambda status: status["short"]["requests"] == 1)
-    sent_at = time.monotonic()
     time.sleep(2)
     # Leaves, for its deadline, when the first one is gone and before its own time is up.
     other = pair.send(SHORT_TOKENS + 1, seed=31, slo_ms=1000 * (WAITING_TIMEOUT_S - 1))
