@@ -96,7 +96,7 @@ REQUEST_FACTOR = {"sharegpt": 6.0, "azure": 5.0}
 
 
 class Setting(NamedTuple):
-    """What a comparison is made on."""
+    """Describes what a comparison is made on."""
 
     trace: str
     engine: str

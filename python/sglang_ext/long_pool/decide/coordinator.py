@@ -647,7 +647,7 @@ class Coordinator:
         return [keep, *(drop for drop in rest if drop.members), *self._free_kept()]
 
     def _free_kept(self) -> list[Order]:
-        """What is kept takes only memory that nothing else wants."""
+        """Drop kept rows where something else wants their memory."""
         orders: list[Order] = []
         if len(self.kept):
             for instance in self._members:

@@ -1,8 +1,8 @@
 """The prompts whose KV rows remain on the members that computed them, as a prefix cache of the whole pool.
 
-Prompts make a tree: each keeps the rows behind those that it shares with an earlier one. What is used least recently is
-dropped first, a prompt that others build on never before them. A prompt that a request reads is locked, and so are all
-that it builds on.
+Prompts make a tree: each keeps the rows behind those that it shares with an earlier prompt. What is used least
+recently is dropped first, a prompt that others build on never before them. A prompt that a request reads is locked,
+and so are all that it builds on.
 
 A prompt is known by the hashes of its full blocks; each covers the prompt from its start to the block's end.
 """
@@ -134,7 +134,7 @@ class KeptPrompts:
         return kept
 
     def drop_for(self, instance: int, tokens: int) -> list[tuple[int, tuple[int, ...]]]:
-        """Drop what was used least recently until so many rows more are free on an instance, as far as that goes.
+        """Drop what was used least recently until `tokens` more rows are free on an instance, or none can be.
 
         Returns the dropped prompts, each with the instances that hold rows of it.
         """

@@ -376,3 +376,14 @@ def test_on_gpus_the_members_send_to_decode_over_nixl() -> None:
     assert {option(program, "--transfer-transport") for program in plan.instances} == {"nixl"}
     assert {option(program, "--device") for program in plan.instances} == {"cuda"}
     assert not any("--transfer-transport" in program.command for program in plan_of(config).instances)
+
+
+def test_instances_that_serve_all_prompts_are_members_too() -> None:
+    config = ClusterConfig(
+        model="m",
+        pools=PoolsConfig(both=PoolConfig(count=2), short=PoolConfig(count=1), decode=PoolConfig(count=1)),
+        coordinator=CoordinatorConfig(enabled=True),
+    )
+    plan = plan_of(config)
+    are_members = {program.name: "--cdsp-coordinator" in program.command for program in plan.instances}
+    assert are_members == {"short-0": False, "both-0": True, "both-1": True, "decode-0": False}

@@ -1108,6 +1108,23 @@ def test_rows_are_kept_until_something_else_wants_the_memory() -> None:
     assert one.plan(5.0) == [DropKept(1, (0, 1))]
 
 
+def test_an_owner_does_not_use_a_shorter_prefix_of_its_own() -> None:
+    one = coordinator(2, keeps_rows=True)
+    one.kept.keep(7, PromptBlocks(500, tuple(range(8))), {1: (range(4000),)})
+    later = offer(2, owner=0, tokens=5000, cached=500)._replace(is_streamed=True)
+    orders = one.offer(later._replace(blocks=PromptBlocks(500, tuple(range(10)))), 0.0)
+    assert orders[0] == Borrow(2, (0, 1), (KeptPrefix(7, 4000),))
+
+
+@pytest.mark.parametrize(("backlog_s", "is_ordered"), [(0.1, True), (0.11, False)])
+def test_members_wait_for_each_other_for_a_sixteenth_of_the_short_objective(backlog_s: float, is_ordered: bool) -> None:
+    one = coordinator(2)
+    one.report(0, MemberReport(0.0, 100_000, None, 0.0, 1.6), 0.0)
+    one.report(1, MemberReport(backlog_s, 100_000, None, 0.0, 1.6), 0.0)
+    orders = one.offer(offer(1, tokens=4000), 0.0)
+    assert any(isinstance(one, RunChunk) and len(one.layout.group) == 2 for one in orders) is is_ordered
+
+
 def test_prompts_begin_with_rows_that_were_kept_of_others() -> None:
     borrowed = 0
     for seed in range(20):
