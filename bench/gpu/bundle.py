@@ -40,9 +40,9 @@ from typing import IO, Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "bench"), str(ROOT / "tools")]
 
-from compile_hot_path import MANIFEST, destination, manifest_of_sources  # noqa: E402
+from compile_hot_path import MANIFEST, destination, manifest_of_sources
 
-from gpu.gpu_code import keep_gpu_code  # noqa: E402
+from gpu.gpu_code import keep_gpu_code
 
 LOCK = ROOT / "requirements/cuda.lock"
 PYTHON = "3.12"

@@ -30,7 +30,7 @@ BENCH = Path(__file__).resolve().parents[1]
 if str(BENCH) not in sys.path:
     sys.path.insert(0, str(BENCH))
 
-from gpu.pretended_gpu import open_package, pretend  # noqa: E402
+from gpu.pretended_gpu import open_package, pretend
 
 FLASHINFER_PACKAGE = "flashinfer_jit_cache"
 # CUDA 13.0, as the GPU machine's torch has it. Of cuBLAS and cuRAND the headers alone are unpacked.
