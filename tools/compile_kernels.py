@@ -72,10 +72,16 @@ def cases(has_sglang: bool) -> Iterator[Case]:
     def heads(tokens: int, count: int, size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(tokens, count, size, dtype=dtype)
 
-    def positioned(dtype: torch.dtype, size: int, sizes: block_attention.BlockSizes | None = None) -> None:
-        shard = torch.arange(0, 1024, 2)
-        plan = block_attention.plan_block(shard, shard, sizes or block_attention.default_sizes(size, dtype))
-        q, kv = heads(512, 28, size, dtype), heads(512, 4, size, dtype)
+    def positioned(
+        dtype: torch.dtype,
+        size: int,
+        sizes: block_attention.BlockSizes | None = None,
+        queries: int = 512,
+        keys: int = 512,
+    ) -> None:
+        sizes = sizes or block_attention.default_sizes(size, dtype)
+        plan = block_attention.plan_block(torch.arange(keys, keys + queries), torch.arange(keys), sizes)
+        q, kv = heads(queries, 28, size, dtype), heads(keys, 4, size, dtype)
         block_attention.positioned_block(q, kv, kv, plan, 0.1)
 
     for name, dtype, size in (("bf16", half, 64), ("bf16", half, 128), ("bf16", half, 256), ("fp32", single, 128)):
@@ -83,6 +89,11 @@ def cases(has_sglang: bool) -> Iterator[Case]:
     for queries, keys in ((128, 128), (64, 64)):
         sizes = block_attention.BlockSizes(queries, keys)
         yield Case(f"positioned bf16 D128 {queries}x{keys}", lambda sizes=sizes: positioned(half, 128, sizes))
+    for queries, keys in ((1, 1), (1, 100), (77, 1), (77, 100)):
+        yield Case(
+            f"positioned bf16 D128 of {queries} by {keys}",
+            lambda queries=queries, keys=keys: positioned(half, 128, queries=queries, keys=keys),
+        )
 
     def batch(requests: int, length: int, prefix: int) -> padded_batch.PaddedBatch:
         """Filled by the kernels that pad, from lengths as SGLang has them."""
@@ -118,13 +129,31 @@ def cases(has_sglang: bool) -> Iterator[Case]:
             f"prefix bf16 D{size} {length}x{requests}",
             lambda size=size, length=length, requests=requests: behind_prefix(size, length, requests),
         )
-    out, lse = heads(512, 28, 128, single), torch.zeros(512, 28)
-    yield Case("merge fp32 parts", lambda: block_attention.merge_states_(out, lse, out, lse))
-    yield Case("merge a bf16 part", lambda: block_attention.merge_states_(out, lse, out.to(half), lse))
+
+    def merge(dtype: torch.dtype, count: int = 28, first: int = 0, other_first: int = 0) -> None:
+        out, lse = heads(77, count, 128, single), torch.zeros(77, count)
+        rows, other_rows = slice(first, first + 50), slice(other_first, other_first + 50)
+        block_attention.merge_states_(out[rows], lse[rows], out[rows].to(dtype), lse[other_rows])
+
+    yield Case("merge fp32 parts", lambda: merge(single))
+    yield Case("merge a bf16 part", lambda: merge(half))
+    # of an odd number of heads the sums of a row in the middle are not aligned
+    for first, other_first in ((1, 0), (0, 1), (1, 1)):
+        yield Case(
+            f"merge rows from {first} with rows from {other_first}",
+            lambda first=first, other_first=other_first: merge(single, 7, first, other_first),
+        )
     pool, slots = heads(4096, 4, 128, half), torch.arange(512)
+
+    def move(first: int, count: int) -> None:
+        chosen = slots[first : first + count]
+        block_attention.scatter_kv_(pool, pool, chosen, block_attention.gather_kv(pool, pool, chosen))
+
     yield Case("gather KV", lambda: block_attention.gather_kv(pool, pool, slots))
     packed = torch.zeros(2, 512, 4, 128, dtype=half)
     yield Case("scatter KV", lambda: block_attention.scatter_kv_(pool, pool, slots, packed))
+    for first, count in ((0, 1), (1, 1), (3, 50)):
+        yield Case(f"move {count} from {first}", lambda first=first, count=count: move(first, count))
     yield Case("pad 64x16", lambda: batch(64, 16, 512))
     yield Case("pad 5x13", lambda: batch(5, 13, 512))
     yield Case("pad 1x1", lambda: batch(1, 1, 512))

@@ -73,7 +73,7 @@ def _attend(
     return acc, weight, highest
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["q_tokens", "k_tokens"])
 def _positioned_block(
     q,
     k,
@@ -204,7 +204,7 @@ def _stages(size: int, dtype: torch.dtype) -> int:
 _ROWS = 8
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["lse", "other_lse"])
 def _merge_states(
     out, lse, other_out, other_lse, rows, SIZE: tl.constexpr, SIZE_BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):

@@ -15,7 +15,7 @@ import triton.language as tl
 _ELEMENTS = 4096  # of a program that moves KV
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slots"])
 def _move_kv(
     keys,
     values,

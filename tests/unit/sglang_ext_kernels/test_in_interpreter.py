@@ -96,6 +96,20 @@ def test_no_batch_has_its_padding_compiled_while_it_waits() -> None:
         assert sorted(padding) == ["pad_requests", "pad_tokens", "prefix_indices"]
 
 
+def test_no_layer_waits_for_a_kernel_of_other_sizes_to_be_compiled() -> None:
+    """Other numbers of queries, keys and tokens, and rows from the middle, take what the first chunk has compiled."""
+    for records in read_records().values():
+        kernels = [(one.kernel, one.case) for one in records if one.kernel in {"positioned_block", "merge_states"}]
+        assert kernels == [
+            *(("positioned_block", f"positioned bf16 D{size}") for size in (64, 128, 256)),
+            ("positioned_block", "positioned fp32 D128"),
+            *(("positioned_block", f"positioned bf16 D128 {sizes}") for sizes in ("128x128", "64x64")),
+            *(("merge_states", case) for case in ("merge fp32 parts", "merge a bf16 part")),
+        ]
+        moves = [one.case for one in records if one.kernel == "move_kv"]
+        assert moves == ["gather KV", "scatter KV"]
+
+
 def test_a_kernel_that_spills_or_does_not_fit_is_a_problem() -> None:
     records = read_records()[TRITON_VERSION]
     spilling = records[0]._replace(spilled_bytes=8)
