@@ -9,13 +9,16 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 
 from sglang_ext.graphs.decide.graph_grid import Fallback, GraphGrid, GraphShape
 from sglang_ext_cuda_graphs.capture_plan import CaptureCost, MemoryLedger
-from sglang_ext_cuda_graphs.recorders import Recorder, Recording, collection_frozen
+from sglang_ext_cuda_graphs.recorders import DeviceMemory, Recorder, Recording, collection_frozen
 from sglang_ext_kernels.padded_batch import PaddedBatch, RaggedBatch, allocate, pad_batch_
+
+T = TypeVar("T")
 
 Forward = Callable[[GraphShape, PaddedBatch], torch.Tensor]
 
@@ -130,35 +133,57 @@ class PrefillGraphs:
         def compute() -> None:
             output.copy_(self._forward(shape, batch))
 
-        started_s = self._clock()
-        recording, has_memory = None, True
-        try:
+        def record() -> tuple[DeviceMemory, Recording]:
             if not self._recordings:
                 self._pad_once(shape)
             self._load_dummy(batch, shape)
             self._recorder.warm_up(compute)
             before = self._recorder.memory()
-            recording = self._recorder.record(compute)
-            after = self._recorder.memory()
-        except Exception as error:
-            # What has been captured goes on to serve, and the rest runs on the ordinary path.
-            has_memory = not _has_run_out_of_memory(error)
-            logger.warning(
-                "no prefill graph of %d tokens x %d, its batches run without: %s", *shape, _first_line(error)
-            )
-        if not self._agree(recording is not None) or recording is None:
-            if not self._agree(has_memory):
-                return self._leave_out(shape, Fallback.MEMORY)
-            self._failures_in_a_row += 1
-            if self._failures_in_a_row == MAX_FAILURES_IN_A_ROW:
-                logger.warning("%d captures failed one after the other, no more are tried", MAX_FAILURES_IN_A_ROW)
-            return self._leave_out(shape, Fallback.CAPTURE)
+            return before, self._recorder.record(compute)
+
+        started_s = self._clock()
+        recorded = self._try(shape, record)
+        if recorded is None:
+            return False
+        before, recording = recorded
+
+        def launch() -> DeviceMemory:
+            recording.replay()
+            return self._recorder.memory()
+
+        # A device takes a graph's memory when the graph is first launched. The dummy batch is still in place.
+        after = self._try(shape, launch)
+        if after is None:
+            return False
         self._failures_in_a_row = 0
         self._recordings[shape] = recording
         growth = after.allocator_bytes - before.allocator_bytes
         own = after.used_bytes - before.used_bytes - growth
         self._ledger.record(CaptureCost(shape, max(0, growth), max(0, own), self._clock() - started_s))
         return True
+
+    def _try(self, shape: GraphShape, action: Callable[[], T]) -> T | None:
+        """Return the result of a part of a capture; None where a rank has failed, and the shape has left the grid."""
+        result, has_memory = None, True
+        try:
+            result = action()
+        except Exception as error:
+            # What has been captured goes on to serve, and the rest runs on the ordinary path.
+            has_memory = not _has_run_out_of_memory(error)
+            logger.warning(
+                "no prefill graph of %d tokens x %d, its batches run without: %s", *shape, _first_line(error)
+            )
+        # Ranks launch a graph together: it has the model's collectives.
+        if self._agree(result is not None) and result is not None:
+            return result
+        if not self._agree(has_memory):
+            self._leave_out(shape, Fallback.MEMORY)
+            return None
+        self._failures_in_a_row += 1
+        if self._failures_in_a_row == MAX_FAILURES_IN_A_ROW:
+            logger.warning("%d captures failed one after the other, no more are tried", MAX_FAILURES_IN_A_ROW)
+        self._leave_out(shape, Fallback.CAPTURE)
+        return None
 
     def _pad_once(self, shape: GraphShape) -> None:
         """Pad as before a replay, on tensors of an engine's types, so that the kernels are compiled by then."""

@@ -90,6 +90,8 @@ class CudaRecorder:
         return graph
 
     def memory(self) -> DeviceMemory:
+        """Return what is in use once all work that was launched is done."""
+        torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
         return DeviceMemory(total - free, torch.cuda.memory_reserved())
 

@@ -69,6 +69,16 @@ def test_smaller_shapes_do_not_make_the_pool_grow(graphs: PrefillGraphs) -> None
     assert sum(cost.pool_growth_bytes for cost in others) <= first.pool_growth_bytes // 10
 
 
+def test_first_replays_take_no_memory_that_the_captures_have_not_counted(graphs: PrefillGraphs) -> None:
+    list(graphs.capture_all())
+    torch.cuda.synchronize()
+    free_bytes = torch.cuda.mem_get_info()[0]
+    for shape in graphs.captured:
+        graphs.replay(shape)
+    torch.cuda.synchronize()
+    assert free_bytes - torch.cuda.mem_get_info()[0] <= 2 << 20  # what a device allocates at least
+
+
 def test_after_a_capture_that_failed_others_capture_into_the_pool_and_draw() -> None:
     pool = torch.cuda.graph_pool_handle()
     recorder = CudaRecorder(pool)

@@ -25,21 +25,37 @@ GRAPH_BYTES = 10
 
 
 class CountingRecorder(DirectRecorder):
-    """Every graph takes memory; the pool grows when a shape is larger than all before it."""
+    """Every graph takes memory when it is first launched; the pool grows once, with the first capture."""
 
     def __init__(self) -> None:
         self.recorded = 0
+        self.launched: set[CountedRecording] = set()
         self.is_full = False
+        self.is_full_at_launch = False
 
     def record(self, compute: Callable[[], None]) -> Recording:
         if self.is_full:
             raise torch.OutOfMemoryError("the device has no memory left")
         self.recorded += 1
-        return super().record(compute)
+        return CountedRecording(self, super().record(compute))
 
     def memory(self) -> DeviceMemory:
         pool = 100 if self.recorded else 0
-        return DeviceMemory(pool + GRAPH_BYTES * self.recorded, pool)
+        return DeviceMemory(pool + GRAPH_BYTES * len(self.launched), pool)
+
+
+class CountedRecording:
+    """A recording that is uploaded when it is launched for the first time."""
+
+    def __init__(self, recorder: CountingRecorder, recording: Recording) -> None:
+        self._recorder = recorder
+        self._recording = recording
+
+    def replay(self) -> None:
+        if self._recorder.is_full_at_launch:
+            raise torch.OutOfMemoryError("the device has no memory left")
+        self._recorder.launched.add(self)
+        self._recording.replay()
 
 
 def toy(shape: GraphShape, batch: PaddedBatch) -> torch.Tensor:
@@ -115,6 +131,22 @@ def test_a_shape_for_which_memory_runs_out_leaves_the_grid() -> None:
     assert graphs.choose([8], [0]) == GraphShape(8, 2)
     assert graphs.make_ready(GraphShape(4, 2))
     assert graphs.captured == {(4, 2)}
+
+
+@pytest.mark.slow
+def test_no_first_request_pays_for_the_upload_of_its_graph() -> None:
+    graphs, recorder = build()
+    list(graphs.capture_all())
+    assert len(recorder.launched) == recorder.recorded == 6
+    assert not graphs.replays
+
+
+def test_a_shape_whose_graph_does_not_fit_when_it_is_launched_leaves_the_grid() -> None:
+    graphs, recorder = build()
+    recorder.is_full_at_launch = True
+    assert not graphs.make_ready(GraphShape(8, 1))
+    assert graphs.grid.left_out_reason(GraphShape(8, 1)) is Fallback.MEMORY
+    assert not graphs.captured
 
 
 class FailingRecorder(DirectRecorder):
