@@ -89,7 +89,8 @@ class CudaMark:
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self._device = device
-        self._event = torch.cuda.Event()
+        # `synchronize` would otherwise spin: threads that wait for a layer would take cores from the engine's own.
+        self._event = torch.cuda.Event(blocking=True)
         self._event.record(stream)
 
     def wait(self) -> None:
