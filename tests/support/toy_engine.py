@@ -28,6 +28,10 @@ class ToyPool:
         self._v = torch.zeros(LAYERS, tokens, KV_HEADS, HEAD_SIZE)
 
     @property
+    def device(self) -> torch.device:
+        return self._k.device
+
+    @property
     def free_tokens(self) -> int:
         return len(self._free) * self.page_tokens
 

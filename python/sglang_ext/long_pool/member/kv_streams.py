@@ -247,6 +247,10 @@ class PinnedPool:
         return len(self._deferred) * self.page_tokens
 
     @property
+    def device(self) -> torch.device:
+        return self._pool.device
+
+    @property
     def free_tokens(self) -> int:
         return self._pool.free_tokens
 

@@ -31,6 +31,10 @@ class KvPool(Protocol):
     page_tokens: int
 
     @property
+    def device(self) -> torch.device:
+        """Return where its memory and the slots that it hands out are."""
+
+    @property
     def free_tokens(self) -> int:
         """Slots that could be taken now."""
 
@@ -87,7 +91,7 @@ class Shard:
     def slots(self) -> torch.Tensor:
         """Return the slots of all positions, in their order."""
         slots = [held.slots for held in self._segments]
-        return torch.cat(slots) if slots else torch.empty(0, dtype=torch.int64)
+        return torch.cat(slots) if slots else self._no_slots()
 
     @property
     def owned_tokens(self) -> int:
@@ -115,7 +119,7 @@ class Shard:
     def extend(self, positions: Positions) -> torch.Tensor:
         """Take slots for further positions. Raises KvPoolFullError."""
         if not positions:
-            return torch.empty(0, dtype=torch.int64)
+            return self._no_slots()
         slots = self._pool.allocate(count_tokens(positions))
         self._taken.append(slots)
         self._add(KvSegment(positions), slots)
@@ -198,6 +202,9 @@ class Shard:
         for held in (*self._segments, *self._given):
             self._free(held)
         self._segments, self._before, self._given, self._taken = [], [], [], []
+
+    def _no_slots(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.int64, device=self._pool.device)
 
     def _free(self, held: HeldSegment) -> None:
         if not held.segment.is_borrowed and held.slots.numel():

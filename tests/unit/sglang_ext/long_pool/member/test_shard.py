@@ -11,6 +11,7 @@ from sglang_ext.long_pool.decide.sharding import Interleaving, KvMove, KvSegment
 from sglang_ext.long_pool.member.kv_streams import PinnedPool
 from sglang_ext.long_pool.member.ring_attention import as_tensor
 from sglang_ext.long_pool.member.shard import KvPoolFullError, LayoutMismatchError, Shard
+from support.pretended_device import CUDA, DeviceTensor, on_host, pretended_device
 from support.sharding import split_chunk
 from support.toy_engine import LAYERS, ToyPool
 
@@ -189,6 +190,59 @@ def test_rows_that_are_still_sent_make_no_room(monkeypatch: pytest.MonkeyPatch) 
     assert positions_in(inner, slots) == list(range(24))
     pool.free(slots)
     assert inner.free_tokens == 32
+
+
+class DevicePool(ToyPool):
+    """Hands out slots that lie on a device."""
+
+    @property
+    def device(self) -> torch.device:
+        return CUDA
+
+    def allocate(self, tokens: int) -> torch.Tensor:
+        return super().allocate(tokens).as_subclass(DeviceTensor)
+
+    def free(self, slots: torch.Tensor) -> None:
+        assert slots.device == CUDA
+        super().free(on_host(slots))
+
+    def read(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
+        return super().read(layer, on_host(slots))
+
+    def write(self, layer: int, slots: torch.Tensor, kv: torch.Tensor) -> None:
+        super().write(layer, on_host(slots), kv)
+
+
+@PAGES
+def test_who_has_given_all_away_hands_over_nothing_on_its_device(page_tokens: int) -> None:
+    pool = DevicePool(64, page_tokens)
+    with pretended_device() as device:
+        shard = Shard(pool)
+        shard.begin()
+        assert shard.extend(()).device == shard.slots.device == device
+        shard.extend((range(8),))
+        shard.begin()
+        shard.give(KvMove(0, 1, 0, 8, (range(8),)))
+        shard.compact()
+        assert not shard.segments
+        slots = shard.take_slots(0)
+        assert (slots.device, slots.numel()) == (device, 0)
+    assert pool.free_tokens == 64
+
+
+@PAGES
+def test_rows_on_a_device_are_handed_over_in_order(page_tokens: int) -> None:
+    pool = DevicePool(96, page_tokens)
+    with pretended_device() as device:
+        shard = Shard(pool)
+        shard.begin()
+        for part in split_chunk(0, 40, 2, Interleaving.STRIPED, page_tokens):
+            shard.extend(part)
+        fill(pool, shard)
+        slots = shard.take_slots(0)
+        assert slots.device == device
+    assert positions_in(pool, on_host(slots)) == list(range(40))
+    assert pool.free_tokens == 56
 
 
 def test_borrowed_pages_are_never_freed() -> None:
