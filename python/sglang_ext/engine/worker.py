@@ -152,8 +152,9 @@ def launch_command(arguments: argparse.Namespace) -> LaunchCommand:
 
 def _worker_options(arguments: argparse.Namespace, device: Device) -> WorkerOptions:
     backend = arguments.transfer_backend
-    graphs, engine_arguments = graph_options.graph_options(arguments.role, arguments, arguments.engine_arguments)
-    laps, engine_arguments = laps_options.laps_options(arguments.role, arguments, engine_arguments)
+    laps, engine_arguments = laps_options.laps_options(arguments.role, arguments, arguments.engine_arguments)
+    default = graph_options.default_capture(arguments.role, device, laps is not None, engine_arguments)
+    graphs, engine_arguments = graph_options.graph_options(arguments.role, arguments, engine_arguments, default)
     name = f"{arguments.advertise_host or arguments.host}:{arguments.port}"
     cdsp = cdsp_options.cdsp_options(arguments, arguments.role, name, arguments.advertise_host)
     if cdsp is not None and laps is None:

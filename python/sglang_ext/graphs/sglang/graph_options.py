@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from sglang_ext.engine.device import Device
 from sglang_ext.engine.engine_arguments import split_options
 from sglang_ext.settings import UNSET, Setting
-from sglang_ext.types import Role
+from sglang_ext.types import LengthClass, Role
 from sglang_ext_cuda_graphs.capture_plan import DEFAULT_BATCH_SIZES, DEFAULT_LENGTHS_TOKENS
 
 
@@ -23,6 +24,9 @@ class Capture(StrEnum):
     OFF = "off"
     LAZY = "lazy"
     START = "start"
+
+
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -45,10 +49,10 @@ def add_graph_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--laps-graphs",
         dest="graphs_capture",
-        choices=list(Capture),
+        choices=[AUTO, *Capture],
         default=argparse.SUPPRESS,
         help="capture short prefills as CUDA graphs: all at start, each when first wanted (lazy), or none "
-        "(default: off)",
+        "(default, auto: start on a GPU for an instance of short prompts with LAPS, else off)",
     )
 
 
@@ -82,17 +86,26 @@ SETTINGS = (
 )
 
 
+def default_capture(role: Role, device: Device, has_laps: bool, engine_arguments: Sequence[str]) -> Capture:
+    """Return what `auto` means: graphs where short batches run on a GPU, unless SGLang's own graphs are refused."""
+    serves_short = role.is_prefill and role.serves(LengthClass.SHORT)
+    is_refused = "--disable-cuda-graph" in engine_arguments
+    return Capture.START if device is Device.CUDA and serves_short and has_laps and not is_refused else Capture.OFF
+
+
 def graph_options(
-    role: Role, given: argparse.Namespace, engine_arguments: Sequence[str]
+    role: Role, given: argparse.Namespace, engine_arguments: Sequence[str], default: Capture = Capture.OFF
 ) -> tuple[GraphOptions | None, tuple[str, ...]]:
     """The options, or None without graphs, and the engine arguments that are none of them.
 
-    `engine_arguments` win over `given`. Raises ValueError with one line that names the option.
+    `engine_arguments` win over `given`; `default` is what `auto` means. Raises ValueError with one line that names the
+    option.
     """
     values, engine_arguments = split_options(
         given, engine_arguments, flag="--laps-graph", destination="graphs_", declare=add_graph_arguments
     )
-    capture = Capture(values.pop("capture", Capture.OFF))
+    asked = values.pop("capture", AUTO)
+    capture = default if asked == AUTO else Capture(asked)
     if capture is Capture.OFF:
         if values:
             raise ValueError(f"graphs.{next(iter(values))} needs --laps-graphs start or lazy")

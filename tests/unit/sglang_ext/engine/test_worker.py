@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,32 @@ def test_tcp_backend_is_refused_on_cuda(tmp_path: Path, capsys: pytest.CaptureFi
     options = ("--model-path", str(tmp_path), "--device", "cuda", "--transfer-backend", "sglang_ext_tcp")
     assert worker.run(parse("--role", "short", *options)) == 2
     assert "host memory only" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "capture"),
+    [
+        (("--role", "short", "--device", "cuda"), "start"),
+        (("--role", "both", "--device", "cuda"), "start"),
+        (("--role", "both", "--device", "cuda", "--laps-graphs", "auto"), "start"),
+        (("--role", "both", "--device", "cuda", "--laps-graphs", "lazy"), "lazy"),
+        (("--role", "short", "--device", "cuda", "--laps-graphs", "off"), None),
+        (("--role", "short", "--device", "cuda", "--laps-mode", "off"), None),
+        (("--role", "long", "--device", "cuda"), None),
+        (("--role", "decode", "--device", "cuda"), None),
+        (("--role", "short", "--device", "cpu"), None),
+        (("--role", "short", "--device", "cuda", "--", "--disable-cuda-graph"), None),
+        (("--role", "short", "--device", "cuda", "--", "--laps-graphs", "off"), None),
+    ],
+)
+def test_short_prefills_are_captured_where_there_is_a_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: tuple[str, ...], capture: str | None
+) -> None:
+    """While serving, a capture empties the allocators' caches: by default all are made at start."""
+    assert worker.run(parse("--model-path", str(tmp_path), "--dry-run", *given)) == 0
+    (sent,) = (part for part in shlex.split(capsys.readouterr().out) if part.startswith("SGLANG_EXT_OPTIONS="))
+    graphs = json.loads(sent.partition("=")[2])["graphs"]
+    assert (graphs and graphs["capture"]) == capture
 
 
 def test_absent_backend_names_its_package(
