@@ -55,6 +55,8 @@ class NcclDouble:
         self._numbers = itertools.count(1)
         self._group: list[tuple[int, Callable[[], object]]] | None = None  # stream, what it is told
         self.fails_to_connect = False
+        self.looks_until_ready = 1  # at a call, until it is on its stream
+        self._looks = 0
 
     @property
     def open_count(self) -> int:
@@ -73,7 +75,8 @@ class NcclDouble:
 
     def is_ready(self, communicator: int) -> bool:
         one = self._communicators[communicator]
-        return len(self.network.ranks[one.unique_id]) == one.size
+        self._looks += 1
+        return len(self.network.ranks[one.unique_id]) == one.size and self._looks >= self.looks_until_ready
 
     def begin_group(self) -> None:
         assert self._group is None
@@ -81,6 +84,7 @@ class NcclDouble:
 
     def end_group(self) -> None:
         assert self._group is not None
+        self._looks = 0
         operations, self._group = self._group, None
         for stream in {stream for stream, _ in operations}:
             # Sends first: within a group nothing waits for anything else of it.

@@ -4,6 +4,7 @@ has come; over links and over NCCL's double."""
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -15,6 +16,7 @@ from sglang_ext.long_pool.decide.sharding import Interleaving, lay_out
 from sglang_ext.long_pool.link_frames import PeerAddress
 from sglang_ext.long_pool.member.chunk_step import StepContext, _ChunkAttention
 from sglang_ext.long_pool.member.ring_attention import Ring, as_tensor
+from sglang_ext.long_pool.mesh import nccl_mesh
 from sglang_ext.long_pool.mesh.device_streams import Mark
 from sglang_ext.long_pool.mesh.mesh import Lane, Membership, Mesh, MeshError, Pending
 from sglang_ext.long_pool.mesh.nccl_library import UNIQUE_ID_BYTES
@@ -215,6 +217,34 @@ def test_communicators_are_made_once_for_a_group_and_the_oldest_goes(make: MakeP
     # Another order is another ring.
     swapped(pool, [1, 0])
     assert network(pool).made == 5 * lanes
+
+
+def test_a_call_that_is_ready_soon_is_not_slept_for(make: MakePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL puts each hop of a layer on its stream by a thread of its own, which takes some ten microseconds."""
+    pool = make(2, "nccl")
+    swapped(pool, [0, 1])
+    sleep = time.sleep
+    for member in pool.members:
+        assert member.nccl is not None
+        member.nccl.looks_until_ready = 3
+    slept: list[float] = []
+
+    def record(seconds: float) -> None:
+        slept.append(seconds)
+        sleep(seconds)
+
+    monkeypatch.setattr(nccl_mesh.time, "sleep", record)
+    monkeypatch.setattr(nccl_mesh, "_SPIN_S", SOON_S)  # however slow this machine is
+
+    def work(member: Member, mesh: Mesh) -> None:
+        with mesh.batch():
+            call = mesh.receive(torch.empty(SIZE), 1 - member.instance, 0)
+            mesh.send(torch.zeros(SIZE), 1 - member.instance, 0)
+        call.wait()
+
+    pool.step([0, 1], work)
+    assert slept
+    assert not any(slept)
 
 
 def test_another_pool_begins_with_none(make: MakePool) -> None:
