@@ -97,10 +97,13 @@ class CudaMark:
         torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def is_reached(self) -> bool:
-        return bool(self._event.query())
+        with torch.cuda.device(self._device):
+            return bool(self._event.query())
 
     def synchronize(self) -> None:
-        self._event.synchronize()
+        # A thread of a link is on GPU 0, where waiting for another GPU would take memory in every rank.
+        with torch.cuda.device(self._device):
+            self._event.synchronize()
 
 
 class _CudaSideStream:
