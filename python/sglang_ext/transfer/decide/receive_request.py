@@ -133,6 +133,7 @@ class ReceiveRequest:
         self.outcome: tuple[TransferOutcome, str] | None = None
         self.abort_sent_s = now_s
         self.is_queued = False  # kept by the receiver
+        self.is_held = False  # work of this instance may still write to its slots: nothing is granted
 
     @property
     def is_complete(self) -> bool:
@@ -158,7 +159,9 @@ class ReceiveRequest:
         return max(0, self.sender_count - sum(sender.is_finished for sender in self.senders.values()))
 
     def next_waiting(self) -> SenderState | None:
-        """The sender that has waited longest for a grant."""
+        """The sender that has waited longest for a grant; None while the slots are held."""
+        if self.is_held:
+            return None
         waiting = (sender for sender in self.senders.values() if sender.wants_grant)
         return min(waiting, key=lambda sender: sender.waiting_since_s, default=None)
 

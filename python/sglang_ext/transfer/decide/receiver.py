@@ -104,8 +104,9 @@ class Receiver:
 
     # ---- events of this instance ----
 
-    def expect(self, need: Need, now_s: float) -> ReceiverActions:
-        """The scheduler has slots for a request. Raises ValueError when its transfer id is in use."""
+    def expect(self, need: Need, now_s: float, *, is_held: bool = False) -> ReceiverActions:
+        """The scheduler has slots for a request; while `is_held`, work that is under way here may still write to them,
+        and senders only shake hands. Raises ValueError when its transfer id is in use."""
         ended = self._ended.get(need.transfer_id)
         if ended is not None and ended.outcome is TransferOutcome.COMPLETE:
             raise ValueError(f"transfer {need.transfer_id} has been used before")
@@ -116,11 +117,21 @@ class Receiver:
             request = self._requests[need.transfer_id] = ReceiveRequest(need.transfer_id, now_s)
         elif request.phase is not ReceivePhase.EARLY:
             raise ValueError(f"transfer {need.transfer_id} is in use")
+        request.is_held = is_held
         problem = request.expect(need, now_s)
         if problem is not None:
             self._refuse(request, problem, now_s)
         elif request.is_complete:
             self._complete(request, now_s)
+        return self._finish_event(request, now_s)
+
+    def on_slots_unused(self, transfer_id: TransferId, now_s: float) -> ReceiverActions:
+        """No work of this instance writes to the slots of a request any more, which were held."""
+        request = self._requests.get(transfer_id)
+        if request is None or not request.is_held:
+            return ()
+        request.is_held = False
+        request.progress_s = now_s
         return self._finish_event(request, now_s)
 
     def cancel(self, transfer_id: TransferId, reason: str, now_s: float) -> ReceiverActions:

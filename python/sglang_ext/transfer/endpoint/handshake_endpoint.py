@@ -59,7 +59,7 @@ from sglang_ext.transfer.endpoint.invitations import (
     SentInvitations,
     SlotCall,
 )
-from sglang_ext.transfer.endpoint.outgoing_transfer import OutgoingTransfer
+from sglang_ext.transfer.endpoint.outgoing_transfer import DeviceEvent, OutgoingTransfer
 from sglang_ext.transfer.endpoint.peer_layouts import LayoutReply, LayoutRequest, PeerLayouts
 from sglang_ext.transfer.endpoint.transfer_status import EndpointTotals, SendResult, Stage, TransferStatus
 from sglang_ext.transfer.pool_layout import PoolLayout, RowCopy, cut_rows
@@ -92,7 +92,9 @@ class HandshakeEndpoint:
         decode_rank: DecodeRank | None = None,
         write_threads: int = 4,
         clock: Callable[[], float] = time.monotonic,
+        prepare_thread: Callable[[], object] | None = None,
     ) -> None:
+        """`prepare_thread` is called in every thread that waits for a device or moves its memory."""
         self._options = options = options or HandshakeOptions()
         self._clock = clock
         self._transport = transport
@@ -121,9 +123,11 @@ class HandshakeEndpoint:
         self._records: deque[ReceiveRecord | SendResult] = deque(maxlen=_MAX_RECORDS)
         self._written_bytes = self._writes = self._failed_writes = 0
         self._closing = False
-        self._writers = ThreadPoolExecutor(write_threads, "kv-handshake-write")
+        self._writers = ThreadPoolExecutor(write_threads, "kv-handshake-write", prepare_thread)
         # Fences wait for writes of others and must not wait behind this process's own.
-        self._fencers = ThreadPoolExecutor(2, "kv-handshake-fence")
+        self._fencers = ThreadPoolExecutor(2, "kv-handshake-fence", prepare_thread)
+        # One after the other is the order in which the device comes to them.
+        self._holder = ThreadPoolExecutor(1, "kv-handshake-hold", prepare_thread)
         self._loop.start()
 
     @property
@@ -133,20 +137,30 @@ class HandshakeEndpoint:
 
     # ---- decode side ----
 
-    def expect(self, need: Need, invite: Iterable[str] = (), last: Iterable[str] = ()) -> None:
+    def expect(
+        self,
+        need: Need,
+        invite: Iterable[str] = (),
+        last: Iterable[str] = (),
+        *,
+        unused: DeviceEvent | None = None,
+    ) -> None:
         """Slots are ready for a request; the prefill endpoints at the addresses `invite` are invited, those of them
         that are `last` when all others have acknowledged.
 
-        Raises ValueError when its transfer id is in use or has been.
+        Until `unused` has passed, work that is under way on the device may still write to the slots: senders shake
+        hands, and none may write. Raises ValueError when its transfer id is in use or has been.
         """
         with self._lock:
             now_s, invited = self._clock(), tuple(invite)
-            actions = self._receiver.expect(need, now_s)
+            actions = self._receiver.expect(need, now_s, is_held=unused is not None)
             self._received[need.transfer_id] = TransferStatus(Stage.WAITING, None, "", False)
             for address in invited:
                 self._watches.need(address, now_s)
             self._send_all(self._sent_invitations.invite(need, invited, now_s, last=last))
             self._carry_out(actions)
+        if unused is not None:
+            self._submit(self._holder, partial(self._await_unused, need.transfer_id, unused))
 
     def announce(self, need: Need, addresses: Iterable[str], last: Iterable[str] = ()) -> None:
         """Invite the prefill endpoints at `addresses` to a request that has no slots yet, `last` as for `expect`:
@@ -280,6 +294,7 @@ class HandshakeEndpoint:
         # Peers are notified that this side has stopped once its writes have ended.
         self._writers.shutdown(wait=True)
         self._fencers.shutdown(wait=True)
+        self._holder.shutdown(wait=True)
         self._loop.close()
         self._transport.close()
         self.waker.close()
@@ -451,6 +466,15 @@ class HandshakeEndpoint:
         self._transport.revoke(permit)
         with self._lock:
             self._carry_out(self._receiver.on_stopped(message, self._clock()))
+
+    def _await_unused(self, transfer_id: TransferId, unused: DeviceEvent) -> None:
+        try:
+            unused.synchronize()
+        except RuntimeError as error:  # of the device
+            self.cancel(transfer_id, str(error).partition("\n")[0])
+            return
+        with self._lock:
+            self._carry_out(self._receiver.on_slots_unused(transfer_id, self._clock()))
 
     def _fence(self, permit: int) -> None:
         self._transport.revoke(permit)

@@ -21,6 +21,7 @@ def announce(stock: Callable[..., None], queue: Any, decode_request: Any, prefil
     stock(queue, decode_request, prefill_dp_rank)
     receiver = decode_request.kv_receiver
     if isinstance(receiver, HandshakeKVReceiver):
+        receiver.forward_stream = queue.scheduler.forward_stream
         receiver.announce(len(decode_request.req.origin_input_ids))
 
 

@@ -21,6 +21,7 @@ import torch
 
 from sglang_ext.transfer.endpoint.outgoing_transfer import DeviceEvent
 from sglang_ext.transfer.endpoint.owner_transfer import LayerStream
+from sglang_ext.transfer.sglang.device_events import record_event
 from sglang_ext.transfer.sglang.sender import HandshakeKVSender
 
 
@@ -88,8 +89,4 @@ def watch_layers(pool: Any, streams: Sequence[LayerStream], batch_tokens: int) -
 
 def _computed(on_device: torch.Tensor) -> DeviceEvent | None:
     """Return an event for the device having come this far; None where a call that has returned has computed."""
-    if on_device.device.type != "cuda":
-        return None
-    event: DeviceEvent = torch.cuda.Event(blocking=True)  # who waits for it takes no core meanwhile
-    event.record()  # type: ignore[attr-defined]
-    return event
+    return record_event() if on_device.device.type == "cuda" else None

@@ -12,8 +12,10 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager
@@ -60,7 +62,7 @@ class HandshakeKVManager(PrefillRestarts, CommonKVManager):  # type: ignore[misc
         if problem is not None:
             raise ValueError(problem)
         self._kv_heads = _kv_heads(server_args)
-        self._is_on_cpu = server_args.device == "cpu"
+        self.is_on_cpu = server_args.device == "cpu"
         self.attempts: dict[int, TransferAttempt] = {}  # decode: of rooms that are being received again
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         if disaggregation_mode == DisaggregationMode.DECODE:
@@ -86,7 +88,7 @@ class HandshakeKVManager(PrefillRestarts, CommonKVManager):  # type: ignore[misc
 
     def head_layout(self, tp_size: int) -> HeadLayout:
         """Return how an instance of this model with `tp_size` ranks spreads its heads."""
-        return (cpu_head_layout if self._is_on_cpu else gpu_head_layout)(self._kv_heads, tp_size)
+        return (cpu_head_layout if self.is_on_cpu else gpu_head_layout)(self._kv_heads, tp_size)
 
     def register_to_bootstrap(self) -> None:
         """Called by the common constructor of a prefill rank, once it knows its own place."""
@@ -132,11 +134,14 @@ class HandshakeKVManager(PrefillRestarts, CommonKVManager):  # type: ignore[misc
         self.transport_name = transfer.transport
         self.stream_layer_bytes = transfer.stream_layer_bytes
         layout = pool_layout(self.kv_args, self.heads, self.attn_tp_rank, self.first_layer)
-        device_memory = None
-        if not self._is_on_cpu:
+        device_memory: GpuBuffers | None = None
+        prepare_thread: Callable[[], object] | None = None
+        if not self.is_on_cpu:
             buffers = tuple(buffer for layer in layout.layers for buffer in layer)
             gpu = int(self.kv_args.gpu_id)
             device_memory = GpuBuffers(gpu, buffers, get_ib_devices_for_gpu(self.kv_args.ib_device, gpu) or "")
+            # A new thread is on GPU 0: what waits there for another GPU would take memory of this one in every rank.
+            prepare_thread = partial(torch.cuda.set_device, gpu)
             # Both sides must be devices.
             layout = replace(layout, kv_dtype=f"{layout.kv_dtype} on a GPU")
         timings = HandshakeOptions(
@@ -149,6 +154,7 @@ class HandshakeKVManager(PrefillRestarts, CommonKVManager):  # type: ignore[misc
             layout,
             timings,
             decode_rank=DecodeRank(self.attn_tp_rank, self.heads),
+            prepare_thread=prepare_thread,
         )
         # The common constructor has bound a socket for messages that are not used here.
         self.server_socket.close(linger=0)

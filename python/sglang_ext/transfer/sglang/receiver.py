@@ -19,7 +19,9 @@ from sglang.srt.utils.network import NetworkAddress
 from sglang_ext.identifiers import TransferAttempt, TransferId, next_attempt
 from sglang_ext.transfer.decide.protocol import TransferOutcome
 from sglang_ext.transfer.decide.receive_request import Need, needed
+from sglang_ext.transfer.endpoint.outgoing_transfer import DeviceEvent
 from sglang_ext.transfer.endpoint.transfer_status import Stage
+from sglang_ext.transfer.sglang.device_events import record_event
 from sglang_ext.transfer.sglang.layout import token_slots
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,7 @@ class HandshakeKVReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is 
     _is_expected = False  # whether the endpoint knows where the KV shall go
     _wanted: Need | None = None
     _awaits_call = False  # prefill knows of it, and calls before its turn
+    forward_stream: Any = None  # of the scheduler, which computes on it
 
     def announce(self, prompt_tokens: int) -> None:
         """Prefill's ranks are known. A long prompt takes no slots before prefill has called for them."""
@@ -58,7 +61,7 @@ class HandshakeKVReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is 
             return
         slots = array("I", token_slots(kv_indices, self.kv_mgr.kv_args.page_size).tobytes())
         self._wanted = self._need(slots, decode_prefix_len or 0, aux_index)
-        if self._expect():
+        if self._expect(self._slots_unused()):
             self._is_expected = True
             self.init_time = time.time()
 
@@ -98,11 +101,23 @@ class HandshakeKVReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is 
         attempt: TransferAttempt | None = self.kv_mgr.attempts.get(room)
         return room if attempt is None else attempt
 
-    def _expect(self) -> bool:
+    def _slots_unused(self) -> DeviceEvent | None:
+        """Return the event behind which nothing here writes to slots that were taken just now; None: nothing does.
+
+        With the overlap schedule the request that had them before may still be in a forward pass that is under way, and
+        whose result for it is not used.
+        """
+        stream = self.forward_stream
+        if self.kv_mgr.is_on_cpu or stream is None or stream.query():
+            return None
+        return record_event(stream)
+
+    def _expect(self, unused: DeviceEvent | None = None) -> bool:
         """Wait for the KV of the present attempt; whether it can be had."""
         assert self._wanted is not None
+        need = self._wanted._replace(transfer_id=self._room)
         try:
-            self.kv_mgr.endpoint.expect(self._wanted._replace(transfer_id=self._room), *self._prefill_endpoints())
+            self.kv_mgr.endpoint.expect(need, *self._prefill_endpoints(), unused=unused)
         except ValueError as error:
             self.kv_mgr.fail(self.bootstrap_room, str(error))
             return False

@@ -208,6 +208,31 @@ def test_handshakes_before_the_slots_are_known_keep_their_place() -> None:
     assert allowed(machine.on_report(report(1, "a", (shard(0, 4),), stored=1), 4.0)) == [(2, "b")]
 
 
+def test_nobody_writes_to_slots_that_this_instance_may_still_write_to() -> None:
+    machine = receiver()
+    machine.expect(need(1), 0.0, is_held=True)
+    actions = machine.on_report(report(1, chunks=(shard(0, 4),)), 1.0)
+    assert not allowed(actions)
+    (answer,) = answers(actions)
+    assert isinstance(answer, ReceiverReport)
+    assert (answer.accepted, answer.granted) == (1, 0)
+    assert not allowed(machine.on_timer(1.5))
+    assert allowed(machine.on_slots_unused(1, 2.0)) == [(1, "p")]
+    assert machine.on_slots_unused(1, 3.0) == ()
+    assert machine.on_slots_unused(2, 3.0) == ()
+    assert only(machine.on_report(report(1, chunks=(shard(0, 4),), stored=1, seen=1), 3.0), Ready) == [Ready(1)]
+
+
+def test_held_slots_hold_up_no_younger_request_and_are_released_at_once_when_it_is_given_up() -> None:
+    machine = receiver()
+    machine.expect(need(1), 0.0, is_held=True)
+    machine.expect(need(2), 0.0)
+    machine.on_report(report(1, chunks=(shard(0, 4),)), 1.0)
+    assert allowed(machine.on_report(report(2, chunks=(shard(0, 4),)), 2.0)) == [(2, "p")]
+    assert only(machine.cancel(1, "gone", 3.0), Released) == [Released(1)]
+    assert machine.on_slots_unused(1, 4.0) == ()
+
+
 def test_early_handshakes_are_bounded() -> None:
     machine = receiver(HandshakeOptions(max_early_requests=1))
     assert machine.on_report(report(1), 0.0) != ()

@@ -27,6 +27,7 @@ from sglang_ext.transfer.endpoint.outgoing_transfer import PartRows, SourceChunk
 from sglang_ext.transfer.endpoint.transfer_status import SendResult, Stage
 from sglang_ext.transfer.pool_layout import PoolLayout, RowCopy
 from sglang_ext.transfer.transports.registry import create_transport
+from sglang_ext.transfer.transports.tcp import TcpTransport
 from sglang_ext.transfer.transports.transport import Transport
 from support.handshake_process import Pool, PoolShape, is_stage, wait_until
 
@@ -97,6 +98,99 @@ def test_senders_may_come_before_the_slots(make: Make) -> None:
     assert (totals.writes, totals.failed_writes, totals.sending, totals.written_bytes) == (2, 0, 0, 4 * 3 * 96)
     decode.forget(1)
     assert decode.receive_status(1) is None
+
+
+class Forward:
+    """A forward pass under way at decode, which writes to slots that have been given to another request."""
+
+    def __init__(self, error: str | None = None) -> None:
+        self.is_done = threading.Event()
+        self.has_waiter = threading.Event()
+        self._error = error
+
+    def synchronize(self) -> None:
+        self.has_waiter.set()
+        assert self.is_done.wait(60)
+        if self._error is not None:
+            raise RuntimeError(self._error)
+
+
+def test_kv_is_not_written_before_what_wrote_to_its_slots_is_over(make: Make) -> None:
+    """Prefill has the KV already, and decode's last forward pass for the request before is still under way."""
+    source, target = Pool(PoolShape(), 1), Pool(PoolShape(), 2)
+    prefill, decode = make(source), make(target)
+    handle = prefill.open_sender(1, decode.address, 1)
+    handle.offer(chunk(WHOLE, [3, 2, 1, 0]), is_last=True)
+    handle.part(0, ALL_LAYERS)
+    forward = Forward()
+    decode.expect(need(1, [7, 8, 9, 20]), unused=forward)
+    assert forward.has_waiter.wait(60)
+    wait_until(lambda: handle.status.stage is Stage.WAITING)
+    time.sleep(0.3)  # several reports
+    assert handle.status.stage is Stage.WAITING
+    target.buffers[4][[7, 8, 9, 20]] = 0
+    forward.is_done.set()
+    wait_until(lambda: is_stage(decode.receive_status(1), Stage.COMPLETE))
+    np.testing.assert_array_equal(target.buffers[4][[7, 8, 9, 20]], source.buffers[4][[3, 2, 1, 0]])
+
+
+def test_a_device_that_fails_under_the_slots_fails_the_request(make: Make) -> None:
+    decode = make(Pool(PoolShape(), 2))
+    forward = Forward("an illegal memory access was encountered\nCompile with ...")
+    forward.is_done.set()
+    decode.expect(need(1, [7, 8, 9, 20]), unused=forward)
+    wait_until(lambda: (status := decode.receive_status(1)) is not None and status.is_released)
+    status = decode.receive_status(1)
+    assert status is not None
+    assert (status.stage, status.reason) == (Stage.FAILED, "an illegal memory access was encountered")
+
+
+def test_threads_that_wait_for_a_device_or_move_its_memory_are_prepared() -> None:
+    """Each of them is on the rank's own GPU: a new thread is on GPU 0."""
+    own = threading.local()
+    source, target = Pool(PoolShape(), 1), Pool(PoolShape(), 2)
+    on_device: dict[str, list[bool]] = {}
+
+    def record(what: str) -> None:
+        on_device.setdefault(what, []).append(getattr(own, "device", 0) == 3)
+
+    class Event:
+        def __init__(self, what: str) -> None:
+            self._what = what
+
+        def synchronize(self) -> None:
+            record(self._what)
+
+    class Recorded(TcpTransport):
+        def revoke(self, permit: int) -> None:
+            record("revoke")
+            super().revoke(permit)
+
+        def write(self, to: str, permit: int, copies: Sequence[RowCopy]) -> int:
+            record("write")
+            return super().write(to, permit, copies)
+
+    with ExitStack() as stack:
+        prefill, decode = (
+            HandshakeEndpoint(
+                "127.0.0.1",
+                Recorded("127.0.0.1"),
+                pool.layout,
+                OPTIONS,
+                prepare_thread=lambda: setattr(own, "device", 3),
+            )
+            for pool in (source, target)
+        )
+        stack.callback(prefill.close)
+        stack.callback(decode.close)
+        decode.expect(need(1, [7, 8, 9, 20]), unused=Event("hold"))
+        handle = prefill.open_sender(1, decode.address, 1)
+        handle.offer(chunk(WHOLE, [3, 2, 1, 0]), is_last=True)
+        handle.part(0, ALL_LAYERS, computed=Event("computed"))
+        wait_until(lambda: is_stage(decode.receive_status(1), Stage.COMPLETE))
+        wait_until(lambda: "revoke" in on_device)
+    assert on_device.keys() == {"hold", "computed", "write", "revoke"}
+    assert all(all(found) for found in on_device.values())
 
 
 @pytest.mark.slow

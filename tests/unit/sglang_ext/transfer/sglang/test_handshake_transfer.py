@@ -88,6 +88,7 @@ class Rank:
             _deferred_ack_targets={},
             _deferred_ack_poisoned_rooms=set(),
             _kv_replica_factor=1,
+            is_on_cpu=True,
         )
 
     def sender(self, room: int = ROOM) -> Any:
@@ -122,6 +123,56 @@ def rows(rank: Rank, layer: int, slots: list[int], first_head: int, head_count: 
     """Keys of model heads in a rank's pool."""
     first = first_head - rank.pool.layout.first_head
     return rank.pool.buffers[2 * layer][slots, first : first + head_count]
+
+
+class ForwardStream:
+    """A stream of decode's scheduler, and what is known of the work on it."""
+
+    def __init__(self, *, is_idle: bool) -> None:
+        self.is_idle = is_idle
+
+    def query(self) -> bool:
+        return self.is_idle
+
+
+@pytest.mark.parametrize(
+    ("is_on_cpu", "is_idle", "is_held"), [(False, False, True), (False, True, False), (True, False, False)]
+)
+def test_slots_are_held_while_a_forward_pass_is_under_way(
+    ranks: tuple[Rank, Rank, Rank], monkeypatch: pytest.MonkeyPatch, is_on_cpu: bool, is_idle: bool, is_held: bool
+) -> None:
+    """A request that has finished may be in it once more, and write to slots that this one has got."""
+    from sglang_ext.transfer.sglang import late_slots
+
+    recorded: list[Any] = []
+
+    class Event:
+        def __init__(self, blocking: bool) -> None:
+            assert blocking
+
+        def record(self, stream: Any) -> None:
+            recorded.append(stream)
+
+        def synchronize(self) -> None: ...
+
+    monkeypatch.setattr("torch.cuda.Event", Event)
+    prefill, decode, _ = ranks
+    decode.manager.is_on_cpu, decode.manager.late_slots_tokens = is_on_cpu, None
+    receiver = decode.receiver(prefill)
+    stream = ForwardStream(is_idle=is_idle)
+    request = SimpleNamespace(kv_receiver=receiver, req=SimpleNamespace(origin_input_ids=[1, 2, 3]))
+    queue = SimpleNamespace(scheduler=SimpleNamespace(forward_stream=stream))
+    late_slots.announce(lambda *_: None, queue, request, 0)
+    held: list[bool] = []
+    expect = decode.endpoint.expect
+    monkeypatch.setattr(
+        decode.endpoint,
+        "expect",
+        lambda *given, unused: (held.append(unused is not None), expect(*given, unused=unused)),
+    )
+    receiver.send_metadata(np.array([0]), 1)
+    assert held == [is_held]
+    assert recorded == [stream] * is_held
 
 
 @pytest.mark.full
