@@ -1,150 +1,87 @@
-"""Prefills of one model by length and batch size on SGLang's model runner, in one process: a mode, and what it takes.
+"""Prefills by length and batch size on SGLang's model runner: eager, our grid of graphs, SGLang's own prefill graphs.
 
-    python -m gpu.buckets --model NAME --mode {grid,breakable,full} --out FILE [--lengths ...] [--batches ...]
+    python bench/gpu/buckets.py [--out FILE] [--model qwen2.5-7b] [--modes eager,grid,breakable] [--within 150]
+    python bench/gpu/buckets.py --exact [--out FILE]     a float32 model: tokens and logits are those without graphs
 
-`grid` measures the ordinary path too, compares logits with it, and reports what the capture took; `breakable` and
-`full` are upstream's prefill graphs, with a bucket for every number of tokens of the grid. `--reprefills` are new
-tokens x requests + tokens of each that are cached already. Batches with the fewest new tokens come first; what there
-is, is written after each, and no other is begun after `--within` seconds.
+One process loads the model once, with random weights. Batches with the fewest new tokens come first; each row is
+written as it is measured, and none is begun after `--within` seconds. SGLang's own graphs come last, so that a failure
+of theirs costs nothing else; the grid is then measured again after each of their batches. Times are those of device
+events between forwards that are queued one behind the other, as under load; `_host_s` is one forward from an idle
+device to its end.
 
-Weights are spread, so that logits differ between a right and a wrong path. Whether the comparison can see one is
-measured, too: `control_error` is the error of a shape that was captured with attention of each token to itself only.
+Weights are spread, so that logits differ between a right and a wrong path. Each run shows that the comparison can see
+a wrong path: `control_error` is the error of a graph that was captured with attention of each token to itself only.
 """
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from gpu.stage_plan import BATCHES, LENGTHS, repeats_within
-from support.result import write_json
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-HAS_GPU = False
-# The prefixes of a batch are computed in one pass, so no more tokens in all than the largest shape of the grid.
+import gpu.checkout  # noqa: F401
+from gpu.measure import HAS_GPU, SPIN_CYCLES, Report, measure_ceilings, parser, relative_error, synchronize
+from gpu.model_shapes import SHAPES, floor_s, write_model
+from gpu.sglang_runner import (
+    attention_to_oneself,
+    build_grid,
+    compile_kernels,
+    engine_options,
+    free_cached_memory,
+    load_runner,
+    prepare_process,
+    spread_weights,
+)
+
+LENGTHS_TOKENS = (8, 16, 32, 64, 128, 256)
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
+# New tokens x requests + cached tokens of each request. The prefixes of a batch are computed in one pass, so they have
+# no more tokens than the largest shape of the grid.
 REPREFILLS = "16x1+1024,16x8+1024,64x8+1024,16x1+4096,16x4+4096,64x4+4096,256x4+4096"
-WARM_UPS = 2
-# Of one batch on one path: fewer repeats where they would take longer.
-MOST_S = 1.0
-Record = Callable[[dict[str, Any]], None]
+MODES = ("eager", "grid", "breakable", "full")
+MAX_SERIES_S = 0.25  # of one batch in one mode; longer batches are repeated less often
+SMALL_TOKENS = 128
+BFLOAT16_ERROR = 0.03  # two orders of additions differ by 0.022 to 0.027 on a decoder of 28 to 64 layers
+FLOAT32_ERROR = 2e-3 if HAS_GPU else 1e-4  # on a GPU products are three of tf32, in tiles of other sizes
+MIN_CONTROL_ERROR = 0.3
 
 
 class Bucket(NamedTuple):
     """A batch of equal requests."""
 
-    length_tokens: int  # new ones of a request
+    length_tokens: int  # new tokens of a request
     requests: int
-    prefix_tokens: int = 0  # cached ones of a request
+    prefix_tokens: int = 0  # cached tokens of a request
+
+    @property
+    def new_tokens(self) -> int:
+        return self.length_tokens * self.requests
+
+
+class Times(NamedTuple):
+    """Seconds of one forward."""
+
+    device_s: float  # between the ends of forwards that are queued one behind the other
+    host_s: float  # from an idle device to its end
 
 
 def parse_reprefills(text: str) -> list[Bucket]:
-    """`16x4+1024,...`: 16 new tokens, 4 requests, 1024 cached tokens each. Raises ValueError where a number is none."""
-    return [Bucket(*(int(part) for part in one.replace("x", "+").split("+"))) for one in filter(None, text.split(","))]
-
-
-def in_order(buckets: list[Bucket]) -> list[Bucket]:
-    """Those with the fewest new tokens first: they say most, and take least."""
-    return sorted(buckets, key=lambda bucket: bucket.length_tokens * bucket.requests)
-
-
-def prepare_process() -> None:
-    """What must be so before SGLang is imported."""
-    global HAS_GPU
-    import torch
-
-    HAS_GPU = torch.cuda.is_available()
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    if not HAS_GPU:
-        os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"
-        from sglang_ext import cpu
-
-        cpu.install((*cpu.CANDIDATES, *cpu.BENCHMARK_CANDIDATES))
-
-
-def engine_options(
-    folder: Path, mode: str, attention: str | None, dtype: str, lengths: list[int], batches: list[int]
-) -> dict[str, Any]:
-    """Fields of SGLang's `ServerArgs`."""
-    options: dict[str, Any] = {
-        "model_path": str(folder),
-        "load_format": "dummy",
-        "disable_radix_cache": True,
-        "skip_tokenizer_init": True,
-        "sampling_backend": "pytorch",
-        "log_level": "error",
-        "max_running_requests": max(batches),
-        "random_seed": 7,
-    }
-    if HAS_GPU:
-        tokens = sorted({length * batch for length in lengths for batch in batches})
-        options |= {
-            "dtype": dtype,
-            # upstream's `full` has no metadata for Triton's
-            "attention_backend": attention or ("flashinfer" if mode == "full" else "triton"),
-            "mem_fraction_static": 0.75,
-            "chunked_prefill_size": max(tokens),
-            "max_prefill_tokens": max(tokens),
-            "disable_decode_cuda_graph": True,
-            "cuda_graph_backend_prefill": "disabled" if mode == "grid" else mode,
-        }
-        if mode != "grid":
-            options["cuda_graph_bs_prefill"] = tokens
-        if mode == "full":
-            # Otherwise a graph has a slot for every 512 tokens of a chunk, and a batch of more requests runs eagerly.
-            options["cuda_graph_config"] = {"prefill": {"full_prefill_max_req": max(batches)}}
-    else:
-        options |= {
-            "device": "cpu",
-            "dtype": "float32",
-            "attention_backend": "torch_native",
-            "disable_cuda_graph": True,
-            "max_total_tokens": 4096,
-        }
-    return options
-
-
-def load_runner(options: dict[str, Any]) -> Any:
-    """SGLang's model runner with weights of random numbers."""
-    from sglang.benchmark import one_batch
-    from sglang.srt.server_args import PortArgs, ServerArgs
-
-    arguments = ServerArgs(**options)
-    one_batch.get_tokenizer = lambda *args, **kwargs: None
-    one_batch.suppress_other_loggers = lambda: None
-    ports = PortArgs.init_new(arguments)
-    if hasattr(arguments, "resolve_once"):
-        arguments.resolve_once()
-        from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank
-
-        ranks = SpawnRanks(world_rank=spawn_world_rank(arguments, tp_rank=0, pp_rank=0), gpu_id=0)
-        publish(arguments, role="scheduler", ranks=ranks)
-        one_batch._init_process_global_configs()
-    else:
-        from sglang.srt.server_args import set_global_server_args_for_scheduler
-
-        set_global_server_args_for_scheduler(arguments)
-        one_batch.initialize_moe_config(arguments)
-        one_batch.initialize_fp8_gemm_config(arguments)
-        one_batch.initialize_fp4_gemm_config(arguments)
-    runner = one_batch.load_model(arguments, ports, 0, 0)[0]
-    return getattr(runner, "torch_runner", runner)
+    """Return the buckets of `16x4+1024,...`. Raises ValueError where a number is none."""
+    return [Bucket(*map(int, part.replace("x", "+").split("+"))) for part in filter(None, text.split(","))]
 
 
 class Prefills:
-    """Runs batches of random prompts and times the forward pass alone, from the batch to its logits.
-
-    What a prefix takes is not timed.
-    """
+    """Runs batches of random prompts, and the last forward of a batch again to time it: the batch to its logits."""
 
     def __init__(self, model_runner: Any) -> None:
         from sglang.benchmark import one_batch
@@ -152,21 +89,21 @@ class Prefills:
         self._one_batch = one_batch
         self._runner = model_runner
         self._forward = model_runner.forward
-        self._last_s = 0.0
         self._last: tuple[Any, Any] = (), {}
-        model_runner.forward = self._timed
+        model_runner.forward = self._noted
 
-    def run(self, bucket: Bucket, seed: int) -> Any:
-        """Logits [requests, vocabulary]."""
+    def run(self, bucket: Bucket, path: Any, seed: int = 99) -> Any:
+        """Return logits [requests, vocabulary] of a batch on `path`, SGLang's or our prefill runner."""
         import torch
 
+        self._runner.prefill_cuda_graph_runner = path
         length, requests, prefix = bucket
         generator = torch.Generator().manual_seed(seed)
         high = min(10000, self._runner.model_config.vocab_size)
         ids = torch.randint(5, high, (requests, prefix + length), generator=generator).tolist()
         self._runner.req_to_token_pool.clear()
         self._runner.token_to_kv_pool_allocator.clear()
-        first = [one[: prefix or length] for one in ids]
+        first = [prompt[: prefix or length] for prompt in ids]
         batch = self._one_batch.prepare_synthetic_inputs_for_latency_test(requests, len(first[0]), first)
         with torch.no_grad():
             if prefix:
@@ -175,287 +112,342 @@ class Prefills:
                     SimpleNamespace(cut_len=prefix), ids, batch, self._runner
                 )
             _, logits, _ = self._one_batch.extend(batch, self._runner)
-        return logits
+        return logits.clone()
 
-    def median_s(self, bucket: Bucket, repeats: int) -> tuple[float, int]:
-        """Seconds of a batch like the one before, and the runs; with a prefix, of that very one, which has KV."""
+    def time(self, repeats: int) -> tuple[Times, int]:
+        """Time the last forward, on the path it ran on; and how often it was run again."""
         import torch
 
-        times: list[float] = []
-        while len(times) < WARM_UPS + repeats:
-            if bucket.prefix_tokens:
-                with torch.no_grad():
-                    self._timed(*self._last[0], **self._last[1])
-            else:
-                self.run(bucket, len(times))
-            times.append(self._last_s)
-            if len(times) == WARM_UPS:
-                repeats = repeats_within(self._last_s, repeats, MOST_S)
-        return statistics.median(times[WARM_UPS:]), len(times)
+        host_s = statistics.median(self._host_s() for _ in range(3))
+        if not HAS_GPU:
+            return Times(host_s, host_s), 3
+        repeats = max(2, min(repeats, int(MAX_SERIES_S / host_s)))
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+        with torch.no_grad():
+            torch.cuda._sleep(SPIN_CYCLES)
+            events[0].record()
+            for event in events[1:]:
+                self._again()
+                event.record()
+        torch.cuda.synchronize()
+        device_s = statistics.median(before.elapsed_time(after) / 1e3 for before, after in pairwise(events))
+        return Times(device_s, host_s), 3 + repeats
 
-    def _timed(self, *args: Any, **kwargs: Any) -> Any:
-        from gpu.ceilings import synchronize
+    def _host_s(self) -> float:
+        import torch
 
-        self._last = args, kwargs
         synchronize()
         started_s = time.perf_counter()
-        output = self._forward(*args, **kwargs)
+        with torch.no_grad():
+            self._again()
         synchronize()
-        self._last_s = time.perf_counter() - started_s
-        return output
+        return time.perf_counter() - started_s
+
+    def _again(self) -> None:
+        self._forward(*self._last[0], **self._last[1])
+
+    def _noted(self, *args: Any, **kwargs: Any) -> Any:
+        self._last = args, kwargs
+        return self._forward(*args, **kwargs)
 
 
-def spread_weights(model_runner: Any) -> None:
-    """Weights for which logits are far apart, so that the greedy token of two right paths is the same."""
-    import torch
-
-    torch.manual_seed(7)
-    with torch.no_grad():
-        for name, parameter in model_runner.model.named_parameters():
-            if parameter.dim() >= 2:
-                parameter.normal_(0.0, 1.0 if "embed" in name else parameter.shape[-1] ** -0.5)
-            elif "norm" in name:
-                parameter.fill_(1.0)
-
-
-@contextmanager
-def attention_to_oneself() -> Iterator[None]:
-    """Return what is captured meanwhile has attention that leaves out all tokens but the query's own."""
-    from sglang_ext.graphs.sglang import runner
-
-    class ToOneself(runner.CapturedAttention):
-        def forward(self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-            super().forward(q, k, v, layer, forward_batch, *args, **kwargs)
-            group = layer.tp_q_head_num // layer.tp_v_head_num
-            own = v.view(-1, layer.tp_v_head_num, layer.v_head_dim)
-            return own.repeat_interleave(group, dim=1).reshape(own.shape[0], -1).contiguous()
-
-    right = runner.CapturedAttention
-    runner.CapturedAttention = ToOneself  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        runner.CapturedAttention = right  # type: ignore[misc]
+def own_mode(modes: Sequence[str]) -> str | None:
+    """Return which of SGLang's own prefill graphs are asked for; None without."""
+    return next((mode for mode in modes if mode not in ("eager", "grid")), None)
 
 
 def control_error(model_runner: Any, prefills: Prefills, bucket: Bucket, wanted: Any) -> float:
-    """Relative error of logits that come from wrong attention, against those of the ordinary path."""
-    before = model_runner.prefill_cuda_graph_runner
+    """Return the relative error of logits that come from wrong attention, against those of the ordinary path."""
     with attention_to_oneself():
         broken, _ = build_grid(model_runner, [bucket.length_tokens], [bucket.requests])
-    model_runner.prefill_cuda_graph_runner = broken
-    try:
-        return relative_error(prefills.run(bucket, 99), wanted)
-    finally:
-        model_runner.prefill_cuda_graph_runner = before
+    return relative_error(prefills.run(bucket, broken), wanted)
 
 
-def relative_error(got: Any, wanted: Any) -> float:
-    return float((got.double() - wanted).norm() / wanted.norm())
+class Measurement:
+    """All batches in all modes, written row by row."""
 
+    def __init__(
+        self, model_runner: Any, buckets: list[Bucket], report: Report, floor: Callable[..., float], repeats: int
+    ) -> None:
+        """`floor(*bucket)`: the least seconds that the device allows."""
+        self._runner = model_runner
+        self._report = report
+        self._repeats = repeats
+        self._prefills = Prefills(model_runner)
+        self._logits: dict[Bucket, Any] = {}  # of the ordinary path
+        self.buckets = sorted(buckets, key=lambda bucket: bucket.new_tokens)  # least time first
+        self.rows = {bucket: {**bucket._asdict(), "floor_s": floor(*bucket)} for bucket in self.buckets}
 
-class _NoGraphs:
-    """Records nothing, to check this script without a GPU: a replay computes again."""
+    def eager_peak_bytes(self, largest: Bucket) -> int | None:
+        """Return what the largest batch takes on the ordinary path; kernels are compiled meanwhile."""
+        import torch
 
-    def __init__(self, compute: Any = None) -> None:
-        self.replay = compute
-
-    def session(self) -> Any:
-        return contextlib.nullcontext()
-
-    def warm_up(self, compute: Any) -> None:
-        pass
-
-    def record(self, compute: Any) -> Any:
-        compute()
-        return _NoGraphs(compute)
-
-    def memory(self) -> Any:
-        from sglang_ext_cuda_graphs.recorders import DeviceMemory
-
-        return DeviceMemory(0, 0)
-
-
-def build_grid(model_runner: Any, lengths: list[int], batches: list[int]) -> tuple[Any, dict[str, Any]]:
-    """A runner with all shapes captured, and what that took."""
-    import torch
-
-    from sglang_ext.graphs.sglang.capture import build_graphs, cuda_recorder
-    from sglang_ext.graphs.sglang.graph_options import Capture, GraphOptions, conflict
-    from sglang_ext.graphs.sglang.runner import GridPrefillRunner
-
-    problem = conflict(model_runner)
-    if problem is not None:
-        raise SystemExit(f"the grid cannot be captured: {problem}")
-    eager = model_runner.eager_runner
-    runner = GridPrefillRunner(model_runner, model_runner.prefill_cuda_graph_runner or eager, eager)
-    free_bytes = torch.cuda.mem_get_info()[0] if HAS_GPU else 1 << 32
-    started_s = time.perf_counter()
-    graphs = build_graphs(
-        runner,
-        model_runner,
-        GraphOptions(Capture.START, tuple(lengths), tuple(batches), free_bytes / 1e9),
-        cuda_recorder() if HAS_GPU else _NoGraphs(),
-        free_bytes,
-    )
-    assert graphs is not None
-    count = len(graphs.captured)
-    capture = {
-        "graphs": count,
-        "seconds": time.perf_counter() - started_s,
-        "seconds_per_graph": max(cost.seconds for cost in graphs.costs),
-        "pool_bytes": graphs.pool_bytes,
-        "own_bytes_per_graph": (graphs.used_bytes - graphs.pool_bytes) / count,
-        "taken_bytes": free_bytes - torch.cuda.mem_get_info()[0] if HAS_GPU else 0,
-        "costs": [[*cost.shape, cost.pool_growth_bytes, cost.own_bytes, cost.seconds] for cost in graphs.costs],
-    }
-    runner.use(graphs)
-    return runner, capture
-
-
-def measure_grid(
-    model_runner: Any,
-    lengths: list[int],
-    batches: list[int],
-    buckets: list[Bucket],
-    repeats: int,
-    record: Record,
-    end_s: float,
-) -> None:
-    """Ordinary path and grid, bucket by bucket, and the error between their logits; `record` gets what there is."""
-    import torch
-
-    prefills = Prefills(model_runner)
-    largest = Bucket(max(lengths), max(batches))
-    prefills.run(largest, 0)
-    eager_peak = 0
-    if HAS_GPU:
+        eager = self._runner.eager_runner
+        self._prefills.run(largest, eager)
+        if not HAS_GPU:
+            return None
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        prefills.run(largest, 1)
-        eager_peak = torch.cuda.max_memory_allocated() - before
-        torch.cuda.empty_cache()
-    stock = model_runner.prefill_cuda_graph_runner
-    grid, capture = build_grid(model_runner, lengths, batches)
-    record({"capture": {**capture, "eager_peak_bytes": eager_peak or None}})
-    rows: list[dict[str, Any]] = []
-    errors: list[float] = []
-    tokens_equal, expected = True, 0
-    control: float | None = None
-    for number, bucket in enumerate(buckets):
-        if time.perf_counter() > end_s:
-            break
-        model_runner.prefill_cuda_graph_runner = stock
-        wanted = prefills.run(bucket, 99).double().clone()
-        eager_s, _ = prefills.median_s(bucket, repeats)
-        if control is None and bucket.length_tokens >= 16 and not bucket.prefix_tokens:
-            # with the seed of `wanted`, and before the grid measures, as it captures
-            control = control_error(model_runner, prefills, bucket, wanted)
-        model_runner.prefill_cuda_graph_runner = grid
-        got = prefills.run(bucket, 99)
-        errors.append(relative_error(got, wanted))
-        tokens_equal = tokens_equal and bool((got.argmax(-1) == wanted.argmax(-1)).all())
-        grid_s, runs = prefills.median_s(bucket, repeats)
-        expected += 1 + runs
-        rows.append({**bucket._asdict(), "eager_s": eager_s, "grid_s": grid_s, "error": errors[-1]})
-        record(
-            {
-                "rows": rows,
-                "worst_relative_error": max(errors),
-                "control_error": control,
-                "tokens_equal": tokens_equal,
-                "all_on_grid": sum(grid.graphs.replays.values()) == expected,
-                "buckets_left": len(buckets) - number - 1,
-            }
+        self._prefills.run(largest, eager)
+        peak = torch.cuda.max_memory_allocated() - before
+        free_cached_memory()
+        return peak
+
+    def eager_and_grid(self, grid: Any | None, is_timed: bool, end_s: float) -> None:
+        """Measure the ordinary path, timed if `is_timed`, and the grid; compare their logits."""
+        for bucket in self._before(end_s):
+            row, eager = self.rows[bucket], self._runner.eager_runner
+            self._logits[bucket] = wanted = self._prefills.run(bucket, eager)
+            if is_timed:
+                self._time("eager", row)
+            if grid is not None:
+                if (
+                    "control_error" not in self._report.found
+                    and bucket.length_tokens >= 16
+                    and not bucket.prefix_tokens
+                ):
+                    error = control_error(self._runner, self._prefills, bucket, wanted)
+                    self._report.record(control_error=error)
+                got = self._prefills.run(bucket, grid)
+                row["error"] = relative_error(got, wanted)
+                row["tokens_equal"] = bool((got.argmax(-1) == wanted.argmax(-1)).all())
+                self._time_grid("grid", row, grid)
+            self._write()
+
+    def own(self, mode: str, path: Any, grid: Any | None, end_s: float) -> None:
+        """Measure SGLang's own graphs, and the grid again behind each of their batches."""
+        executed = 0
+        stock = path.execute
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal executed
+            executed += 1
+            return stock(*args, **kwargs)
+
+        path.execute = counted
+        for bucket in self._before(end_s):
+            row = self.rows[bucket]
+            if bucket not in self._logits:
+                continue
+            try:
+                got = self._prefills.run(bucket, path)
+                row[f"{mode}_error"] = relative_error(got, self._logits[bucket])
+                before = executed
+                runs = self._time(mode, row)
+                row[f"{mode}_eager_runs"] = runs - (executed - before)
+            except Exception as error:
+                row[f"{mode}_failed"] = f"{type(error).__name__}: {error}"[:300]
+            if grid is not None:
+                self._prefills.run(bucket, grid)
+                self._time_grid("grid_again", row, grid)
+            self._write()
+
+    def _before(self, end_s: float) -> Iterator[Bucket]:
+        for number, bucket in enumerate(self.buckets):
+            if time.perf_counter() > end_s:
+                self._report.record(not_measured=f"the last {len(self.buckets) - number} batches: the time was used up")
+                return
+            yield bucket
+
+    def _time(self, name: str, row: dict[str, Any]) -> int:
+        times, runs = self._prefills.time(self._repeats)
+        row[f"{name}_s"], row[f"{name}_host_s"] = times
+        return runs
+
+    def _time_grid(self, name: str, row: dict[str, Any], grid: Any) -> None:
+        before = sum(grid.graphs.replays.values())
+        runs = self._time(name, row)
+        row[f"{name}_eager_runs"] = runs - (sum(grid.graphs.replays.values()) - before)
+
+    def _write(self) -> None:
+        self._report.record(rows=list(self.rows.values()))
+
+
+def judge_rightness(report: Report, rows: Sequence[dict[str, Any]], max_error: float) -> None:
+    """Check logits on the grid, and that the comparison sees wrong attention."""
+    nan = float("nan")
+    on_grid = [row for row in rows if "grid_s" in row]
+    errors = [row["error"] for row in on_grid] or [nan]
+    # An error that is no number is the worst.
+    worst = next((error for error in errors if not error <= max_error), max(errors))
+    report.check("error of logits on the grid", worst, at_most=max_error)
+    control = report.found.get("control_error", nan)
+    report.check("error of attention to oneself, which must be seen", control, at_least=MIN_CONTROL_ERROR)
+    strays = sum(row["grid_eager_runs"] + row.get("grid_again_eager_runs", 0) for row in on_grid)
+    report.check("forwards that fit a captured shape and ran without", strays, at_most=0)
+
+
+def judge_speed(report: Report, rows: Sequence[dict[str, Any]], modes: Sequence[str]) -> None:
+    """Check the worst batch of each kind; where none was measured, the check fails."""
+
+    def over(name: str, other: str, chosen: Sequence[dict[str, Any]]) -> list[float]:
+        return [row[name] / row[other] for row in chosen if name in row and other in row] or [float("nan")]
+
+    measured = sum("grid_s" in row for row in rows) / len(rows)
+    report.check("batches measured on the grid, of all", measured, at_least=1, is_speed=True)
+    own = own_mode(modes)
+    for kind, has_prefix in (("", False), ("re-prefills, ", True)):
+        of_kind = [row for row in rows if bool(row["prefix_tokens"]) == has_prefix]
+        small = [row for row in of_kind if row["length_tokens"] * row["requests"] <= SMALL_TOKENS]
+        for name, part, bound in (
+            (f"to {SMALL_TOKENS} tokens", small, 1.25),
+            ("above", [row for row in of_kind if row not in small], 1.5),
+        ):
+            worst = max(over("grid_s", "floor_s", part))
+            report.check(f"{kind}grid over floor, {name}", worst, at_most=bound, is_speed=True)
+        if "eager" in modes:
+            worst = min(over("eager_s", "grid_s", small))
+            report.check(f"{kind}eager over grid, to {SMALL_TOKENS} tokens", worst, at_least=1.5, is_speed=True)
+        if own:
+            worst = min(over(f"{own}_s", "grid_again_s", of_kind))
+            report.check(f"{kind}SGLang's {own} over grid", worst, at_least=0.98, is_speed=True)
+
+
+def judge_capture(report: Report, capture: dict[str, Any]) -> None:
+    """Check what the captures took."""
+    report.check("graphs captured", capture["graphs"], at_least=capture["wanted"])
+    report.check("seconds of all captures", capture["seconds"], at_most=30, is_speed=True)
+    report.check("seconds of a capture, longest", capture["max_seconds_per_graph"], at_most=0.5, is_speed=True)
+    report.check("MB of a graph", capture["own_bytes_per_graph"] / 1e6, at_most=20, is_speed=True)
+    if capture["eager_peak_bytes"]:
+        over_peak = capture["pool_bytes"] / capture["eager_peak_bytes"]
+        report.check("memory pool over what an eager batch takes", over_peak, at_most=1.1, is_speed=True)
+
+
+def print_rows(rows: Sequence[dict[str, Any]], own: str | None) -> None:
+    """Print times over the floor, by batch."""
+    names = ["grid_s", "eager_s", *([f"{own}_s", "grid_again_s"] if own else [])]
+    print("new x requests + cached    floor ms" + "".join(f"{name.removesuffix('_s'):>12}" for name in names))
+    for row in rows:
+        cached = f"+ {row['prefix_tokens']}" if row["prefix_tokens"] else ""
+        shown = (f"{row[name] / row['floor_s']:12.2f}" if name in row else f"{'-':>12}" for name in names)
+        label = f"{row['length_tokens']:3} x {row['requests']:<2} {cached}"
+        print(f"{label:<26}{row['floor_s'] * 1e3:9.3f}" + "".join(shown), flush=True)
+
+
+def arguments_of(argv: Sequence[str] | None) -> Any:
+    """Return the options, with the sizes of `--exact` and `--dry-run` filled in."""
+    options = parser(__doc__)
+    options.add_argument("--model", choices=SHAPES, default=None, help="shape of the model (default: qwen2.5-7b)")
+    options.add_argument(
+        "--modes", default=None, help=f"of {', '.join(MODES)}; one of the last two (default: all but full)"
+    )
+    options.add_argument("--attention", default=None, help="SGLang's backend (default: triton; flashinfer for full)")
+    options.add_argument("--exact", action="store_true", help="a tiny model in float32: tokens equal, no times")
+    options.add_argument("--lengths", default=None, help="new tokens of a request, of the grid")
+    options.add_argument("--batches", default=None, help="requests of a batch, of the grid")
+    options.add_argument("--reprefills", default=None, help=f"LENGTHxREQUESTS+PREFIX,... (default: {REPREFILLS})")
+    options.add_argument("--repeats", type=int, default=12)
+    options.add_argument("--within", type=float, default=150.0, help="no batch is begun later (s; default: 150)")
+    given = options.parse_args(argv)
+    is_small = given.exact or given.dry_run
+    small = ("8,32", "1,4", "8x4+40,20x1+33") if given.exact else ("8,16", "1,2", "8x2+32,16x1+40")
+    full = (",".join(map(str, LENGTHS_TOKENS)), ",".join(map(str, BATCH_SIZES)), REPREFILLS)
+    for name, default in zip(("lengths", "batches", "reprefills"), small if is_small else full, strict=True):
+        if getattr(given, name) is None:
+            setattr(given, name, default)
+    given.model = given.model or ("tiny" if is_small else "qwen2.5-7b")
+    # Only a GPU has SGLang's own graphs.
+    given.modes = (given.modes or ("eager,grid" if is_small else "eager,grid,breakable")).split(",")
+    unknown = set(given.modes) - set(MODES)
+    if unknown or {"breakable", "full"} <= set(given.modes):
+        options.error(
+            f"--modes: {', '.join(sorted(unknown)) or 'breakable and full'}: one or more of {', '.join(MODES)}"
         )
+    given.lengths, given.batches = ([int(part) for part in text.split(",")] for text in (given.lengths, given.batches))
+    given.repeats = 2 if is_small else given.repeats
+    return given
 
 
-def measure_upstream(
-    model_runner: Any, mode: str, buckets: list[Bucket], repeats: int, record: Record, end_s: float
-) -> None:
-    """One of upstream's graphs; a bucket that it ran eagerly has no time, and re-prefills end where one fails."""
-    prefills = Prefills(model_runner)
-    rows: list[dict[str, Any]] = []
-    runner = model_runner.prefill_cuda_graph_runner
-    if runner is None or runner is model_runner.eager_runner:
-        raise SystemExit(f"SGLang has made no {mode} graphs here")
-    executed = 0
-    stock = runner.execute
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal executed
-        executed += 1
-        return stock(*args, **kwargs)
-
-    runner.execute = counted
-    failed: dict[str, Any] = {}
-    for number, bucket in enumerate(buckets):
-        if time.perf_counter() > end_s:
-            break
-        if bucket.prefix_tokens and failed:
-            continue
-        try:
-            if bucket.prefix_tokens:
-                prefills.run(bucket, 99)
-            executed = 0
-            seconds, runs = prefills.median_s(bucket, repeats)
-        except Exception as error:
-            if not bucket.prefix_tokens:
-                raise
-            failed = {"reprefills_error": f"{bucket}: {error}"}
-        else:
-            rows.append({**bucket._asdict(), f"{mode}_s": seconds if executed == runs else None})
-        record({"rows": rows, "buckets_left": len(buckets) - number - 1, **failed})
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--mode", choices=["grid", "breakable", "full"], required=True)
-    parser.add_argument("--attention", default=None, help="SGLang's (default: triton; for full: flashinfer)")
-    parser.add_argument("--dtype", default="bfloat16", help="on a GPU; float32 elsewhere (default: bfloat16)")
-    parser.add_argument("--lengths", default=",".join(map(str, LENGTHS)))
-    parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
-    parser.add_argument("--reprefills", default=REPREFILLS, help="LENGTHxREQUESTS+PREFIX,... (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--within", type=float, default=500.0, help="no batch is begun later (s; default: 500)")
-    parser.add_argument("--out", type=Path, required=True)
-    arguments = parser.parse_args()
-    end_s = time.perf_counter() + arguments.within
-    lengths = [int(part) for part in arguments.lengths.split(",")]
-    batches = [int(part) for part in arguments.batches.split(",")]
-    buckets = [Bucket(length, requests) for length in lengths for requests in batches]
-    buckets = in_order(buckets + parse_reprefills(arguments.reprefills))
-    prepare_process()
-    from gpu.ceilings import measure
-    from gpu.model_shapes import write_model
-
+def main(argv: Sequence[str] | None = None) -> int:
+    started_s = time.perf_counter()
+    given = arguments_of(argv)
+    end_s = started_s + given.within
+    report = Report("buckets-exact" if given.exact else "buckets", given.out, given.dry_run)
+    max_error = FLOAT32_ERROR if given.exact or not HAS_GPU else BFLOAT16_ERROR
+    if given.exact:
+        report.expect("logits", f"differ by 1e-4 or less, must by less than {max_error:g}; greedy tokens equal")
+    else:
+        report.expect("grid over floor", f"1.25 to {SMALL_TOKENS} tokens, 1.5 above; eager over grid 1.5 or more")
+        report.expect("error", f"below {max_error:g}; with attention to oneself about 1, more than {MIN_CONTROL_ERROR}")
+        report.expect("capture", "42 graphs in 10 to 25 s, a pool of 2 to 3 GB, at most 20 MB a graph")
+    prepare_process(given.exact)
+    shape = SHAPES[given.model]
+    buckets = [Bucket(length, requests) for length in given.lengths for requests in given.batches]
+    buckets += parse_reprefills(given.reprefills)
+    own = own_mode(given.modes)
     with tempfile.TemporaryDirectory() as folder:
-        write_model(arguments.model, Path(folder))
-        device = measure()
-        found: dict[str, Any] = {
-            "device": device.name,
-            "read_bytes_per_s": device.ceilings.read_bytes_per_s,
-            "operations_per_s": device.ceilings.operations_per_s,
-            "copy_bytes_per_s": device.copy_bytes_per_s,
-            "rows": [],
-        }
+        write_model(given.model, Path(folder))
+        ceilings = measure_ceilings()
+        free_cached_memory()
+        report.record(model=given.model, modes=given.modes, ceilings=ceilings._asdict())
+        dtype = "float32" if given.exact else "bfloat16"
+        options = engine_options(Path(folder), dtype, given.attention, own, given.lengths, given.batches)
+        try:
+            _measure(given, report, options, buckets, lambda *bucket: floor_s(shape, ceilings, *bucket), end_s)
+        except Exception as error:
+            traceback.print_exc()
+            report.fail("measurement", error)
+    rows = list(report.found.get("rows", []))
+    if rows and "grid" in given.modes:
+        judge_rightness(report, rows, max_error)
+    if rows and given.exact:
+        equal = sum(row.get("tokens_equal", False) for row in rows)
+        report.check("batches with equal tokens, of all", equal / len(rows), at_least=1)
+        print("tokens equal" if equal == len(rows) else f"TOKENS DIFFER in {len(rows) - equal} of {len(rows)} batches")
+    elif rows and "grid" in given.modes:
+        judge_speed(report, rows, given.modes)
+    print_rows(rows, own)
+    return report.end()
 
-        def record(more: dict[str, Any]) -> None:
-            found.update(more)
-            write_json(arguments.out, found)
 
-        record({})
-        runner = load_runner(
-            engine_options(Path(folder), arguments.mode, arguments.attention, arguments.dtype, lengths, batches)
-        )
-        spread_weights(runner)
-        if arguments.mode == "grid":
-            measure_grid(runner, lengths, batches, buckets, arguments.repeats, record, end_s)
+def _measure(
+    given: Any,
+    report: Report,
+    options: dict[str, Any],
+    buckets: list[Bucket],
+    floor: Callable[..., float],
+    end_s: float,
+) -> None:
+    def elapsed() -> float:
+        return round(given.within - (end_s - time.perf_counter()), 1)
+
+    runner, capture_own = load_runner(options)
+    spread_weights(runner)
+    report.record(loaded_after_s=elapsed())
+    if HAS_GPU and not given.exact:
+        report.record(compile_problem=compile_kernels(runner), compiled_after_s=elapsed())
+    measurement = Measurement(runner, buckets, report, floor, given.repeats)
+    peak = measurement.eager_peak_bytes(Bucket(max(given.lengths), max(given.batches)))
+    report.record(first_batch_after_s=elapsed())
+    grid = None
+    if "grid" in given.modes:
+        try:
+            grid, capture = build_grid(runner, given.lengths, given.batches)
+        except Exception as error:
+            traceback.print_exc()
+            report.fail("grid", error)
         else:
-            measure_upstream(runner, arguments.mode, buckets, arguments.repeats, record, end_s)
-    return 0
+            wanted = len(given.lengths) * len(given.batches)
+            capture |= {"eager_peak_bytes": peak, "wanted": wanted}
+            report.record(capture=capture, captured_after_s=elapsed())
+            judge_capture(report, capture)
+    measurement.eager_and_grid(grid, "eager" in given.modes, end_s)
+    report.record(eager_and_grid_after_s=elapsed())
+    own = own_mode(given.modes)
+    if own:
+        try:
+            path = capture_own()
+            if path is None or path is runner.eager_runner:
+                raise RuntimeError(f"SGLang has made no {own} graphs here")
+        except Exception as error:
+            traceback.print_exc()
+            report.fail(f"SGLang's {own} graphs", error)
+        else:
+            report.record(own_captured_after_s=elapsed())
+            measurement.own(own, path, grid, end_s)
+            report.record(own_after_s=elapsed())
 
 
 if __name__ == "__main__":

@@ -93,10 +93,10 @@ def of_command_lines(command_lines: Sequence[Sequence[str]]) -> list[dict[str, A
 
 
 def of_buckets(model: Path, mode: str) -> dict[str, Any]:
-    """Of the benchmark's prefills by length and batch size."""
+    """Return the fields for prefills by length and batch size; `mode`: SGLang's own graphs, or none."""
     from sglang.benchmark import one_batch
 
-    from gpu import buckets
+    from gpu import sglang_runner
 
     found: dict[str, Any] = {}
 
@@ -105,8 +105,9 @@ def of_buckets(model: Path, mode: str) -> dict[str, Any]:
         return MagicMock(), None
 
     one_batch.load_model = load
-    buckets.HAS_GPU = True
-    buckets.load_runner(buckets.engine_options(model, mode, None, "bfloat16", [16, 64], [1, 64]))
+    sglang_runner.HAS_GPU = True
+    own = None if mode == "none" else mode
+    sglang_runner.load_runner(sglang_runner.engine_options(model, "bfloat16", None, own, [16, 64], [1, 64]))
     return found
 
 

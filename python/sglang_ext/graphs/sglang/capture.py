@@ -80,17 +80,11 @@ def cuda_recorder() -> CudaRecorder:
 
     @contextmanager
     def capturing(stream: Any) -> Iterator[None]:
-        set_graph_pool_id(recorder.pool)
+        set_graph_pool_id(pool)
         with graph_capture(stream=stream):
             yield
 
-    def use(new_pool: Any) -> None:
-        set_graph_pool_id(new_pool)
-        if not is_lent:
-            graph_pool.set_global_graph_memory_pool(new_pool)
-
-    recorder = CudaRecorder(pool, shared_stream(), capturing, use)
-    return recorder
+    return CudaRecorder(pool, shared_stream(), capturing)
 
 
 def build_graphs(
