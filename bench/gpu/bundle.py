@@ -41,8 +41,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT / "bench"), str(ROOT / "tools")]
 
 from compile_hot_path import MANIFEST, destination, manifest_of_sources
-
-from gpu.gpu_code import keep_gpu_code
+from gpu_code import keep_gpu_code
 
 LOCK = ROOT / "requirements/cuda.lock"
 PYTHON = "3.12"

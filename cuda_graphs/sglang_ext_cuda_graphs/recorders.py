@@ -47,15 +47,24 @@ class Recorder(Protocol):
 class CudaRecorder:
     """CUDA graphs in one memory pool, captured on one stream."""
 
-    def __init__(self, pool: Any = None, stream: Any = None, context: CaptureContext | None = None) -> None:
+    def __init__(
+        self,
+        pool: Any = None,
+        stream: Any = None,
+        context: CaptureContext | None = None,
+        on_new_pool: Callable[[Any], None] | None = None,
+    ) -> None:
         """`pool` and `stream`: to share with other graphs that never run at the same time; None: of its own.
 
-        `context` is entered around captures with their stream; None: the stream becomes the current one.
+        `context` is entered around captures with their stream; None: the stream becomes the current one. `on_new_pool`
+        is told the pool that others are to capture into from then on: torch takes no capture into one in which a
+        capture could not be ended.
         """
-        self._pool: Any = torch.cuda.graph_pool_handle() if pool is None else pool
+        self.pool: Any = torch.cuda.graph_pool_handle() if pool is None else pool
         self._context: CaptureContext = torch.cuda.stream if context is None else context
         self._stream = torch.cuda.Stream() if stream is None else stream
         self._probe = torch.zeros(1, device="cuda")
+        self._on_new_pool = on_new_pool
         self._has_recorded = False
 
     @contextmanager
@@ -97,7 +106,7 @@ class CudaRecorder:
 
     def _capture(self, compute: Callable[[], None]) -> Recording:
         graph: Any = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=self.pool, stream=self._stream, capture_error_mode="thread_local"):
             compute()
         torch.cuda.synchronize()
         return graph  # type: ignore[no-any-return, unused-ignore]
@@ -105,11 +114,18 @@ class CudaRecorder:
     def _recover(self) -> None:
         """Undo what torch leaves behind where it cannot end a capture.
 
-        Its allocator still counts the pool as recording, and refuses every later capture into it, those of others
-        included; its random generator still counts as captured, and refuses to draw until a capture has ended well.
+        Its allocators, of the device's and of pinned memory, still count the pool as recording and refuse every later
+        capture into it. The former is told; the latter cannot be, so captures go to a new pool from now on. Its random
+        generator still counts as captured, and refuses to draw until a capture has ended well.
         """
-        with suppress(RuntimeError):  # it is not recording: the capture ended, and only the computation failed
-            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+        try:
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self.pool)
+        except RuntimeError:
+            pass  # it is not recording: the capture ended, and only the computation failed
+        else:
+            self.pool = torch.cuda.graph_pool_handle()
+            if self._on_new_pool is not None:
+                self._on_new_pool(self.pool)
         with suppress(RuntimeError):  # the device is lost then; its next use says why
             self._capture(lambda: self._probe.add_(1.0))
 

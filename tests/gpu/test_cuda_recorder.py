@@ -79,9 +79,8 @@ def test_first_replays_take_no_memory_that_the_captures_have_not_counted(graphs:
     assert free_bytes - torch.cuda.mem_get_info()[0] <= 2 << 20  # what a device allocates at least
 
 
-def test_after_a_capture_that_failed_others_capture_into_the_pool_and_draw() -> None:
-    pool = torch.cuda.graph_pool_handle()
-    recorder = CudaRecorder(pool)
+def test_after_a_capture_that_failed_others_capture_and_draw() -> None:
+    recorder = CudaRecorder()
     x, total = torch.ones(4, device="cuda"), torch.zeros(1, device="cuda")
 
     def synchronises() -> None:
@@ -99,5 +98,5 @@ def test_after_a_capture_that_failed_others_capture_into_the_pool_and_draw() -> 
     torch.cuda.synchronize()
     assert float(total.item()) == 4.0
     torch.multinomial(torch.rand(4, device="cuda"), 1)
-    with CudaRecorder(pool).session():  # as SGLang's own graphs do, later
-        CudaRecorder(pool).record(lambda: total.mul_(2.0))
+    with CudaRecorder(recorder.pool).session():  # as SGLang's own graphs do, later
+        CudaRecorder(recorder.pool).record(lambda: total.mul_(2.0))

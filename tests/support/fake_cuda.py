@@ -1,12 +1,14 @@
 """A stand-in for what of torch.cuda captures graphs, with its rules, for tests without a GPU.
 
 The rules: a pool that is counted as recording takes no other capture; a capture that was broken cannot be ended, and
-then neither the pool nor the random generator is released; nothing may be freed by the garbage collector meanwhile.
+then neither the pool nor the random generator is released, and the allocator of pinned memory, which nobody can tell,
+counts the pool as recording for ever; nothing may be freed by the garbage collector meanwhile.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -42,6 +44,8 @@ class Cuda:
     def __init__(self) -> None:
         self.current = Stream("forward")
         self.recording: set[Any] = set()  # pools
+        self.recording_pinned: set[Any] = set()
+        self.handles = itertools.count(99)
         self.is_generator_capturing = False
         self.is_broken = False
         self.pools_of_captures: list[Any] = []
@@ -49,7 +53,7 @@ class Cuda:
         self.gc_in_captures: list[bool] = []
 
     def graph_pool_handle(self) -> Any:
-        return (0, 99)
+        return (0, next(self.handles))
 
     def current_stream(self) -> Stream:
         return self.current
@@ -80,9 +84,10 @@ class Cuda:
     @contextmanager
     def graph(self, graph: Any, pool: Any, stream: Stream, capture_error_mode: str) -> Iterator[None]:
         assert capture_error_mode == "thread_local"
-        if pool in self.recording:
+        if pool in self.recording | self.recording_pinned:
             raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
         self.recording.add(pool)
+        self.recording_pinned.add(pool)
         self.is_generator_capturing = True
         self.is_broken = False
         self.current = stream
@@ -93,6 +98,7 @@ class Cuda:
             if self.is_broken:
                 raise RuntimeError("operation failed due to a previous error during capture")
             self.recording.discard(pool)
+            self.recording_pinned.discard(pool)
             self.is_generator_capturing = False
         self.pools_of_captures.append(pool)
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from pathlib import Path
 
 from sglang_ext import __version__, cpu
 from sglang_ext.engine.device import Device, MachineFacts, inspect_machine
@@ -27,6 +28,8 @@ HOW_TO_INSTALL = {
 }
 ENGINE_MEMORY_BYTES = 1_500_000_000
 HOOK_PROBE_TIMEOUT_S = 180
+# `tools/pack_engine.py` lays it next to the packages that it unpacks.
+PACKED_ENGINE_MANIFEST = "sglang_ext_engine.json"
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def examine(machine: MachineFacts) -> list[Finding]:
     """Everything that serving depends on, in the order in which to repair it."""
-    findings = [_machine_finding(machine), _python_finding()]
+    findings = [_machine_finding(machine), _python_finding(), *_packed_engine_findings()]
     packages = [_package_finding(name, machine.device) for name in ("torch", "sglang", "transformers")]
     findings += packages
     findings += [_backend_finding(name, machine.device) for name in BACKENDS]
@@ -108,11 +111,34 @@ def _python_finding() -> Finding:
     return Finding("python", sys.version_info >= (3, 11), platform.python_version(), "Python 3.11 or newer is needed")
 
 
-def _package_finding(name: str, device: Device) -> Finding:
+def _packed_engine_findings() -> list[Finding]:
+    """Return a finding where the engine was unpacked from an archive: it loads into one torch and one Python only."""
+    manifest_path = next(
+        (path for folder in sys.path if (path := Path(folder) / PACKED_ENGINE_MANIFEST).is_file()), None
+    )
+    if manifest_path is None:
+        return []
+    manifest = json.loads(manifest_path.read_text(encoding="utf-8"))
+    packed = {"torch": manifest["torch"], "Python": manifest["python"]}
+    found = {"torch": _version("torch"), "Python": platform.python_version()}
+    detail = f"SGLang {manifest['packages']['sglang']} packed for torch {packed['torch']} and {manifest['gpus']}"
+    wrong = [name for name in packed if not f"{found[name]}.".startswith(f"{packed[name]}.")]
+    if wrong:
+        detail += "; this machine has " + ", ".join(f"{name} {found[name] or '(none)'}" for name in wrong)
+    remedy = " and ".join(f"install {name} {packed[name]}" for name in wrong)
+    return [Finding("packed engine", not wrong, detail, f"{remedy}, or pack the engine for what is there")]
+
+
+def _version(name: str) -> str | None:
     try:
-        return Finding(name, True, metadata.version(name))
+        return metadata.version(name)
     except metadata.PackageNotFoundError:
-        return Finding(name, False, "not installed", HOW_TO_INSTALL[device])
+        return None
+
+
+def _package_finding(name: str, device: Device) -> Finding:
+    version = _version(name)
+    return Finding(name, version is not None, version or "not installed", HOW_TO_INSTALL[device])
 
 
 def _backend_finding(name: str, device: Device) -> Finding:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import struct
 import subprocess
 import sys
 import tempfile
@@ -30,95 +29,6 @@ from gpu.bundle import (
     unpack,
     unpack_wheels,
 )
-from gpu.gpu_code import images, keep_gpu_code, kernels
-
-
-def library(path: Path, files: list[list[tuple[int, bytes]]], host_section: str = ".text") -> Path:
-    """An ELF file with a container for each of `files`, of images by architecture."""
-
-    def elf(parts: list[tuple[str, bytes]]) -> bytes:
-        names, body, headers = b"\0", b"", []
-        for name, content in [*parts, (".shstrtab", b"")]:
-            headers.append((len(names), 64 + len(body), len(content)))
-            names += name.encode() + b"\0"
-            body += content
-        headers[-1] = (headers[-1][0], 64 + len(body), len(names))
-        body += names
-        header = b"\x7fELF\x02\x01\x01".ljust(40, b"\0") + struct.pack("<Q", 64 + len(body))
-        header = header.ljust(58, b"\0") + struct.pack("<HHH", 64, len(headers) + 1, len(headers))
-        table = bytes(64) + b"".join(
-            struct.pack("<IIQQQQIIQQ", n, 1, 0, 0, at, size, 0, 0, 1, 0) for n, at, size in headers
-        )
-        return header + body + table
-
-    code = b""
-    for images_of_file in files:
-        content = b""
-        for architecture, image in images_of_file:
-            image = image if image.startswith(b"\x28") else elf([(f".text.{image.decode()}", b"code" * 8)])
-            header = struct.pack("<HHIQIIHHI", 2, 1, 64, len(image), 0, 0, 0, 0, architecture)
-            flags = 0x108011 if image.startswith(b"\x28") else 0x100011
-            content += header.ljust(40, b"\0") + struct.pack("<QQQ", flags, 0, 99 * (flags >> 15 & 1)) + image
-        code += struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(content)) + content + bytes(-len(content) % 8)
-    path.write_bytes(elf([(host_section, b"host code"), (".nv_fatbin", code)]))
-    return path
-
-
-def test_gpu_code_that_is_not_wanted_is_replaced(tmp_path: Path) -> None:
-    files = [
-        [(90, b"head128_bf16"), (80, b"head128_bf16")],
-        [(90, b"head64_bf16"), (80, b"head64_b")],
-        [(90, b"\x28\xb5\x2f\xfdcompressed".ljust(800))],
-        [(90, b"\x28\xb5\x2f\xfdshort"), (75, b"\x28\xb5\x2f\xfdalone")],
-        [(90, b"combine")],
-    ]
-    path = library(tmp_path / "flash.so", files)
-    before = path.read_bytes()
-    assert [kernels(before, image) for image in images(before)] == [
-        *(["head128_bf16"], ["head128_bf16"], ["head64_bf16"], ["head64_b"], [], [], [], ["combine"])
-    ]
-    kept, kept_bytes = keep_gpu_code(path, 90, "head128|combine")
-    after = path.read_bytes()
-    assert kept == 2
-    assert kept_bytes < len(after) == len(before)
-    # Each has the smallest of its architecture instead, or nothing where that has not the room or there is none.
-    assert [kernels(after, image) for image in images(after)] == [
-        *(["head128_bf16"], ["head64_b"], ["combine"], ["head64_b"], ["combine"], [], [], ["combine"])
-    ]
-    for number, image in enumerate(images(before)):
-        is_kept = number in (0, 3, 7)
-        span = slice(image.at, image.at + image.size_bytes)
-        assert (after[span] == before[span]) == is_kept, number
-        flags = struct.unpack_from("<Q", after, image.header_at + 40)[0]
-        # a compressed one that now is none
-        assert bool(flags & 0x8000) == (number in (5, 6))
-    assert b"host code" in after
-    # containers and their headers stay: the library registers what it registered
-    assert list(images(after)) == list(images(before))
-    with pytest.raises(ValueError, match=r"flash\.so: no GPU code for 100"):
-        keep_gpu_code(path, 100, "head128")
-
-
-def test_gpu_code_of_one_architecture_is_kept_whole(tmp_path: Path) -> None:
-    """As in torch and NCCL: compressed, and in NCCL once more as it was before it was linked."""
-    compressed = [b"\x28\xb5\x2f\xfd" + bytes([number]) * 100 for number in range(4)]
-    path = library(tmp_path / "torch.so", [[(80, compressed[0]), (90, compressed[1])], [(90, compressed[2])]])
-    before = path.read_bytes()
-    assert keep_gpu_code(path, 90) == (2, 2 * 104)
-    after = path.read_bytes()
-    for number, image in enumerate(images(before)):
-        span = slice(image.at, image.at + image.size_bytes)
-        assert after[span] == (bytes(104) if number == 0 else compressed[number])
-    assert len(after) == len(before)
-    with pytest.raises(ValueError, match=r"torch\.so: no GPU code for 100$"):
-        keep_gpu_code(path, 100)
-
-
-def test_gpu_code_that_was_linked_already_is_blanked(tmp_path: Path) -> None:
-    path = library(tmp_path / "nccl.so", [[(90, b"kernel")]], host_section="__nv_relfatbin")
-    assert b"host code" in path.read_bytes()
-    assert keep_gpu_code(path, 90)[0] == 1
-    assert b"host code" not in path.read_bytes()
 
 
 def test_a_part_and_the_repository_are_carried_together(tmp_path: Path) -> None:

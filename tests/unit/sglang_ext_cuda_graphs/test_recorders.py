@@ -71,11 +71,12 @@ def test_no_garbage_is_collected_in_a_session(cuda: Cuda) -> None:
 
 
 @pytest.mark.parametrize("is_ended", [True, False])
-def test_after_a_failure_others_capture_into_the_pool_and_draw(cuda: Cuda, is_ended: bool) -> None:
+def test_after_a_failure_captures_go_on_and_numbers_are_drawn(cuda: Cuda, is_ended: bool) -> None:
     def computation_fails() -> None:
         raise ValueError("the model has no such layer")
 
-    recorder = CudaRecorder((0, 7))
+    told: list[Any] = []
+    recorder = CudaRecorder((0, 7), on_new_pool=told.append)
     with recorder.session():
         with pytest.raises((ValueError, RuntimeError)):
             recorder.record(computation_fails if is_ended else cuda.break_capture)
@@ -83,7 +84,10 @@ def test_after_a_failure_others_capture_into_the_pool_and_draw(cuda: Cuda, is_en
         recorder.record(nothing)
     assert cuda.current.name == "forward"
     assert not cuda.recording
-    CudaRecorder((0, 7)).record(nothing)  # SGLang's own graphs, which come later, share it
+    # SGLang's own graphs, which come later, share the pool, or the one that takes its place.
+    assert told == ([] if is_ended else [recorder.pool])
+    assert is_ended == (recorder.pool == (0, 7))
+    CudaRecorder(recorder.pool).record(nothing)
 
 
 def test_a_device_that_is_lost_says_the_first_error(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:

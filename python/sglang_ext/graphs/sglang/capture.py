@@ -80,11 +80,17 @@ def cuda_recorder() -> CudaRecorder:
 
     @contextmanager
     def capturing(stream: Any) -> Iterator[None]:
-        set_graph_pool_id(pool)
+        set_graph_pool_id(recorder.pool)
         with graph_capture(stream=stream):
             yield
 
-    return CudaRecorder(pool, shared_stream(), capturing)
+    def use(new_pool: Any) -> None:
+        set_graph_pool_id(new_pool)
+        if not is_lent:
+            graph_pool.set_global_graph_memory_pool(new_pool)
+
+    recorder = CudaRecorder(pool, shared_stream(), capturing, use)
+    return recorder
 
 
 def build_graphs(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
+from pathlib import Path
 
 import pytest
 
@@ -39,6 +41,23 @@ def test_too_little_memory_is_found(hooks: list[HookStatus]) -> None:
 def test_broken_hook_is_found(hooks: list[HookStatus]) -> None:
     hooks.append(HookStatus("b", HookState.BROKEN, "gone"))
     assert unfit(LARGE) == {"hook b"}
+
+
+def test_an_engine_packed_for_another_torch_is_found(
+    hooks: list[HookStatus], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = ".".join(platform.python_version_tuple()[:2])
+    manifest = {"packages": {"sglang": "0.5.23"}, "torch": "2.11", "python": python, "gpus": "Hopper GPUs"}
+    (tmp_path / "sglang_ext_engine.json").write_text(json.dumps(manifest))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(doctor, "_version", lambda name: "2.11.0+cu130")
+    (found,) = (finding for finding in doctor.examine(LARGE) if finding.subject == "packed engine")
+    assert (found.is_ok, found.detail) == (True, "SGLang 0.5.23 packed for torch 2.11 and Hopper GPUs")
+    monkeypatch.setattr(doctor, "_version", lambda name: "2.1.1")
+    (found,) = (finding for finding in doctor.examine(LARGE) if finding.subject == "packed engine")
+    assert found.detail == "SGLang 0.5.23 packed for torch 2.11 and Hopper GPUs; this machine has torch 2.1.1"
+    assert found.remedy == "install torch 2.11, or pack the engine for what is there"
+    assert "packed engine" in unfit(LARGE)
 
 
 def test_optional_backend_does_not_matter(hooks: list[HookStatus], monkeypatch: pytest.MonkeyPatch) -> None:
