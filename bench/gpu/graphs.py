@@ -92,6 +92,7 @@ class Grid:
     def __init__(self, model: PlainModel, shapes: Sequence[GraphShape], report: Report) -> None:
         self._model = model
         self._report = report
+        self._matrices_s: dict[int, float] = {}
         dtype = model.k_pools[0].dtype
         output = torch.zeros(shapes[0].tokens, model.shape.hidden, device=DEVICE, dtype=dtype)
         per_token = 2.0 * (3 * model.shape.intermediate + 6 * model.shape.hidden)
@@ -151,8 +152,20 @@ class Grid:
         row["grid_s"] = median_s(padded, 12)
         row["replay_s"] = median_s(lambda: self.graphs.replay(shape), 12)
         row["eager_s"] = host_median_s(lambda: model.forward(shape, static))
+        row["matrices_s"] = self.matrices_s(shape.tokens)
         row["floor_s"] = floor_s(model.shape, ceilings, length, requests, prefix)
         return row
+
+    def matrices_s(self, tokens: int) -> float:
+        """Seconds of the layers' matrix products alone, in a graph: what is left to the rest of a pass."""
+        if tokens not in self._matrices_s:
+            recorder: Recorder = CudaRecorder() if HAS_GPU else DirectRecorder()
+            products = self._model.matrices(tokens)
+            with recorder.session():
+                recorder.warm_up(products)
+                recording = recorder.record(products)
+            self._matrices_s[tokens] = median_s(recording.replay, 12)
+        return self._matrices_s[tokens]
 
     def error(self, shape: GraphShape, static: PaddedBatch, lens: Sequence[int]) -> float:
         """Of the replay's logits of each request's last token, against a pass without fused kernels."""
@@ -201,6 +214,7 @@ def judge(report: Report, row: dict[str, Any]) -> None:
     tokens = row["new"] * row["requests"]
     bound = 1.25 if tokens <= FEW_TOKENS else 1.5
     report.check(f"grid over floor, {label}", row["grid_s"] / row["floor_s"], at_most=bound, is_speed=True)
+    progress(f"    its matrices alone over the floor: {row['matrices_s'] / row['floor_s']:.3f}")
     if tokens <= FEW_TOKENS:
         report.check(f"eager over grid, {label}", row["eager_s"] / row["grid_s"], at_least=1.5, is_speed=True)
     if "error" in row:

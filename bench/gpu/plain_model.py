@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 
@@ -69,6 +69,21 @@ class PlainModel:
             x = self._add_norm(functional.linear(attended, self._out[layer]), residual, True)
             x = functional.linear(self._silu_multiply(functional.linear(x, self._up[layer])), self._down[layer])
         return self._add_norm(x, residual, True)
+
+    def matrices(self, tokens: int) -> Callable[[], None]:
+        """Return a pass of the layers' matrix products alone, on as many rows."""
+        model = self.shape
+        x = torch.randn(tokens, model.hidden, device=DEVICE, dtype=self._norm.dtype)
+        wide = torch.randn(tokens, model.intermediate, device=DEVICE, dtype=self._norm.dtype)
+
+        def products() -> None:
+            for qkv, out, up, down in zip(self._qkv, self._out, self._up, self._down, strict=True):
+                functional.linear(x, qkv, self._bias)
+                functional.linear(x, out)
+                functional.linear(x, up)
+                functional.linear(wide, down)
+
+        return products
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, vocabulary] in float32."""
