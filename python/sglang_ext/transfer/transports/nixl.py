@@ -27,7 +27,8 @@ from sglang_ext.transfer.transports.transport import GpuBuffers, TransferError
 
 _HOST_MEMORY, _DEVICE_MEMORY = "DRAM", "VRAM"
 _MAX_PIECES = 1 << 14  # posted at a time
-_POLL_S = 0.0002
+# Looked at soon and then less often: a piece of some megabytes takes a tenth of a millisecond between GPUs.
+_FIRST_POLL_S, _POLL_S = 0.00001, 0.0002
 _PEER_IDLE_S = 300.0  # a peer that was not written to for this long is forgotten when a new one comes
 
 
@@ -130,10 +131,12 @@ class NixlTransport:
             state = self._agent.transfer(handle)
         try:
             deadline_s = time.monotonic() + self._io_timeout_s
+            poll_s = _FIRST_POLL_S
             while state == "PROC":
                 if time.monotonic() > deadline_s:
                     raise TransferError(f"a KV write by NIXL has not ended within {self._io_timeout_s:g} s")
-                time.sleep(_POLL_S)
+                time.sleep(poll_s)
+                poll_s = min(2 * poll_s, _POLL_S)
                 with self._lock:
                     state = self._agent.check_xfer_state(handle)
         finally:

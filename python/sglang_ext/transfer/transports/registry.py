@@ -61,7 +61,7 @@ def create_transport(name: str, host: str, device_memory: GpuBuffers | None = No
     if name == "nixl":
         from sglang_ext.transfer.transports.nixl import NixlTransport
 
-        return NixlTransport(device_memory=device_memory)
+        return NixlTransport() if device_memory is None else _packed_nixl(host, device_memory)
     if name == "mooncake":
         from sglang_ext.transfer.transports.mooncake import MooncakeDeviceTransport, MooncakeTransport
 
@@ -69,3 +69,19 @@ def create_transport(name: str, host: str, device_memory: GpuBuffers | None = No
     from sglang_ext.transfer.transports.shared_memory import SharedMemoryTransport
 
     return SharedMemoryTransport()
+
+
+def _packed_nixl(host: str, device_memory: GpuBuffers) -> Transport:
+    """NIXL with short rows packed: it writes them one by one."""
+    import torch
+
+    from sglang_ext.transfer.transports.nixl import NixlTransport
+    from sglang_ext.transfer.transports.packed import PackedTransport
+
+    return PackedTransport(
+        NixlTransport(device_memory=device_memory),
+        lambda staging: NixlTransport(device_memory=device_memory._replace(buffers=(staging,))),
+        host,
+        torch.device("cuda", device_memory.device),
+        device_memory.buffers,
+    )
