@@ -49,25 +49,24 @@ ENGINE = (
     *("distro", "jiter", "partial-json-parser", "jsonschema", "jsonschema-specifications", "referencing", "rpds-py"),
     *("soundfile", "cffi", "pycparser", "ipython", "traitlets", "nvshmem4py-cu13", "nixl", "nixl-cu13"),
 )
-# What the lock file has for tests and for building.
+# What the lock file has for tests, for building and for CUDA 12.
 NOT_FOR_SERVING = frozenset(
     [
         *("build", "editables", "execnet", "graphql-core", "grimp", "harfile", "hatchling", "hypothesis", "pluggy"),
         *("hypothesis-graphql", "import-linter", "iniconfig", "jsonschema-rs", "matplotlib", "mypy", "mypy-extensions"),
         *("pyrate-limiter", "pytest", "pytest-timeout", "pytest-xdist", "ruff", "schemathesis", "trove-classifiers"),
-        *("types-psutil", "types-pyyaml", "types-requests"),
+        *("types-psutil", "types-pyyaml", "types-requests", "nixl-cu12", "nvidia-cutlass-dsl-libs-cu12"),
     ]
 )
 LEFT_OUT = (
-    *("sgl_kernel/flashmla_ops", "sgl_kernel/infllm_ops", "sgl_kernel/sm100/"),
     *(f"sglang/srt/rust_extensions/_{name}." for name in ("server", "grpc", "multimodal", "bench")),
     *("sglang/multimodal_gen/", "sglang/test/", "tools/", "triton_kernels/"),
     *(f"flashinfer/data/cutlass/{name}" for name in ("test", "examples", "docs", "media")),
     *(f"flashinfer/data/csrc/{name}" for name in ("cake_", "kda/", "gdn/", "fused_moe/")),
     *("flashinfer/fused_moe/backends/cudnn_frost/artifacts/", "flashinfer/moe_ep/kernel_src/"),
-    # For compiling extensions, and of Triton what profiles or is for later GPUs.
+    # For compiling extensions, and of Triton what profiles.
     *("torch/include/", "torch/share/", "torch/bin/protoc", "nvidia/nccl/include/", "triton/_C/libproton"),
-    *("triton/backends/nvidia/lib/cupti", "triton/backends/nvidia/bin/ptxas-blackwell", "triton/backends/amd/lib"),
+    *("triton/backends/nvidia/lib/cupti", "triton/backends/amd/lib"),
     # nvshmem4py: calls from within kernels, and what its modules were generated from.
     *("nvshmem/core/device/", "nvshmem/bindings/device/", "nvshmem/bindings/nvshmem.cpp"),
     *("nvshmem/bindings/ask_smem.cpp", "nvshmem/bindings/cynvshmem.cpp", "nvshmem/bindings/_internal/nvshmem.cpp"),
@@ -86,8 +85,15 @@ LEFT_OUT = (
 
 # What transformers' modelling files were generated from: it passes them over when it looks for models.
 NEVER_IMPORTED = re.compile(r"transformers/models/[^/]+/modular_")
+# For later GPUs, and kernels of other models.
+KERNELS_LEFT_OUT = (
+    *("sgl_kernel/flashmla_ops", "sgl_kernel/infllm_ops", "sgl_kernel/sm100/"),
+    "triton/backends/nvidia/bin/ptxas-blackwell",
+)
 # SGLang's radix core in Rust reads tensors by the ABI of the torch it was built for.
 OTHER_TORCH_LEFT_OUT = ("sglang/srt/mem_cache/rust_tree_core/mem_cache",)
+# Packages that add to the path by a `.pth` file do so in a folder on PYTHONPATH, too.
+SITE_CUSTOMIZE = "import os\nimport site\n\nsite.addsitedir(os.path.dirname(__file__))\n"
 # It imports cutlass as any Qwen2 or Llama is made, for a kernel of later GPUs.
 DUAL_GEMM = "sglang/kernels/ops/gemm/cutedsl_dual_gemm.py"
 NO_DUAL_GEMM = """from enum import IntEnum
@@ -204,7 +210,11 @@ def pack(out: Path, torch: str | None, part_mib: int, wheels: Path, is_every_ker
     Raises PackError, OSError or subprocess.CalledProcessError.
     """
     packages = chosen_packages(torch, read_lock())
-    left_out = LEFT_OUT if torch is None else LEFT_OUT + OTHER_TORCH_LEFT_OUT
+    left_out = (
+        *LEFT_OUT,
+        *(() if is_every_kernel else KERNELS_LEFT_OUT),
+        *(() if torch is None else OTHER_TORCH_LEFT_OUT),
+    )
     download(wheels, packages)
     site = out / "site"
     shutil.rmtree(site, ignore_errors=True)
@@ -222,6 +232,7 @@ def pack(out: Path, torch: str | None, part_mib: int, wheels: Path, is_every_ker
         "gpus": "every GPU" if is_every_kernel else "Hopper GPUs",
         "left_out": [*left_out, *taken],
     }
+    (site / "sitecustomize.py").write_text(SITE_CUSTOMIZE, encoding="utf-8")
     (site / SITE_MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     manifest["parts"] = write_parts(site, out, part_mib)
     (out / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
@@ -283,10 +294,8 @@ def environment(out: Path, brings_torch: bool, given: Mapping[str, str]) -> dict
     """Return the variables with which SGLang runs from OUT/site on this machine and compiles what it needs."""
     site, cache = out / "site", out / "cache"
     cache.mkdir(parents=True, exist_ok=True)
-    # Folders that an installed package would get onto the path by a file.
-    named = [line.strip() for path in site.glob("*.pth") for line in path.read_text(encoding="utf-8").splitlines()]
     values = {
-        "PYTHONPATH": _joined([site, *(site / line for line in named if (site / line).is_dir())], given, "PYTHONPATH"),
+        "PYTHONPATH": _joined([site], given, "PYTHONPATH"),
         "HF_HUB_OFFLINE": "1",
         "SGLANG_CACHE_DIR": str(cache),
         "SGLANG_JIT_CACHE_DIR": str(cache / "jit"),
