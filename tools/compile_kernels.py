@@ -174,7 +174,7 @@ def cases(has_sglang: bool) -> Iterator[Case]:
 def _sglang_extend() -> Callable[..., None]:
     """SGLang's function that starts its extend kernel, without the rest of SGLang, which wants a GPU."""
     folder = Path(importlib.util.find_spec("sglang").origin or "").parent.parent  # type: ignore[union-attr]
-    from gpu.pretended_gpu import open_package
+    from pretended_gpu import open_package
 
     for name in ("sglang", "sglang.srt", "sglang.kernels.ops"):
         open_package(folder, name)
@@ -189,8 +189,7 @@ def _sglang_extend() -> Callable[..., None]:
 
 def compile_all() -> list[Compiled]:
     """Return every case's kernels, in order, without repetitions."""
-    sys.path.insert(0, str(ROOT / "bench"))
-    from gpu.pretended_gpu import pretend
+    from pretended_gpu import pretend
 
     pretend()
     import triton

@@ -61,8 +61,9 @@ class MockedPackages(MetaPathFinder, Loader):
 
 def prepare() -> None:
     """What must be so before SGLang is imported."""
-    sys.path[:0] = [str(ROOT / "bench")]
-    from gpu.pretended_gpu import pretend
+    sys.path[:0] = [str(ROOT / "tools")]
+    from pretended_gpu import pretend
+
     from sglang_ext import cpu
 
     pretend()

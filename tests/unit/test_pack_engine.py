@@ -195,7 +195,8 @@ def test_the_engine_serves_on_another_torch(real_archive: Path, tmp_path: Path, 
     subprocess.run([str(SERVING_PYTHON), real_archive / "pack_engine.py", "unpack", real_archive, there], check=True)
     shutil.rmtree(there / "site/sgl_kernel")  # it does not load without a GPU; the project's stand-ins take its place
     command = f". {there}/env.sh; exec {SERVING_PYTHON} bench/gpu/{script}.py --dry-run"
-    subprocess.run(["sh", "-c", command], check=True, cwd=ROOT, env={"PATH": "/usr/bin:/bin"})
+    environment = {name: os.environ[name] for name in ("PATH", "HOME")}
+    subprocess.run(["sh", "-c", command], check=True, cwd=ROOT, env=environment)
 
 
 def library(path: Path, files: list[list[tuple[int, bytes]]], host_section: str = ".text") -> Path:
