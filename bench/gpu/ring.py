@@ -1,6 +1,6 @@
 """Ring attention between two processes on one GPU, over the mesh that members of a long pool have there.
 
-    python bench/gpu/ring.py [--tokens N] [--layers N] [--out FILE] [--dry-run]
+    python bench/gpu/ring.py [--mesh device|host] [--tokens N] [--layers N] [--out FILE] [--dry-run]
 
 First whether CUDA IPC works between processes (transports on one machine need it); then a prompt whose tokens lie in
 zigzag order at two members: each layer's attention of all its tokens, with keys and values passed round, against
@@ -56,20 +56,24 @@ def inputs(tokens: int) -> list[torch.Tensor]:
     ]
 
 
-def device_mesh() -> Callable[[LinkMesh], AbstractContextManager[Any]]:
+def device_mesh(kind: str) -> Callable[[LinkMesh], AbstractContextManager[Any]]:
     """What connects two members that NCCL cannot connect, as on one GPU."""
     if not HAS_GPU:
         return nullcontext
     from sglang_ext.long_pool.mesh.device_streams import CudaStreams
+    from sglang_ext.long_pool.mesh.shared_device_mesh import CudaSharing, SharedDeviceMeshes
     from sglang_ext.long_pool.mesh.staged_mesh import StagedMeshes
 
-    return StagedMeshes(CudaStreams(torch.device("cuda", 0))).over
+    device = torch.device("cuda", 0)
+    if kind == "host":
+        return StagedMeshes(CudaStreams(device)).over
+    return SharedDeviceMeshes(CudaStreams(device), CudaSharing(device)).over
 
 
-def member(place: int, tokens: int, layers: int, pipe: Connection) -> None:
+def member(place: int, tokens: int, layers: int, kind: str, pipe: Connection) -> None:
     """One process: tells its address, gets all, computes some steps and sends what it found."""
     try:
-        links = PeerLinks("127.0.0.1", b"", 60.0, over=device_mesh())
+        links = PeerLinks("127.0.0.1", b"", 60.0, over=device_mesh(kind))
         links.enter(Membership(16 * b"r", place))
         pipe.send(links.address)
         addresses = pipe.recv()
@@ -136,11 +140,16 @@ def main() -> int:
     options = parser(__doc__)
     options.add_argument("--tokens", type=int, default=None, help="of the prompt; default: 16384, 256 in a dry run")
     options.add_argument("--layers", type=int, default=8, help="default: 8")
+    options.add_argument(
+        "--mesh", choices=["device", "host"], default="device", help="the GPU's own memory, or host memory and TCP"
+    )
     arguments = options.parse_args()
     tokens = arguments.tokens or (256 if arguments.dry_run else 16384)
     report = Report("ring", arguments.out, arguments.dry_run)
-    report.expect("a layer of 16,384 tokens", "1.2 ms of computation each; at most 20 ms through host memory and TCP")
-    report.record(tokens=tokens, layers=arguments.layers)
+    report.expect(
+        "a layer of 16,384 tokens", "1.2 ms of computation each; at most 20 ms, also through host memory and TCP"
+    )
+    report.record(tokens=tokens, layers=arguments.layers, asked_mesh=arguments.mesh)
     if HAS_GPU:
         shared_memory_of_the_device(report)
     context = multiprocessing.get_context("spawn")
@@ -148,7 +157,9 @@ def main() -> int:
     for place in range(MEMBERS):
         here, there = context.Pipe()
         pipes.append(here)
-        processes.append(context.Process(target=member, args=(place, tokens, arguments.layers, there), daemon=True))
+        processes.append(
+            context.Process(target=member, args=(place, tokens, arguments.layers, arguments.mesh, there), daemon=True)
+        )
         processes[-1].start()
     addresses = {place: pipe.recv() for place, pipe in enumerate(pipes)}
     for pipe in pipes:

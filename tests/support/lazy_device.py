@@ -30,7 +30,7 @@ class LazyStream:
         self._device = device
         self._operations: list[Callable[[], object]] = []
         self._done = 0
-        self._lock = threading.RLock()
+        self._lock = device.lock or threading.RLock()
         device.by_handle[self.handle] = self
 
     def tell(self, operation: Callable[[], object]) -> None:
@@ -83,7 +83,10 @@ class LazyDevice:
 
     device = torch.device("cpu")
 
-    def __init__(self, number: int = 0) -> None:
+    def __init__(self, number: int = 0, *, is_serial: bool = False) -> None:
+        """`is_serial`: one operation at a time on all streams, for threads that wait for several; none of the
+        operations may then wait for another device."""
+        self.lock = threading.RLock() if is_serial else None
         self.identity = number.to_bytes(16, "big")
         self.by_handle: dict[int, LazyStream] = {}
         self.kept: list[torch.Tensor] = []  # for side streams, for good

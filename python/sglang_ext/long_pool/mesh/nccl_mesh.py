@@ -28,7 +28,7 @@ import torch
 from sglang_ext.long_pool.mesh.device_streams import DeviceStreams, Mark, SideStream
 from sglang_ext.long_pool.mesh.mesh import Lane, Mesh, MeshError, Pending
 from sglang_ext.long_pool.mesh.nccl_library import UNIQUE_ID_BYTES, Nccl, NcclError
-from sglang_ext.long_pool.mesh.peer_links import LinkMesh
+from sglang_ext.long_pool.mesh.peer_links import LinkMesh, MeshOver
 from sglang_ext.long_pool.mesh.staged_mesh import StagedMeshes
 
 logger = logging.getLogger(__name__)
@@ -92,14 +92,20 @@ class NcclMeshes:
     """Makes the mesh of each step, for one device. Belongs to the thread that computes."""
 
     def __init__(
-        self, nccl: Nccl, streams: DeviceStreams, *, may_fall_back: bool = True, max_groups: int = MOST_GROUPS
+        self,
+        nccl: Nccl,
+        streams: DeviceStreams,
+        *,
+        fallback: MeshOver | None = None,
+        may_fall_back: bool = True,
+        max_groups: int = MOST_GROUPS,
     ) -> None:
-        """`may_fall_back`: groups whose GPUs NCCL does not connect go over the links. `max_groups` of which
-        communicators are kept."""
+        """`may_fall_back`: groups whose GPUs NCCL does not connect go over `fallback`, by default the links.
+        `max_groups` of which communicators are kept."""
         self._nccl = nccl
         self._streams = streams
         self._sides = {lane: streams.side_stream() for lane in Lane}
-        self._staged = StagedMeshes(streams)
+        self._fallback = StagedMeshes(streams).over if fallback is None else fallback
         self._may_fall_back = may_fall_back
         self._max_groups = max_groups
         self._pool_id = b""
@@ -113,15 +119,15 @@ class NcclMeshes:
             self.close()
             self._pool_id = links.own.pool_id
         if len(links.members) == 1:
-            with self._staged.over(links) as staged:
-                yield staged
+            with self._fallback(links) as mesh:
+                yield mesh
             return
         answer = self._meet(links)
         if answer.name == _NO_NAME:
             if not self._may_fall_back:
                 raise MeshError(f"NCCL does not connect {list(links.members)}: it has failed, or two share a GPU")
-            with self._staged.over(links) as staged:
-                yield staged
+            with self._fallback(links) as mesh:
+                yield mesh
             return
         group = self._group(links, answer)
         links.when_failed(group.abort)

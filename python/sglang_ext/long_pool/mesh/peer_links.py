@@ -34,7 +34,7 @@ from sglang_ext.long_pool.link_frames import (
     reason_of,
     send_greeting,
 )
-from sglang_ext.long_pool.mesh.mesh import Lane, Membership, Mesh, MeshError, Pending
+from sglang_ext.long_pool.mesh.mesh import Lane, Membership, Mesh, MeshError
 from sglang_ext.long_pool.mesh.peer_link import LinkCall, PeerLink, Readiness
 
 logger = logging.getLogger(__name__)
@@ -70,18 +70,18 @@ class LinkMesh:
         """The longest wait for a message."""
         return self._links.step_timeout_s
 
-    def send(self, tensor: torch.Tensor, instance: int, tag: int, ready: Readiness | None = None) -> Pending:
+    def send(self, tensor: torch.Tensor, instance: int, tag: int, ready: Readiness | None = None) -> WaitedCall:
         """See `mesh.Mesh`; `ready` is waited for before the tensor is read."""
         call = LinkCall(Frame(FrameKind.DATA, self.sequence, tag, as_bytes(tensor)), ready)
         self._add(call)
         self._link(instance).put(call)
-        return _WaitedCall(self, call, instance)
+        return WaitedCall(self, call, instance)
 
-    def receive(self, tensor: torch.Tensor, instance: int, tag: int) -> Pending:
+    def receive(self, tensor: torch.Tensor, instance: int, tag: int) -> WaitedCall:
         call = LinkCall(Frame(FrameKind.DATA, self.sequence, tag, as_bytes(tensor)))
         self._add(call)
         self._link(instance).post(call)
-        return _WaitedCall(self, call, instance)
+        return WaitedCall(self, call, instance)
 
     @contextmanager
     def batch(self, lane: Lane = Lane.RING) -> Iterator[None]:
@@ -158,11 +158,18 @@ class LinkMesh:
             self._open = [*(open_call for open_call in self._open if not open_call.is_over), call]
 
 
-class _WaitedCall:
+class WaitedCall:
+    """See `mesh.Pending`."""
+
     def __init__(self, mesh: LinkMesh, call: LinkCall, instance: int) -> None:
         self._mesh = mesh
         self._call = call
         self._instance = instance
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether `wait` returns, or raises, at once."""
+        return self._call.is_over
 
     def wait(self) -> None:
         self._mesh.wait(self._call, self._instance)

@@ -20,7 +20,7 @@ _DEFAULT_STEP_TIMEOUT_S = 30.0
 class MeshKind(StrEnum):
     """The transports of keys and values between members."""
 
-    AUTO = "auto"  # on a CPU links, on GPUs NCCL where it connects a group, else links
+    AUTO = "auto"  # on a CPU links; on GPUs NCCL where it connects a group, on one GPU its memory, else links
     LINKS = "links"  # TCP; of GPUs through host memory
     NCCL = "nccl"  # and nothing else
 
@@ -75,7 +75,8 @@ SETTINGS = (
         str,
         MeshKind.AUTO.value,
         "what moves keys and values between members, the same in all of them: links (TCP) or, between GPUs, NCCL; "
-        "auto: links on a CPU, on GPUs NCCL where it connects the members of a group, else links",
+        "auto: links on a CPU; NCCL where it connects the GPUs of a group, a GPU's own memory between members on it, "
+        "else links",
         tuple(MeshKind),
         dest="cdsp_mesh",
     ),

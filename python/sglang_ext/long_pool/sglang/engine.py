@@ -32,6 +32,7 @@ from sglang_ext.long_pool.mesh.device_streams import DeviceStreams, streams_of
 from sglang_ext.long_pool.mesh.nccl_library import NcclError, NcclLibrary
 from sglang_ext.long_pool.mesh.nccl_mesh import NcclMeshes
 from sglang_ext.long_pool.mesh.peer_links import MeshOver, PeerLinks, route_to
+from sglang_ext.long_pool.mesh.shared_device_mesh import CudaSharing, SharedDeviceMeshes
 from sglang_ext.long_pool.mesh.staged_mesh import StagedMeshes
 from sglang_ext.long_pool.messages import PROTOCOL_VERSION, Destination, Hello
 from sglang_ext.long_pool.sglang.cdsp_options import CdspOptions, MeshKind, model_conflict
@@ -256,16 +257,17 @@ def _carrier(streams: DeviceStreams | None, mesh: MeshKind) -> tuple[MeshOver, s
     UnsupportedModelError where NCCL is wanted and cannot be had."""
     if streams is None:
         return nullcontext, "links"
-    if mesh is not MeshKind.LINKS:
-        try:
-            meshes = NcclMeshes(NcclLibrary(), streams, may_fall_back=mesh is MeshKind.AUTO)
-        except NcclError as error:
-            if mesh is MeshKind.NCCL:
-                raise UnsupportedModelError(f"cdsp.mesh nccl: {error}") from None
-            logger.warning("cdsp: tensors go over links: %s", error)
-        else:
-            return meshes.over, "NCCL" if mesh is MeshKind.NCCL else "NCCL or links"
-    return StagedMeshes(streams).over, "links"
+    if mesh is MeshKind.LINKS:
+        return StagedMeshes(streams).over, "links"
+    shared = SharedDeviceMeshes(streams, CudaSharing(streams.device)).over
+    try:
+        meshes = NcclMeshes(NcclLibrary(), streams, fallback=shared, may_fall_back=mesh is MeshKind.AUTO)
+    except NcclError as error:
+        if mesh is MeshKind.NCCL:
+            raise UnsupportedModelError(f"cdsp.mesh nccl: {error}") from None
+        logger.warning("cdsp: tensors go over links: %s", error)
+        return shared, "the device's memory or links"
+    return meshes.over, "NCCL" if mesh is MeshKind.NCCL else "NCCL, the device's memory or links"
 
 
 def max_chunk_tokens(scheduler: Any, options: CdspOptions) -> int:

@@ -22,6 +22,7 @@ from sglang_ext.long_pool.mesh.mesh import Lane, Membership, Mesh, MeshError, Pe
 from sglang_ext.long_pool.mesh.nccl_library import UNIQUE_ID_BYTES
 from sglang_ext.long_pool.mesh.nccl_mesh import Agreement, NcclMeshes, decide
 from sglang_ext.long_pool.mesh.peer_links import PeerLinks
+from sglang_ext.long_pool.mesh.shared_device_mesh import SharedDeviceMeshes
 from sglang_ext.long_pool.mesh.staged_mesh import StagedMeshes
 from sglang_ext_kernels.block_attention import positioned_block_reference
 from support.lazy_device import LazyDevice
@@ -33,19 +34,48 @@ SOON_S = 60.0
 SIZE = 500
 
 
+class SharedDevice:
+    """Memory that members on one device open by name."""
+
+    def __init__(self, blocks: dict[bytes, torch.Tensor]) -> None:
+        self._blocks = blocks
+        self.exports_fail = self.opening_fails = False
+        self.opened = 0
+
+    def export(self, block: torch.Tensor) -> bytes:
+        if self.exports_fail:
+            raise RuntimeError("operation not supported\nat CUDAException")
+        handle = len(self._blocks).to_bytes(4, "little")
+        self._blocks[handle] = block
+        return handle
+
+    def open(self, handle: bytes) -> torch.Tensor:
+        if self.opening_fails:
+            raise RuntimeError("invalid resource handle")
+        self.opened += 1
+        return self._blocks[handle].view(-1)
+
+
 class Member:
     """A device, its links, and what moves tensors between both."""
 
-    def __init__(self, instance: int, network: NcclNetwork | None, *, device_number: int, may_fall_back: bool) -> None:
+    def __init__(
+        self,
+        instance: int,
+        network: NcclNetwork | None,
+        sharing: SharedDevice | None,
+        *,
+        device_number: int,
+        may_fall_back: bool,
+    ) -> None:
         self.instance = instance
-        self.device = LazyDevice(device_number)
+        self.device = LazyDevice(device_number, is_serial=sharing is not None)
         self.nccl = None if network is None else NcclDouble(network, self.device)
-        meshes = StagedMeshes(self.device)
+        self.sharing = sharing
+        over = StagedMeshes(self.device).over if sharing is None else SharedDeviceMeshes(self.device, sharing).over
         if self.nccl is not None:
-            self.meshes = NcclMeshes(self.nccl, self.device, may_fall_back=may_fall_back, max_groups=2)
+            self.meshes = NcclMeshes(self.nccl, self.device, fallback=over, may_fall_back=may_fall_back, max_groups=2)
             over = self.meshes.over
-        else:
-            over = meshes.over  # type: ignore[assignment]
         self.links = PeerLinks("127.0.0.1", KEY, TIMEOUT_S, over=over)
         self.enter(b"p")
 
@@ -116,10 +146,18 @@ def make() -> Iterator[MakePool]:
         stack.callback(threads.shutdown, wait=False, cancel_futures=True)
 
         def pool(count: int, over: str, devices: tuple[int, ...] = (), *, may_fall_back: bool = True) -> Pool:
-            network = NcclNetwork() if over == "nccl" else None
-            numbers = devices or tuple(range(1, count + 1))
+            network = NcclNetwork() if over.startswith("nccl") else None
+            is_shared = over.endswith("memory")
+            blocks: dict[bytes, torch.Tensor] = {}
+            numbers = devices or (tuple([1] * count) if is_shared else tuple(range(1, count + 1)))
             members = [
-                Member(instance, network, device_number=numbers[instance], may_fall_back=may_fall_back)
+                Member(
+                    instance,
+                    network,
+                    SharedDevice(blocks) if is_shared else None,
+                    device_number=numbers[instance],
+                    may_fall_back=may_fall_back,
+                )
                 for instance in range(count)
             ]
             for member in members:
@@ -160,7 +198,7 @@ def swapped(pool: Pool, instances: list[int], rounds: int = 6) -> None:
         assert values == [100.0 * number + one for number in range(rounds) for one in instances if one != instance]
 
 
-@pytest.mark.parametrize("over", ["links", "nccl"])
+@pytest.mark.parametrize("over", ["links", "nccl", "memory", "nccl or memory"])
 def test_what_is_sent_has_been_computed_and_what_is_computed_with_has_come(make: MakePool, over: str) -> None:
     pool = make(3, over)
     swapped(pool, [0, 1])
@@ -168,7 +206,7 @@ def test_what_is_sent_has_been_computed_and_what_is_computed_with_has_come(make:
     swapped(pool, [1])
 
 
-@pytest.mark.parametrize("over", ["links", "nccl"])
+@pytest.mark.parametrize("over", ["links", "nccl", "memory", "nccl or memory"])
 @pytest.mark.parametrize("interleaving", list(Interleaving))
 def test_a_ring_over_three_devices_is_attention_over_all(make: MakePool, over: str, interleaving: Interleaving) -> None:
     pool = make(3, over)
@@ -325,6 +363,94 @@ def test_without_a_fallback_members_on_one_gpu_are_refused(make: MakePool) -> No
     errors = pool.step([0, 1], lambda member, mesh: swap(member, mesh))
     assert any("two share a GPU" in str(error) for error in errors)
     assert all(isinstance(error, MeshError) for error in errors)
+
+
+def names(pool: Pool, instances: list[int]) -> list[object]:
+    return pool.step(instances, lambda member, mesh: type(mesh).__name__)
+
+
+def test_members_on_one_device_share_its_memory_and_open_each_block_once(make: MakePool) -> None:
+    pool = make(2, "memory")
+    for _ in range(3):
+        swapped(pool, [0, 1], rounds=20)
+    assert names(pool, [0, 1]) == ["SharedDeviceMesh"] * 2
+    for member in pool.members:
+        assert member.sharing is not None
+        assert member.sharing.opened <= 3  # messages that are under way, however many there are in a step
+
+
+def test_where_memory_cannot_be_shared_tensors_go_through_the_host(make: MakePool) -> None:
+    pool = make(2, "memory", (1, 2))
+    assert names(pool, [0, 1]) == ["StagedMesh"] * 2
+    swapped(pool, [0, 1])
+    for number, fails in enumerate(("exports_fail", "opening_fails", "exports_fail", "opening_fails")):
+        pool = make(2, "memory")
+        setattr(pool.members[number // 2].sharing, fails, True)
+        assert names(pool, [0, 1]) == ["StagedMesh"] * 2
+        swapped(pool, [0, 1])
+
+
+def test_a_member_on_another_device_is_reached_through_the_host(make: MakePool) -> None:
+    pool = make(3, "memory", (1, 1, 2))
+    assert names(pool, [0, 1, 2]) == ["SharedDeviceMesh", "SharedDeviceMesh", "StagedMesh"]
+    swapped(pool, [0, 1, 2])
+
+
+def test_after_a_step_that_has_failed_no_block_is_used_that_another_member_may_read(make: MakePool) -> None:
+    pool = make(2, "memory")
+    swapped(pool, [0, 1])
+
+    def work(member: Member, mesh: Mesh) -> None:
+        tensor = torch.full((SIZE,), 1.0 + member.instance)
+        if member.instance == 0:
+            mesh.send(tensor, 1, 7).wait()
+            mesh.settle()
+        raise MeshError("on purpose")
+
+    assert all("on purpose" in str(error) for error in pool.step([0, 1], work))
+    swapped(pool, [0, 1])
+    assert names(pool, [0, 1]) == ["SharedDeviceMesh"] * 2
+
+
+def test_messages_of_all_sizes_at_once(make: MakePool) -> None:
+    """More of them, and larger ones, than blocks are kept for."""
+    pool = make(2, "memory")
+    sizes = [1, 1000, 600_000, 3, 2_000_000, *[700_000] * 12]
+
+    def work(member: Member, mesh: Mesh) -> list[float]:
+        other, device = 1 - member.instance, member.device
+        ours = [torch.full((size,), float(10 * number + member.instance)) for number, size in enumerate(sizes)]
+        theirs = [torch.full((size,), float("nan")) for size in sizes]
+        with mesh.batch(Lane.MOVES):
+            calls = [mesh.send(tensor, other, number) for number, tensor in enumerate(ours)]
+            calls += [mesh.receive(tensor, other, number) for number, tensor in enumerate(theirs)]
+        for call in calls:
+            call.wait()
+        found: list[float] = []
+        for tensor in theirs:
+            device.compute(lambda tensor=tensor: found.append(float(tensor.min())))
+        mesh.settle()
+        return found
+
+    for _ in range(2):
+        found = pool.step([0, 1], work)
+        assert found == [[float(10 * number + other) for number in range(len(sizes))] for other in (1, 0)]
+
+
+def test_words_that_make_no_sense_break_the_step(make: MakePool) -> None:
+    pool = make(2, "memory")
+
+    def work(member: Member, mesh: Mesh) -> None:
+        if member.instance == 0:
+            mesh.send(torch.zeros(SIZE), 1, 0).wait()
+        else:
+            mesh.receive(torch.zeros(SIZE + 1), 0, 0).wait()
+        mesh.settle()
+
+    errors = pool.step([0, 1], work)
+    assert "2000 bytes of instance 0 instead of 2004" in str(errors[1])
+    assert isinstance(errors[0], MeshError)
+    swapped(pool, [0, 1])
 
 
 def test_answers_arrive_as_they_were() -> None:
