@@ -89,3 +89,22 @@ def pad_batch_reference_(padded: PaddedBatch, batch: RaggedBatch) -> None:
         batch.rows.tolist(), batch.prefix_lens.tolist(), padded.kv_indptr.tolist()[:requests], strict=True
     ):
         padded.kv_indices[first : first + prefix] = batch.table[row, :prefix]
+
+
+def fill_page_table_(
+    pages: torch.Tensor, table: torch.Tensor, rows: torch.Tensor, lens: torch.Tensor, page_size: int
+) -> None:
+    """Write to `pages` [R, pages at most] int32, in place, the pages of each request in their order.
+
+    `table` [rows, longest request] int32 is the KV slot of each position, `rows` and `lens` [R] int64 say where a
+    request stands in it and how many tokens it has, no more than `pages` holds. A page is `page_size` slots that follow
+    each other. What lies behind a request's last page stays as it is. Reads nothing back from a device.
+    """
+    if triton_support.runs_on(pages):
+        from sglang_ext_kernels.on_gpu import moving_kernels as kernel
+
+        kernel.fill_page_table(pages, table, rows, lens, page_size)
+    else:
+        for number, (row, tokens) in enumerate(zip(rows.tolist(), lens.tolist(), strict=True)):
+            slots = table[row, :tokens:page_size]
+            pages[number, : slots.numel()] = slots // page_size

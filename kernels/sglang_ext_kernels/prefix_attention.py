@@ -14,8 +14,8 @@ from sglang_ext_kernels import triton_support
 from sglang_ext_kernels.block_attention import attention_block_reference
 from sglang_ext_kernels.padded_batch import PaddedBatch
 
-# The multiprocessors of a Hopper GPU: the registers of one hold one program of 128 rows.
-PROGRAMS = 132
+# Of a Hopper GPU: two programs of 64 rows run on each of its 132 multiprocessors.
+PROGRAMS = 264
 MAX_SPLITS = 32
 # Of a prefix, what a program takes at least: fewer keys are read sooner than parts are joined.
 MIN_KEYS = 128
@@ -44,7 +44,7 @@ def splits_of(
     elif size > 128:
         block = SplitSizes(1, 64, 32)
     else:
-        block = SplitSizes(1, 64 if rows <= 64 else 128, 64)
+        block = SplitSizes(1, 64, 64)
     programs = requests * kv_heads * -(-rows // block.rows)
     return block._replace(splits=max(1, min(MAX_SPLITS, PROGRAMS // programs)))
 

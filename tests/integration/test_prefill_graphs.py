@@ -41,8 +41,10 @@ def check(outcome: Outcome) -> None:
         np.testing.assert_allclose(got, wanted, atol=BOUND, rtol=0)
 
 
-@pytest.mark.parametrize("page_tokens", [pytest.param(1, marks=pytest.mark.full), 16])
-def test_batches_of_all_kinds(page_tokens: int) -> None:
+@pytest.mark.parametrize(
+    ("page_tokens", "is_paged"), [pytest.param(1, False, marks=pytest.mark.full), (16, False), (1, True), (16, True)]
+)
+def test_batches_of_all_kinds(page_tokens: int, is_paged: bool) -> None:
     rng = random.Random(11)
     batches = [
         [request(rng, 8)],
@@ -57,7 +59,7 @@ def test_batches_of_all_kinds(page_tokens: int) -> None:
             for _ in range(8)
         ),
     ]
-    outcomes = run_batches(tiny_model(), batches, LENGTHS, BATCHES, page_tokens=page_tokens)
+    outcomes = run_batches(tiny_model(), batches, LENGTHS, BATCHES, page_tokens=page_tokens, is_paged=is_paged)
     for batch, outcome in zip(batches, outcomes, strict=True):
         check(outcome)
         assert outcome.shape is not None

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from sglang_ext_kernels.block_attention import gather_kv, scatter_kv_
-from sglang_ext_kernels.padded_batch import PaddedBatch, RaggedBatch, allocate, pad_batch_, pad_batch_reference_
+from sglang_ext_kernels.padded_batch import (
+    PaddedBatch,
+    RaggedBatch,
+    allocate,
+    fill_page_table_,
+    pad_batch_,
+    pad_batch_reference_,
+)
 
 
 def pools(generator: torch.Generator, slots: int, heads: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,3 +130,20 @@ def test_a_smaller_shape_is_the_same_memory(device: str) -> None:
     part = whole.of(4, 2)
     assert [x.data_ptr() for x in part] == [x.data_ptr() for x in whole]
     assert (part.ids.numel(), part.rows.numel(), part.qo_indptr.numel()) == (4, 2, 3)
+
+
+@pytest.mark.parametrize("page_tokens", [1, 16])
+def test_the_pages_of_requests(generator: torch.Generator, page_tokens: int) -> None:
+    device = generator.device
+    order = torch.randperm(400, generator=generator, device=device)[:, None] * page_tokens
+    slots = (order + torch.arange(page_tokens, device=device)).view(5, -1).int()  # 80 pages of each
+    rows = torch.tensor([3, 0, 2, 0], device=device)
+    lens = torch.tensor([70, 1, 33, 0], device=device)
+    pages = torch.full((4, 80), -1, dtype=torch.int32, device=device)
+    fill_page_table_(pages, slots, rows, lens, page_tokens)
+    for number, (row, tokens) in enumerate(zip(rows.tolist(), lens.tolist(), strict=True)):
+        count = -(-tokens // page_tokens)
+        assert (
+            pages[number, :count].tolist() == (slots[row, : count * page_tokens : page_tokens] // page_tokens).tolist()
+        )
+        assert (pages[number, count:] == -1).all()

@@ -55,6 +55,7 @@ class Setting(NamedTuple):
     wants_hidden: bool = False
     ranks: int = 1
     is_hooked: bool = False  # as the plugin does it, over a stand-in for torch.cuda
+    is_paged: bool = False  # attends over pages, as on an engine with FlashAttention 3, by plain mathematics
     # by rank, tokens of the shapes that cannot be recorded there
     failing: tuple[frozenset[int], ...] = (frozenset(), frozenset())
 
@@ -98,6 +99,11 @@ def _run(model: str, batches: Sequence[Sequence[Request]], rank: int, port: int,
 
     engine = model_runner(model, Place(0, 1, rank, setting.ranks, port), setting.page_tokens, "float32")
     assert conflict(engine) is None
+    if setting.is_paged:
+        from sglang_ext.graphs.sglang import attention
+
+        attention.flash_attention = lambda: attend_over_pages
+        engine.prefill_attention_backend_str = "fa3"
     grid = GraphOptions(Capture(setting.capture), setting.lengths_tokens, setting.batch_sizes, setting.memory_gb)
     stock = engine.prefill_cuda_graph_runner
     if setting.is_hooked:
@@ -122,6 +128,44 @@ def _run(model: str, batches: Sequence[Sequence[Request]], rank: int, port: int,
         fallback = next(iter(graphs.fallbacks - fallbacks), None)
         outcomes.append(Outcome(ordinary, on_grid, shape and tuple(shape), fallback and fallback.value))
     return [one._replace(ordinary=_as_arrays(one.ordinary), on_grid=_as_arrays(one.on_grid)) for one in outcomes]
+
+
+def attend_over_pages(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    *,
+    page_table: Any,
+    cache_seqlens: Any,
+    cu_seqlens_q: Any,
+    max_seqlen_q: int,
+    softmax_scale: float,
+    softcap: float,
+    causal: bool,
+    out: Any,
+) -> Any:
+    """Stands in for FlashAttention 3: the same arguments, of the same types, and the same result."""
+    import torch
+
+    from sglang_ext_kernels.block_attention import attention_block_reference
+
+    assert (page_table.dtype, cache_seqlens.dtype, cu_seqlens_q.dtype) == (torch.int32,) * 3
+    assert causal
+    assert not softcap
+    slots, page_tokens = page_table.shape[0], k_cache.shape[1]
+    assert cache_seqlens.shape == (slots,)
+    assert cu_seqlens_q.shape == (slots + 1,)
+    ends = cu_seqlens_q.tolist()
+    for request, total in enumerate(cache_seqlens.tolist()):
+        new = slice(ends[request], ends[request + 1])
+        if new.stop == new.start:
+            continue
+        assert new.stop - new.start <= max_seqlen_q
+        pages = page_table[request, : -(-total // page_tokens)].long()
+        keys, values = (cache[pages].flatten(0, 1)[:total] for cache in (k_cache, v_cache))
+        visible = torch.ones(new.stop - new.start, total, dtype=torch.bool).tril(total - (new.stop - new.start))
+        out[new] = attention_block_reference(q[new], keys, values, softmax_scale, visible)[0].to(out.dtype)
+    return out
 
 
 def _hooked(engine: Any, grid: Any) -> Any:

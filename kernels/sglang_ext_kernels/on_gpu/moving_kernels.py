@@ -80,7 +80,6 @@ def move_kv(
 _TOKENS = 1024
 _REQUESTS = 256  # at least: as many as the largest shape of the default grid has slots for
 _PREFIX_TOKENS = 1024
-_REQUESTS = 256  # at least: as many as the largest shape of the default grid has slots for
 
 
 @triton.jit(do_not_specialize=["tokens", "padded"], do_not_specialize_on_alignment=["ids", "positions", "cache_slots"])
@@ -150,3 +149,22 @@ def pad_batch(live: tuple[torch.Tensor, ...], static: tuple[torch.Tensor, ...], 
         _prefix_indices[(requests, triton.cdiv(longest_prefix_tokens, _PREFIX_TOKENS))](
             table, table.stride(0), static_rows, static_prefix, kv_indptr, kv_indices, BLOCK=_PREFIX_TOKENS
         )
+
+
+@triton.jit(do_not_specialize=["table_stride", "pages_stride"])
+def _fill_pages(pages, pages_stride, table, table_stride, rows, lens, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+    request = tl.program_id(0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at * PAGE < tl.load(lens + request)
+    row = tl.load(rows + request).to(tl.int64)
+    slot = tl.load(table + row * table_stride + at * PAGE, mask=inside)
+    tl.store(pages + request.to(tl.int64) * pages_stride + at, slot // PAGE, mask=inside)
+
+
+def fill_page_table(
+    pages: torch.Tensor, table: torch.Tensor, rows: torch.Tensor, lens: torch.Tensor, page_size: int
+) -> None:
+    """See `sglang_ext_kernels.padded_batch`. A program beyond the end of its request reads one number."""
+    _fill_pages[(pages.shape[0], triton.cdiv(pages.shape[1], _PREFIX_TOKENS))](
+        pages, pages.stride(0), table, table.stride(0), rows, lens, PAGE=page_size, BLOCK=_PREFIX_TOKENS
+    )

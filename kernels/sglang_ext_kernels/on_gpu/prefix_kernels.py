@@ -258,9 +258,12 @@ def split_prefix_attention(
         KEYS=keys,
         LEAST=min_keys,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        # Measured on an H200 (bench/results/gpu-prefix-sizes-2026-11-26.json).
         num_warps=8 if rows >= 128 or size > 128 else 4,
-        num_stages=2,
+        num_stages=3 if size <= 128 and q.dtype != torch.float32 else 2,
     )
+    if splits == 1:
+        return
     _join_splits[(triton.cdiv(longest_tokens * heads, JOINED_ROWS), requests)](
         qo_indptr,
         kv_indptr,

@@ -13,12 +13,12 @@ QWEN_7B = (28, 4, 128, torch.bfloat16)
 @pytest.mark.parametrize(
     ("length", "requests", "sizes"),
     [
-        (8, 1, SplitSizes(32, 64, 64)),  # 56 rows, one tile of each of the 4 key heads
-        (16, 1, SplitSizes(32, 128, 64)),
-        (16, 4, SplitSizes(8, 128, 64)),
-        (64, 4, SplitSizes(2, 128, 64)),
-        (64, 8, SplitSizes(1, 128, 64)),
-        (256, 64, SplitSizes(1, 128, 64)),
+        (8, 1, SplitSizes(32, 64, 64)),  # 56 rows: one tile of each of the 4 key heads
+        (16, 1, SplitSizes(32, 64, 64)),
+        (16, 4, SplitSizes(8, 64, 64)),
+        (64, 4, SplitSizes(2, 64, 64)),
+        (64, 8, SplitSizes(1, 64, 64)),
+        (256, 64, SplitSizes(1, 64, 64)),
     ],
 )
 def test_of_a_7b_model(length: int, requests: int, sizes: SplitSizes) -> None:

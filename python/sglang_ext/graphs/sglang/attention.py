@@ -1,18 +1,20 @@
 """Attention of a captured pass: over static tensors, so that what varies from batch to batch is in their contents.
 
-On a CUDA device it is SGLang's Triton kernel for prefills with a prefix, started for the largest length that the shape
-allows; of shapes that would leave most of the device idle, a kernel of ours that divides the prefixes. On a CPU, where
-it serves to test everything else, it is plain mathematics.
+On a CUDA device it is FlashAttention 3 over the pages of the pool where the engine has it (Hopper GPUs, by default).
+Elsewhere it is SGLang's Triton kernel for prefills with a prefix, started for the largest length that the shape allows;
+of shapes that would leave most of the device idle, a kernel of ours that divides the prefixes. On a CPU, where it
+serves to test everything else, it is plain mathematics.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
 from sglang_ext.graphs.decide.graph_grid import GraphShape
-from sglang_ext_kernels.padded_batch import PaddedBatch
+from sglang_ext_kernels.padded_batch import PaddedBatch, fill_page_table_
 from sglang_ext_kernels.prefix_attention import (
     SplitSizes,
     prefix_attention_reference,
@@ -20,16 +22,93 @@ from sglang_ext_kernels.prefix_attention import (
     splits_of,
 )
 
+# A table of pages has a row for each request and a column for each page that the longest request may have.
+MAX_TABLE_BYTES = 256 << 20
+
+
+class PagedBatches:
+    """What FlashAttention 3 reads of the batches of a grid: pages, lengths and ends of the requests, all int32."""
+
+    def __init__(self, model_runner: Any, slots: int) -> None:
+        """`slots`: requests of the largest shape."""
+        self._table = model_runner.req_to_token_pool.req_to_token
+        self._page_tokens = model_runner.page_size
+        pages = -(-self._table.shape[1] // self._page_tokens)
+        self._pages = torch.zeros(slots, pages, dtype=torch.int32, device=self._table.device)
+        self._attend = flash_attention()
+
+    def of(self, batch: PaddedBatch) -> PagedBatch:
+        """The tables of one batch, computed from it: in a captured pass, by each replay."""
+        pages = self._pages[: batch.rows.numel()]
+        fill_page_table_(pages, self._table, batch.rows, batch.total_lens, self._page_tokens)
+        return PagedBatch(self._attend, self._page_tokens, pages, batch.total_lens.int(), batch.qo_indptr.int())
+
+
+class PagedBatch(NamedTuple):
+    """`pages` [slots, pages at most], `lens` [slots], `ends` [slots + 1]: the running sum of new tokens."""
+
+    attend_paged: Callable[..., torch.Tensor]
+    page_tokens: int
+    pages: torch.Tensor
+    lens: torch.Tensor
+    ends: torch.Tensor
+
+    def attend_(
+        self, out: torch.Tensor, q: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, longest: int, layer: Any
+    ) -> None:
+        """Write to `out` [T, H, D], rows of padded tokens apart, what `q` [T, H, D] sees of its request's pages.
+
+        New keys and values must be in the pool. `longest`: the most new tokens of a request.
+        """
+        self.attend_paged(
+            q,
+            k_pool.view(-1, self.page_tokens, *k_pool.shape[1:]),
+            v_pool.view(-1, self.page_tokens, *v_pool.shape[1:]),
+            page_table=self.pages,
+            cache_seqlens=self.lens,
+            cu_seqlens_q=self.ends,
+            max_seqlen_q=longest,
+            softmax_scale=layer.scaling,
+            softcap=layer.logit_cap,
+            causal=True,
+            out=out,
+        )
+
+
+def paged_batches(model_runner: Any, slots: int) -> PagedBatches | None:
+    """None where the engine attends otherwise, or where a table of its longest requests would be too large."""
+    if getattr(model_runner, "prefill_attention_backend_str", None) != "fa3":
+        return None
+    table = model_runner.req_to_token_pool.req_to_token
+    if 4 * slots * (table.shape[1] // model_runner.page_size) > MAX_TABLE_BYTES:
+        return None
+    return PagedBatches(model_runner, slots)
+
+
+def flash_attention() -> Callable[..., torch.Tensor]:
+    """FlashAttention 3 over pages, as SGLang calls it."""
+    from sgl_kernel.flash_attn import flash_attn_with_kvcache
+
+    return flash_attn_with_kvcache  # type: ignore[no-any-return]
+
 
 class CapturedAttention:
     """Takes the place of SGLang's attention backend in a forward context, for one shape."""
 
-    def __init__(self, model_runner: Any, batch: PaddedBatch, shape: GraphShape) -> None:
+    def __init__(
+        self, model_runner: Any, batch: PaddedBatch, shape: GraphShape, paged: PagedBatches | None = None
+    ) -> None:
         # by these names models find the pools
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.req_to_token_pool = model_runner.req_to_token_pool
         self._batch = batch
         self._shape = shape
+        self._paged = paged
+        self._paged_batch: PagedBatch | None = None
+
+    def begin(self) -> None:
+        """Prepare what all layers of a pass read; part of what is captured."""
+        self._paged_batch = None if self._paged is None else self._paged.of(self._batch)
 
     def forward(
         self,
@@ -56,6 +135,9 @@ class CapturedAttention:
         shaped_out = out.view(-1, layer.tp_q_head_num, layer.v_head_dim)
         k_pool = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         v_pool = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
+        if self._paged_batch is not None and save_kv_cache and k_pool.shape == v_pool.shape:
+            self._paged_batch.attend_(shaped_out, shaped, k_pool, v_pool, self._shape.length_tokens, layer)
+            return out
         k, v = k.view(-1, *k_pool.shape[1:]), v.view(-1, *v_pool.shape[1:])
         sizes = split_sizes(self._shape, shaped, k, v)
         if sizes is not None and not layer.logit_cap:

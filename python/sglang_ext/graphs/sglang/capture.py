@@ -16,6 +16,7 @@ import torch
 
 from sglang_ext.engine.options import options_from_environment
 from sglang_ext.graphs.decide.graph_grid import GraphShape
+from sglang_ext.graphs.sglang.attention import paged_batches
 from sglang_ext.graphs.sglang.graph_options import Capture, GraphOptions, conflict
 from sglang_ext.graphs.sglang.runner import GridPrefillRunner
 from sglang_ext_cuda_graphs.capture_plan import MemoryLedger, plan_captures
@@ -138,6 +139,7 @@ def _without_captures(
     agree: Callable[[bool], bool],
 ) -> PrefillGraphs:
     config = model_runner.model_config
+    runner.paged = paged_batches(model_runner, max(shape.slots for shape in shapes))
     return PrefillGraphs(
         shapes,
         runner.compute,

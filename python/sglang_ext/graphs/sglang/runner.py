@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sglang_ext.graphs.decide.graph_grid import Fallback, GraphGrid, GraphShape
-from sglang_ext.graphs.sglang.attention import CapturedAttention
+from sglang_ext.graphs.sglang.attention import CapturedAttention, PagedBatches
 from sglang_ext_cuda_graphs.prefill_graphs import PrefillGraphs
 from sglang_ext_kernels.padded_batch import PaddedBatch, RaggedBatch
 
@@ -27,6 +27,7 @@ class GridPrefillRunner:
         self._graphs: PrefillGraphs | None = None
         self.replayed: GraphShape | None = None  # the shape that the last prefill ran on; None: on none of the grid
         self._static: dict[GraphShape, tuple[CapturedAttention, Any]] = {}
+        self.paged: PagedBatches | None = None  # what captured passes attend by; set before the first capture
 
     def __getattr__(self, name: str) -> Any:
         # other attributes that SGLang reads from its runner
@@ -78,10 +79,11 @@ class GridPrefillRunner:
         from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
         if shape not in self._static:  # in the run before the recording, which then has only the computation
-            attention = CapturedAttention(self._model_runner, batch, shape)
+            attention = CapturedAttention(self._model_runner, batch, shape, self.paged)
             self._static[shape] = attention, _static_forward_batch(self._model_runner, shape, batch)
         attention, forward_batch = self._static[shape]
         with torch.no_grad(), forward_context(ForwardContext(attn_backend=attention)):
+            attention.begin()
             hidden: torch.Tensor = self._model_runner.model.model.forward(batch.ids, batch.positions, forward_batch)
         return hidden
 
