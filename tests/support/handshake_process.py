@@ -21,7 +21,7 @@ from sglang_ext.transfer.endpoint.handshake_endpoint import HandshakeEndpoint
 from sglang_ext.transfer.endpoint.outgoing_transfer import OutgoingTransfer, PartRows, SourceChunk
 from sglang_ext.transfer.endpoint.transfer_status import EndpointTotals, SendResult, Stage, TransferStatus
 from sglang_ext.transfer.pool_layout import ItemBuffer, LayerBuffers, PoolLayout
-from sglang_ext.transfer.transports.registry import create_transport
+from support.packed_transports import make_transport
 from support.preloaded import preloaded_context
 
 ANSWER_TIMEOUT_S = 60.0
@@ -68,9 +68,7 @@ class _Rank:
 
     def __init__(self, transport: str, shape: PoolShape, seed: int, options: HandshakeOptions) -> None:
         self.pool = Pool(shape, seed)
-        self.endpoint = HandshakeEndpoint(
-            "127.0.0.1", create_transport(transport, "127.0.0.1"), self.pool.layout, options
-        )
+        self.endpoint = HandshakeEndpoint("127.0.0.1", make_transport(transport), self.pool.layout, options)
         self.handles: dict[tuple[int, str], OutgoingTransfer] = {}
 
     def address(self) -> str:

@@ -20,12 +20,12 @@ WIDTH = HEADS * HEAD_SIZE
 class ToyPool:
     """See `long_pool.member.shard.KvPool`."""
 
-    def __init__(self, tokens: int = 4096, page_tokens: int = 1) -> None:
+    def __init__(self, tokens: int = 4096, page_tokens: int = 1, device: str = "cpu") -> None:
         self.layers = LAYERS
         self.page_tokens = page_tokens
         self._free = list(range(tokens // page_tokens))
-        self._k = torch.zeros(LAYERS, tokens, KV_HEADS, HEAD_SIZE)
-        self._v = torch.zeros(LAYERS, tokens, KV_HEADS, HEAD_SIZE)
+        self._k = torch.zeros(LAYERS, tokens, KV_HEADS, HEAD_SIZE, device=device)
+        self._v = torch.zeros(LAYERS, tokens, KV_HEADS, HEAD_SIZE, device=device)
 
     @property
     def device(self) -> torch.device:
@@ -41,7 +41,7 @@ class ToyPool:
             raise KvPoolFullError(f"{pages} pages are wanted, {len(self._free)} are free")
         taken, self._free = self._free[:pages], self._free[pages:]
         slots = torch.tensor(taken, dtype=torch.int64)[:, None] * self.page_tokens + torch.arange(self.page_tokens)
-        return slots.flatten()[:tokens]
+        return slots.flatten()[:tokens].to(self._k.device)
 
     def free(self, slots: torch.Tensor) -> None:
         pages = set((slots // self.page_tokens).tolist())
@@ -58,7 +58,7 @@ class ToyPool:
         scatter_kv_(self._k[layer], self._v[layer], slots, kv)
 
     def empty_block(self, tokens: int) -> torch.Tensor:
-        return torch.empty(2, tokens, KV_HEADS, HEAD_SIZE)
+        return torch.empty(2, tokens, KV_HEADS, HEAD_SIZE, device=self.device)
 
     def kv(self, slots: torch.Tensor) -> torch.Tensor:
         """[layers, 2, tokens, heads, size]."""

@@ -200,7 +200,9 @@ class DevicePool(ToyPool):
         return CUDA
 
     def allocate(self, tokens: int) -> torch.Tensor:
-        return super().allocate(tokens).as_subclass(DeviceTensor)
+        with torch._C.DisableTorchFunction():
+            slots = super().allocate(tokens)
+        return slots.as_subclass(DeviceTensor)
 
     def free(self, slots: torch.Tensor) -> None:
         assert slots.device == CUDA

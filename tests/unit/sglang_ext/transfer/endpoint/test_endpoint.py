@@ -30,6 +30,7 @@ from sglang_ext.transfer.transports.registry import create_transport
 from sglang_ext.transfer.transports.tcp import TcpTransport
 from sglang_ext.transfer.transports.transport import Transport
 from support.handshake_process import Pool, PoolShape, is_stage, wait_until
+from support.packed_transports import make_transport
 
 OPTIONS = HandshakeOptions(
     receive_backends=2, hold_idle_s=0.2, retry_s=0.05, heartbeat_s=0.1, lease_s=5.0, quarantine_s=1.0
@@ -293,17 +294,16 @@ def divided_requests(draw: st.DrawFn) -> tuple[list[KVShard], list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["tcp", "shared_memory"])
+@pytest.mark.parametrize("transport", ["tcp", "shared_memory", "packed"])
 def test_several_senders_of_any_part_each(transport: str) -> None:
     """Tokens, heads and layers are divided at random among three senders: against an assignment for each row."""
     shape = PoolShape()
     sources, target = [Pool(shape, seed) for seed in (1, 2, 3)], Pool(shape, 4)
     with ExitStack() as stack:
         prefills = [
-            HandshakeEndpoint("127.0.0.1", create_transport(transport, "127.0.0.1"), source.layout, OPTIONS)
-            for source in sources
+            HandshakeEndpoint("127.0.0.1", make_transport(transport), source.layout, OPTIONS) for source in sources
         ]
-        decode = HandshakeEndpoint("127.0.0.1", create_transport(transport, "127.0.0.1"), target.layout, OPTIONS)
+        decode = HandshakeEndpoint("127.0.0.1", make_transport(transport), target.layout, OPTIONS)
         for endpoint in (decode, *prefills):
             stack.callback(endpoint.close)
         transfer_ids = count(1)

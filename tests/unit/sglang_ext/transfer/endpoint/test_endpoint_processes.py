@@ -27,7 +27,10 @@ SHAPE = PoolShape()
 TRANSPORTS = ["tcp", "shared_memory"]
 MOONCAKE = pytest.param("mooncake", marks=(pytest.mark.full, needs_mooncake))
 FENCING = [*TRANSPORTS, MOONCAKE]
-WITH_UNFENCED = [*FENCING, pytest.param("nixl", marks=(pytest.mark.full, needs_nixl))]
+WITH_UNFENCED = [
+    *FENCING,
+    *(pytest.param(name, marks=(pytest.mark.full, needs_nixl)) for name in ("nixl", "packed_nixl")),
+]
 Start = Callable[..., RankProcess]
 
 
