@@ -36,6 +36,7 @@ from gpu.sglang_runner import (
     attention_to_oneself,
     build_grid,
     compile_kernels,
+    default_attention,
     engine_options,
     free_cached_memory,
     load_runner,
@@ -154,6 +155,13 @@ class Prefills:
 def own_mode(modes: Sequence[str]) -> str | None:
     """Return which of SGLang's own prefill graphs are asked for; None without."""
     return next((mode for mode in modes if mode not in ("eager", "grid")), None)
+
+
+def attention_of(own: str | None, is_float32: bool) -> str:
+    """Return the attention backend that SGLang takes by itself on a Hopper GPU, as far as it is installed."""
+    if own == "full":
+        return "flashinfer"  # `full` has no metadata for Triton's
+    return "triton" if is_float32 else default_attention() or "fa3"
 
 
 def control_error(model_runner: Any, prefills: Prefills, bucket: Bucket, wanted: Any) -> float:
@@ -333,7 +341,9 @@ def arguments_of(argv: Sequence[str] | None) -> Any:
     options.add_argument(
         "--modes", default=None, help=f"of {', '.join(MODES)}; one of the last two (default: all but full)"
     )
-    options.add_argument("--attention", default=None, help="SGLang's backend (default: triton; flashinfer for full)")
+    options.add_argument(
+        "--attention", default=None, help="SGLang's backend (default: fa3 where installed, else triton)"
+    )
     options.add_argument("--exact", action="store_true", help="a tiny model in float32: tokens equal, no times")
     options.add_argument("--lengths", default=None, help="new tokens of a request, of the grid")
     options.add_argument("--batches", default=None, help="requests of a batch, of the grid")
@@ -381,9 +391,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_model(given.model, Path(folder))
         ceilings = measure_ceilings()
         free_cached_memory()
-        report.record(model=given.model, modes=given.modes, ceilings=ceilings._asdict())
+        attention = given.attention or attention_of(own, given.exact)
+        report.record(model=given.model, modes=given.modes, attention=attention, ceilings=ceilings._asdict())
         dtype = "float32" if given.exact else "bfloat16"
-        options = engine_options(Path(folder), dtype, given.attention, own, given.lengths, given.batches)
+        options = engine_options(Path(folder), dtype, attention, own, given.lengths, given.batches)
         try:
             _measure(given, report, options, buckets, lambda *bucket: floor_s(shape, ceilings, *bucket), end_s)
         except Exception as error:

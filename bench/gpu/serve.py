@@ -37,7 +37,6 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import entry_points
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +49,7 @@ import psutil
 import gpu.checkout  # noqa: F401
 from gpu.measure import HAS_GPU, Report, parser
 from gpu.model_shapes import SHAPES, prefill_operations, write_model
+from gpu.sglang_runner import default_attention
 from sglang_ext.cluster.ports import pick_free_ports
 from sglang_ext.engine.device import Device
 from sglang_ext.engine.options import ExtensionOptions
@@ -257,13 +257,6 @@ def launch_environment(system: System) -> dict[str, str]:
         added |= {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
     device = Device.CUDA if HAS_GPU else Device.CPU
     return added | ExtensionOptions(Role.BOTH, device, system.laps, graphs=system.graphs).to_environment()
-
-
-def default_attention() -> str | None:
-    """Return None, SGLang's choice, where its default on Hopper GPUs, FlashAttention 3, is installed; else Triton's."""
-    kernels = find_spec("sgl_kernel")
-    folders = [] if kernels is None else list(kernels.submodule_search_locations or ())
-    return None if any(list(Path(folder).glob("flash_ops*.so")) for folder in folders) else "triton"
 
 
 def divide_cores(cores: set[int]) -> tuple[set[int], set[int]]:

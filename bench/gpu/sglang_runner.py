@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def prepare_process(is_float32: bool) -> None:
 def engine_options(
     folder: Path,
     dtype: str,
-    attention: str | None,
+    attention: str,
     own: str | None,
     lengths: Sequence[int],
     batches: Sequence[int],
@@ -56,8 +57,7 @@ def engine_options(
     tokens = sorted({length * batch for length in lengths for batch in batches})
     options |= {
         "dtype": dtype,
-        # `full` has no metadata for Triton's
-        "attention_backend": attention or ("flashinfer" if own == "full" else "triton"),
+        "attention_backend": attention,
         "mem_fraction_static": 0.75,
         "max_total_tokens": MAX_KV_TOKENS,
         "chunked_prefill_size": max(tokens),
@@ -137,6 +137,13 @@ def spread_weights(model_runner: Any) -> None:
                 parameter.normal_(0.0, 1.0 if "embed" in name else parameter.shape[-1] ** -0.5)
             elif "norm" in name:
                 parameter.fill_(1.0)
+
+
+def default_attention() -> str | None:
+    """Return None, SGLang's choice, where its default on Hopper GPUs, FlashAttention 3, is installed; else Triton's."""
+    kernels = find_spec("sgl_kernel")
+    folders = [] if kernels is None else list(kernels.submodule_search_locations or ())
+    return None if any(list(Path(folder).glob("flash_ops*.so")) for folder in folders) else "triton"
 
 
 def free_cached_memory() -> None:

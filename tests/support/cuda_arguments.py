@@ -97,7 +97,7 @@ def of_buckets(model: Path, mode: str) -> dict[str, Any]:
     """Return the fields for prefills by length and batch size; `mode`: SGLang's own graphs, or none."""
     from sglang.benchmark import one_batch
 
-    from gpu import sglang_runner
+    from gpu import buckets, sglang_runner
 
     found: dict[str, Any] = {}
 
@@ -108,7 +108,8 @@ def of_buckets(model: Path, mode: str) -> dict[str, Any]:
     one_batch.load_model = load
     sglang_runner.HAS_GPU = True
     own = None if mode == "none" else mode
-    sglang_runner.load_runner(sglang_runner.engine_options(model, "bfloat16", None, own, [16, 64], [1, 64]))
+    attention = buckets.attention_of(own, is_float32=False)
+    sglang_runner.load_runner(sglang_runner.engine_options(model, "bfloat16", attention, own, [16, 64], [1, 64]))
     return found
 
 

@@ -49,11 +49,17 @@ def test_reprefills_as_they_are_written() -> None:
 def test_sglangs_own_graphs_have_a_bucket_for_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_runner, "HAS_GPU", True)
     options = {
-        own: sglang_runner.engine_options(Path("/m"), "bfloat16", None, own, [8, 256], [1, 64])
+        own: sglang_runner.engine_options(
+            Path("/m"), "bfloat16", buckets.attention_of(own, False), own, [8, 256], [1, 64]
+        )
         for own in (None, "breakable", "full")
     }
     assert options["full"]["cuda_graph_config"] == {"prefill": {"full_prefill_max_req": 64}}
     assert options["full"]["attention_backend"] == "flashinfer"
+    assert options["breakable"]["attention_backend"] == "triton"  # FlashAttention 3 is not installed here
+    assert buckets.attention_of(None, True) == "triton"
+    monkeypatch.setattr(buckets, "default_attention", lambda: None)
+    assert buckets.attention_of("breakable", False) == "fa3"
     assert options["breakable"]["cuda_graph_bs_prefill"] == [8, 256, 512, 16384]
     assert options[None]["cuda_graph_backend_prefill"] == "disabled"
     for fields in options.values():
