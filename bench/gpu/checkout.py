@@ -13,7 +13,8 @@ FOLDERS = ("python", "router", "kernels", "cuda_graphs", "tests", "bench")
 def add_to_path() -> None:
     """Put the folders of the packages first."""
     folders = [str(ROOT / name) for name in FOLDERS]
-    sys.path[:0] = [folder for folder in folders if folder not in sys.path]
+    # In this order: `support` is a package of the tests and of the benchmarks, and both have a module `engines`.
+    sys.path[:] = [*folders, *(folder for folder in sys.path if folder not in folders)]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*folders, os.environ.get("PYTHONPATH")]))
 
 

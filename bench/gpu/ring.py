@@ -112,6 +112,9 @@ def add_one(tensors: Any, pipe: Connection) -> None:
         found = float(tensor.sum())
         tensor.add_(1.0)
         synchronize()
+        # Its memory is the other process's, which must still be there when this one lets go of it.
+        del tensor
+        torch.cuda.ipc_collect()
         pipe.send(found)
     except Exception as error:
         pipe.send(f"{type(error).__name__}: {error}"[:300])

@@ -1,9 +1,9 @@
 """Attention of a captured pass: over static tensors, so that what varies from batch to batch is in their contents.
 
-On a CUDA device it is FlashAttention 3 over the pages of the pool where the engine has it (Hopper GPUs, by default).
-Elsewhere it is SGLang's Triton kernel for prefills with a prefix, started for the largest length that the shape allows;
-of shapes that would leave most of the device idle, a kernel of ours that divides the prefixes. On a CPU, where it
-serves to test everything else, it is plain mathematics.
+On a CUDA device it is a kernel of ours, started for the largest length that the shape allows, which divides prefixes
+among programs where a shape would leave most of the device idle. Of larger shapes it is FlashAttention 3 over the pages
+of the pool, where the engine has it (Hopper GPUs, by default); with capped logits it is SGLang's Triton kernel. On a
+CPU, where it serves to test everything else, it is plain mathematics.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import torch
 from sglang_ext.graphs.decide.graph_grid import GraphShape
 from sglang_ext_kernels.padded_batch import PaddedBatch, fill_page_table_
 from sglang_ext_kernels.prefix_attention import (
-    SplitSizes,
-    prefix_attention_reference,
     split_prefix_attention_,
     splits_of,
 )
@@ -135,19 +133,20 @@ class CapturedAttention:
         shaped_out = out.view(-1, layer.tp_q_head_num, layer.v_head_dim)
         k_pool = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         v_pool = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
-        if self._paged_batch is not None and save_kv_cache and k_pool.shape == v_pool.shape:
-            self._paged_batch.attend_(shaped_out, shaped, k_pool, v_pool, self._shape.length_tokens, layer)
-            return out
         k, v = k.view(-1, *k_pool.shape[1:]), v.view(-1, *v_pool.shape[1:])
-        sizes = split_sizes(self._shape, shaped, k, v)
-        if sizes is not None and not layer.logit_cap:
+        longest, is_alike = self._shape.length_tokens, k_pool.shape == v_pool.shape
+        sizes = splits_of(*self._shape, shaped.shape[1], k.shape[1], shaped.shape[-1], q.dtype)
+        # Of a shape with programs enough, FlashAttention 3 is faster; of a smaller one it takes longer to begin.
+        if sizes.splits == 1 and self._paged_batch is not None and save_kv_cache and is_alike:
+            self._paged_batch.attend_(shaped_out, shaped, k_pool, v_pool, longest, layer)
+        elif is_alike and not layer.logit_cap:
             split_prefix_attention_(
-                shaped_out, shaped, k, v, k_pool, v_pool, self._batch, layer.scaling, self._shape.length_tokens, sizes
+                shaped_out, shaped, k, v, k_pool, v_pool, self._batch, layer.scaling, longest, sizes
             )
         elif q.is_cuda:
             self._attend_as_sglang(shaped_out, shaped, k, v, k_pool, v_pool, layer)
         else:
-            prefix_attention_reference(shaped_out, shaped, k, v, k_pool, v_pool, self._batch, layer.scaling)
+            raise NotImplementedError("attention with capped logits is not captured on a CPU")
         return out
 
     def _attend_as_sglang(
@@ -181,17 +180,6 @@ class CapturedAttention:
             sm_scale=layer.scaling,
             logit_cap=layer.logit_cap,
         )
-
-
-def split_sizes(shape: GraphShape, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> SplitSizes | None:
-    """Return how a prefix is divided for batches of a shape; None where SGLang's kernel has programs enough.
-
-    `q` [T, H, D], `k` [T, Hkv, D], `v` [T, Hkv, Dv].
-    """
-    if v.shape[-1] != q.shape[-1]:
-        return None
-    sizes = splits_of(shape.length_tokens, shape.requests, q.shape[1], k.shape[1], q.shape[-1], q.dtype)
-    return sizes if sizes.splits > 1 else None
 
 
 def _refuse_other_than_causal(layer: Any, more: dict[str, Any]) -> None:

@@ -89,8 +89,7 @@ def test_a_shape_captured_in_the_middle_of_a_batch_writes_none_of_its_layers(mon
 
         get_value_buffer = get_key_buffer
 
-    monkeypatch.setattr(attention, "split_sizes", lambda *args: None)
-    monkeypatch.setattr(attention, "prefix_attention_reference", lambda *args: None)
+    monkeypatch.setattr(attention, "split_prefix_attention_", lambda *args: None)
     pool, sent = PoolWithBuffers(), []
     runner = SimpleNamespace(token_to_kv_pool=pool, req_to_token_pool=None)
     captured = attention.CapturedAttention(runner, SimpleNamespace(), GraphShape(5, 1))  # type: ignore[arg-type]
