@@ -4,8 +4,8 @@
 
 The kernels are launched as in service, by the functions that callers use, on tensors of the types and strides that an
 engine has; a stand-in for the driver lets Triton find the types of the arguments and compile, and runs nothing.
-SGLang's own extend kernel is among them, as captured passes call it. `--write` keeps the records of this version of
-Triton in bench/results and renews the table in docs/kernels.md.
+SGLang's own extend kernel is among them, as captured passes with capped logits call it. `--write` keeps the records of
+this version of Triton in bench/results and renews the table in docs/kernels.md.
 
 Exit status 1 when one does not compile, or spills registers: float32 attention may, which only tests use, and SGLang's.
 """
@@ -157,6 +157,19 @@ def cases(has_sglang: bool) -> Iterator[Case]:
     yield Case("pad 64x16", lambda: batch(64, 16, 512))
     yield Case("pad 5x13", lambda: batch(5, 13, 512))
     yield Case("pad 1x1", lambda: batch(1, 1, 512))
+
+    def pages(page_tokens: int) -> None:
+        numbers = torch.zeros(4, dtype=torch.int64)
+        padded_batch.fill_page_table_(
+            torch.zeros(4, 512, dtype=torch.int32),
+            torch.zeros(9, 4096, dtype=torch.int32),
+            numbers,
+            numbers,
+            page_tokens,
+        )
+
+    yield Case("pages of 1", lambda: pages(1))
+    yield Case("pages of 16", lambda: pages(16))
     if has_sglang:
         extend = _sglang_extend()
 
