@@ -206,6 +206,12 @@ def join_rows(copies: Iterable[RowCopy]) -> npt.NDArray[np.uint64]:
     return np.concatenate(found) if found else np.empty((0, 3), np.uint64)
 
 
+def count_runs(source_slots: Slots, target_slots: Slots) -> int:
+    """Return how many runs of slots follow each other on both sides; at least one slot."""
+    breaks = (source_slots[1:] != source_slots[:-1] + 1) | (target_slots[1:] != target_slots[:-1] + 1)
+    return 1 + int(np.count_nonzero(breaks))
+
+
 def _pieces(copy: RowCopy) -> npt.NDArray[np.uint64]:
     length = copy.length_bytes
     sources = copy.source_address + copy.source_slots.astype(np.int64) * copy.source_stride

@@ -32,7 +32,7 @@ import msgspec
 import numpy as np
 import torch
 
-from sglang_ext.transfer.pool_layout import ItemBuffer, RowCopy, cut_rows, group_by_slots, join_rows
+from sglang_ext.transfer.pool_layout import ItemBuffer, RowCopy, count_runs, cut_rows, group_by_slots
 from sglang_ext.transfer.transports.idle_links import IdleLinks
 from sglang_ext.transfer.transports.link_records import (
     REFUSALS,
@@ -245,7 +245,8 @@ class PackedTransport:
 
     def write(self, to: str, permit: int, copies: Sequence[RowCopy]) -> int:
         direct_to, _, place = to.partition(" ")
-        short = [copy for copy in copies if place and self._is_short(copy)]
+        runs: dict[tuple[int, int], int] = {}  # of slots, which most copies share
+        short = [copy for copy in copies if place and self._is_short(copy, runs)]
         packed = bool(short) and self._write_packed(place, permit, short)
         others = [copy for copy in copies if not packed or not any(copy is other for other in short)]
         if others:
@@ -267,12 +268,17 @@ class PackedTransport:
 
     # ---- sending ----
 
-    def _is_short(self, copy: RowCopy) -> bool:
-        if not len(copy.source_slots) or copy.length_bytes >= PACK_BELOW_BYTES:
+    def _is_short(self, copy: RowCopy, runs: dict[tuple[int, int], int]) -> bool:
+        """Return whether the pieces of a copy are several and short."""
+        pieces = len(copy.source_slots)
+        if pieces < 2 or copy.length_bytes >= PACK_BELOW_BYTES or not self._rows.holds(copy.source_address):
             return False
-        return self._rows.holds(copy.source_address) and (
-            copy.total_bytes < PACK_BELOW_BYTES * len(join_rows([copy])) and len(copy.source_slots) > 1
-        )
+        if copy.length_bytes == copy.source_stride == copy.target_stride:
+            key = id(copy.source_slots), id(copy.target_slots)
+            if key not in runs:
+                runs[key] = count_runs(copy.source_slots, copy.target_slots)
+            pieces = runs[key]
+        return pieces > 1 and copy.total_bytes < PACK_BELOW_BYTES * pieces
 
     def _write_packed(self, place: str, permit: int, copies: Sequence[RowCopy]) -> bool:
         """Return whether all of them have been stored; False where a side has no block for them."""

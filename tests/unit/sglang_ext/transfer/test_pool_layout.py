@@ -13,8 +13,10 @@ from sglang_ext.transfer.pool_layout import (
     LayerBuffers,
     PoolLayout,
     RowCopy,
+    count_runs,
     cut_rows,
     group_by_slots,
+    join_rows,
     plan_items,
     plan_rows,
 )
@@ -142,3 +144,10 @@ def test_a_pool_without_sense_is_refused() -> None:
         PoolLayout("float32", 0, (), 0, 1)
     with pytest.raises(ValueError, match="equal heads"):
         PoolLayout("float32", 0, layout().layers, 0, 3)
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=30))
+def test_runs_are_the_pieces_of_whole_rows(pairs: list[tuple[int, int]]) -> None:
+    source, target = (slots(*numbers) for numbers in zip(*pairs, strict=True))
+    copy = RowCopy(1 << 20, 32, source, 1 << 30, 32, target, 32)
+    assert count_runs(source, target) == len(join_rows([copy]))
