@@ -66,7 +66,7 @@ def test_kernels_compile_for_hopper_as_the_document_says(tmp_path: Path) -> None
     records = compiled_here(tmp_path)
     assert {record.kernel for record in records if not record.case.startswith(SGLANG)} == {
         *("positioned_block", "split_prefix", "join_splits", "merge_states", "move_kv"),
-        *("pad_tokens", "pad_requests", "prefix_indices"),
+        *("pad_tokens", "pad_requests", "prefix_indices", "fill_pages"),
     }
     attention = [record for record in records if record.kernel in {"positioned_block", "split_prefix"}]
     assert all(record.has_wgmma for record in attention if not record.is_for_tests())
