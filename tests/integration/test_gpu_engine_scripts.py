@@ -88,13 +88,10 @@ def test_batches_are_timed_against_the_floor(tmp_path: Path) -> None:
     assert all(row["eager_s"] > 0 and row["grid_s"] > 0 and row["floor_s"] > 0 for row in found["rows"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "systems"),
-    [
-        (("--systems", "two-queues"), ["two-queues"]),
-        pytest.param(("--systems", "stock,all"), ["stock", "all"], marks=pytest.mark.full),
-        pytest.param(("--windows", "adaptive,0"), ["adaptive", "0"], marks=pytest.mark.full),
-    ],
+    [(("--systems", "stock,all"), ["stock", "all"]), (("--windows", "adaptive,0"), ["adaptive", "0"])],
 )
 def test_servers_are_loaded(
     options: tuple[str, ...], systems: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -112,7 +109,8 @@ def test_servers_are_loaded(
         assert ("decisions" in level) == (name != "stock")
 
 
-@pytest.mark.parametrize("arrangements", ["handshake", pytest.param("default,pool", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("arrangements", ["handshake", "default,pool"])
 def test_answers_of_engines_are_those_of_one(
     arrangements: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
