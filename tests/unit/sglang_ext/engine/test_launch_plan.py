@@ -51,7 +51,10 @@ def test_cpu_flags_keep_float32_and_stay_off_cuda() -> None:
     assert {"--disable-cuda-graph", "--disable-overlap-schedule", "--sleep-on-idle"} <= set(argv)
 
 
-def test_cuda_flags_leave_the_engine_to_its_defaults() -> None:
+def test_cuda_flags_leave_the_engine_to_its_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "sglang_ext.transfer.sglang.transfer_backend.find_spec", lambda module: None
+    )  # wherever it runs
     command = build_launch(SHORT, CUDA)
     assert value_of(command.argv, "--disaggregation-transfer-backend") == "mooncake"
     assert not {"--device", "--dtype", "--disable-cuda-graph", "--max-total-tokens"} & set(command.argv)
