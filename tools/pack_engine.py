@@ -47,7 +47,7 @@ ENGINE = (
     *("pydantic-core", "annotated-types", "typing-inspection", "fastapi", "starlette", "uvicorn", "opentelemetry-api"),
     *("python-multipart", "orjson", "pyzmq", "msgspec", "pybase64", "setproctitle", "dill", "openai", "sniffio"),
     *("distro", "jiter", "partial-json-parser", "jsonschema", "jsonschema-specifications", "referencing", "rpds-py"),
-    *("soundfile", "cffi", "pycparser", "ipython", "traitlets", "nvshmem4py-cu13", "nixl", "nixl-cu13"),
+    *("soundfile", "cffi", "pycparser", "ipython", "traitlets", "nixl", "nixl-cu13"),
 )
 # What the lock file has for tests, for building and for CUDA 12.
 NOT_FOR_SERVING = frozenset(
@@ -67,9 +67,6 @@ LEFT_OUT = (
     # For compiling extensions, and of Triton what profiles.
     *("torch/include/", "torch/share/", "torch/bin/protoc", "nvidia/nccl/include/", "triton/_C/libproton"),
     *("triton/backends/nvidia/lib/cupti", "triton/backends/amd/lib"),
-    # nvshmem4py: calls from within kernels, and what its modules were generated from.
-    *("nvshmem/core/device/", "nvshmem/bindings/device/", "nvshmem/bindings/nvshmem.cpp"),
-    *("nvshmem/bindings/ask_smem.cpp", "nvshmem/bindings/cynvshmem.cpp", "nvshmem/bindings/_internal/nvshmem.cpp"),
     *("build_utils.py", "build_backend.py", "xgrammar/lib/", "xgrammar/include/"),
     # NIXL between processes of one machine goes over UCX; a plugin is in the wheel twice.
     *("nixl_ep/", "nixl_ep_cu13/", "nixl_cu13.scripts/", "nixl_cu13.libs/nixl/", "nixl_cu13.libs/ucx/libucx_perftest"),
