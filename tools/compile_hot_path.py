@@ -71,21 +71,25 @@ def compile_in(folder: Path, change: Callable[[Path], None] = lambda folder: Non
     """Compile copies of the packages in `folder`, once `change` has made of these what it wants; the extension modules,
     relative to it.
 
-    subprocess.CalledProcessError when mypyc or the C compiler refuses, with its output.
+    subprocess.CalledProcessError, with its output, when mypyc or the C compiler refuses, or when a compiled module
+    cannot be imported: a value of another type than its annotation says is found then.
     """
     for package, root in PACKAGES.items():
         shutil.copytree(root / package, folder / package, ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     change(folder)
-    command = [sys.executable, "-m", "mypyc", "--ignore-missing-imports", "--follow-imports=silent", *HOT_MODULES]
-    subprocess.run(
-        command,
-        cwd=folder,
-        check=True,
-        env={**os.environ, "MYPYPATH": ".", "MYPYC_DEBUG_LEVEL": "0", "MYPY_CACHE_DIR": str(folder / "cache")},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    environment = {**os.environ, "MYPYPATH": ".", "MYPYC_DEBUG_LEVEL": "0", "MYPY_CACHE_DIR": str(folder / "cache")}
+    compiling = ("-m", "mypyc", "--ignore-missing-imports", "--follow-imports=silent", *HOT_MODULES)
+    importing = ("-c", "import " + ", ".join(name.removesuffix(".py").replace("/", ".") for name in HOT_MODULES))
+    for command in (compiling, importing):
+        subprocess.run(
+            [sys.executable, *command],
+            cwd=folder,
+            check=True,
+            env={**environment, "PYTHONPATH": str(folder)} if command is importing else environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
     built = [file for pattern in (f"*{SUFFIX}", f"*/**/*{SUFFIX}") for file in folder.glob(pattern)]
     return sorted({file.relative_to(folder) for file in built if file.relative_to(folder).parts[0] != "build"})
 

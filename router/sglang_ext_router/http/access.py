@@ -23,7 +23,7 @@ STREAM_PATH = b"/ui/stream"
 _OPEN_PATHS = PROBE_PATHS | {PAGE_PATH}
 PAGE_PATHS = frozenset({PAGE_PATH, STREAM_PATH})  # may have a port of their own
 REPORT_PATHS = frozenset({b"/metrics", b"/docs", b"/openapi.json"})  # may have a port of their own
-_PROMPT_PATHS = GENERATION_PATHS | PASSED_ON_PATHS | OTHER_NAMES.keys()
+_PROMPT_PATHS = GENERATION_PATHS | PASSED_ON_PATHS | frozenset(OTHER_NAMES)
 _HEADER_NAMES = re.compile(rb"[A-Za-z0-9_, -]*")
 _EXPOSED = b"x-request-id, retry-after, x-sglang-ext-class, x-sglang-ext-prefill, x-sglang-ext-decode, " + (
     b"x-sglang-ext-queue-ms"
