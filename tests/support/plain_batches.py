@@ -86,7 +86,12 @@ class PlainBatch:
     # -- the steps --------------------------------------------------------------------------------------------------
 
     def take_class(self, ranked: list[RankedPrefill]) -> None:
-        late = [one for one in ranked if not self.is_punctual(one)]
+        due = sorted(filter(self.is_due, ranked), key=lambda one: (one.request.arrival_s, one.request.key))
+        if due:
+            self.join(due, is_spare=self.kept_s < inf)
+        ranked = [one for one in ranked if one not in due]
+        before_s = self.time_s(self.members) if self.members else 0.0
+        late = [one for one in ranked if not self.is_punctual(one, before_s)]
         punctual = [one for one in ranked if one not in late]
         if punctual:
             base = list(self.members)
@@ -103,8 +108,14 @@ class PlainBatch:
             late = sorted(late, key=lambda one: (one.remaining_s, one.urgency))
             self.join(self.by_bucket(late), is_spare=self.kept_s < inf)
 
-    def is_punctual(self, one: RankedPrefill) -> bool:
-        end_s = self.now_s + self.stretch * one.remaining_s
+    def is_due(self, one: RankedPrefill) -> bool:
+        request = one.request
+        objective_s = request.deadline_s - request.arrival_s
+        waits_from_s = self.now_s - self.bounds.patience_s
+        return request.arrival_s < waits_from_s and request.arrival_s + 2 * objective_s < self.now_s
+
+    def is_punctual(self, one: RankedPrefill, before_s: float) -> bool:
+        end_s = self.now_s + self.stretch * before_s + self.stretch * one.remaining_s
         return self.bounds.keeps_deadlines and end_s <= one.request.deadline_s
 
     def join(self, candidates: list[RankedPrefill], *, is_spare: bool) -> None:

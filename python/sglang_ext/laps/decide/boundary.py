@@ -18,7 +18,7 @@ from sglang_ext.laps.decide.cost_model import CostCoefficients, CostFit
 
 DEFAULT_BOUNDARY_TOKENS = 512  # until an instance has measured what its iterations cost
 LEAST_BOUNDARY_TOKENS = 32
-_OBJECTIVE_SHARE = 0.5
+OBJECTIVE_SHARE = 0.5
 _SAMPLES = 32  # between two looks at the measurements
 _LOOKS = 8  # that contradict one after the other, before the number changes
 _FIRST_LOOKS = 2  # iterations, from the first on: an instance starts while others do
@@ -34,9 +34,7 @@ def fitted_boundary_tokens(fit: CostFit, write_s: float | None, objective_s: flo
     """
     memory_bound = fit.boundary_tokens(write_s or 0.0, 0) or 0.0
     cost = fit.fitted
-    tokens = min(
-        max(memory_bound, _least_tokens(cost), tokens_within(cost, _OBJECTIVE_SHARE * objective_s)), max_tokens
-    )
+    tokens = min(max(memory_bound, _least_tokens(cost), tokens_within(cost, OBJECTIVE_SHARE * objective_s)), max_tokens)
     return tokens if fit.is_determined(tokens) else None
 
 
@@ -46,7 +44,7 @@ def expected_boundary_tokens(cost: CostCoefficients, objective_s: float, max_tok
 
     `max_tokens`: what one of its iterations may compute.
     """
-    tokens = max(_least_tokens(cost), tokens_within(cost, _OBJECTIVE_SHARE * objective_s))
+    tokens = max(_least_tokens(cost), tokens_within(cost, OBJECTIVE_SHARE * objective_s))
     return min(coarse_tokens(min(tokens, max_tokens)), max_tokens)
 
 

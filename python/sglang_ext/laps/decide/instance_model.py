@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from math import inf, isfinite
 
 from sglang_ext.graphs.decide.graph_grid import GraphGrid
-from sglang_ext.laps.decide.boundary import ClassBoundary
+from sglang_ext.laps.decide.boundary import OBJECTIVE_SHARE, ClassBoundary
 from sglang_ext.laps.decide.cost_model import CostCoefficients, CostFit, IterationSample
 from sglang_ext.laps.decide.options import Batching, LapsOptions
 from sglang_ext.laps.decide.packed_batch import has_spare_time, loaded_round_s, packed_round_s
+from sglang_ext.laps.decide.prefill_queue import WholeLimits
 from sglang_ext.laps.decide.round_plan import (
     DispatchReason,
     InstanceLimits,
@@ -136,6 +137,22 @@ class InstanceModel:
         """Return whether the load leaves time for one more batch within each objective: for requests that wait so that
         others are on time."""
         return has_spare_time(self.offered.load(now_s), self.fit.coefficients.kappa_s, self.short_slo_s)
+
+    def patience_s(self, now_s: float, waiting: int) -> float:
+        """Return how long a late short prefill waits until it is due; `waiting` requests with deadlines are queued.
+
+        What these take in order of arrival if each takes as long as those that arrive do on average. Where clients wait
+        for their answers, that is what requests take on average in any order (Little's law).
+        """
+        load = self.offered.load(now_s)
+        if load.requests_per_s <= 0 or not isfinite(load.requests_per_s):
+            return inf
+        mean_s = load.utilisation / load.requests_per_s
+        return waiting * mean_s + self.fit.coefficients.kappa_s
+
+    def whole_limits(self) -> WholeLimits:
+        """Return what a long prefill takes at most to go with short ones when it is due."""
+        return WholeLimits(OBJECTIVE_SHARE * self.short_slo_s, self.limits.max_batch_tokens)
 
     def max_share(self) -> float:
         """The largest share of the time that shorts take while a long prefill that is late waits."""

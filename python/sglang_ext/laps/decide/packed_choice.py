@@ -53,6 +53,13 @@ def _choose_of_group(
     round_s = _round_s(model, queue, now_s, group, longs, is_online=is_online)
     if group is _OFFLINE and is_online and shorts:
         shorts, longs = _cut_long_ones(model, shorts, longs)
+    patience_s = model.patience_s(now_s, queue.count(_ONLINE))
+    if group is _ONLINE:
+        due = queue.due_longs(now_s, patience_s, model.max_requests)
+        if due:
+            keys = {ranked.request.key for ranked in due}
+            shorts = sorted([*shorts, *due])
+            longs = [ranked for ranked in longs if ranked.request.key not in keys]
     first_long = longs[0] if longs else None
     short_class = shorts[0].urgency.aged_class if shorts else 0
     # Ageing makes a long prefill at most equal to a short one, or else each would hold up the short ones in its turn.
@@ -75,6 +82,7 @@ def _choose_of_group(
         short_budget_s,
         model.margin(),
         model.keeps_deadlines(now_s),
+        patience_s,
     )
     batch = None if is_long_first else form_batch(shorts, now_s, model.cost, model.grid, bounds)
     if batch is None:

@@ -221,7 +221,7 @@ class Laps:
     # -- in detail -------------------------------------------------------------------------------------------------
 
     def _empty_queue(self) -> PrefillQueue:
-        return PrefillQueue(self._model.options.age_s)
+        return PrefillQueue(self._model.options.age_s, self._model.whole_limits())
 
     def _queue_of(self, snapshot: RoundSnapshot) -> PrefillQueue:
         queue = self._empty_queue()

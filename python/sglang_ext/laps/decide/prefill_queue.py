@@ -16,11 +16,11 @@ from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from heapq import heapify, heappop, heappush
 from math import inf, isfinite
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_ext.laps.decide.cost_model import CostCoefficients
 from sglang_ext.laps.decide.round_plan import QueuedPrefill
-from sglang_ext.laps.decide.urgency import RankedPrefill, Urgency, aged_class
+from sglang_ext.laps.decide.urgency import RankedPrefill, Urgency, aged_class, due_s
 from sglang_ext.types import LengthClass
 
 _PATIENCE = 200.0  # under high load less turns the order of remaining times into that of arrival
@@ -55,6 +55,16 @@ class _Waiting:
         self.turn: _Turn = (-urgency.aged_class, -urgency.sort_value, -urgency.arrival_s, -urgency.key)
 
 
+class WholeLimits(NamedTuple):
+    """Describes what one prefill takes at most to run whole in a short batch."""
+
+    time_s: float
+    tokens: int
+
+
+NONE_WHOLE = WholeLimits(0.0, 0)
+
+
 class _Lists:
     """The requests of one group in their orders."""
 
@@ -71,13 +81,15 @@ class PrefillQueue:
     A request is lifted by a class whenever it has waited `age_s`, or 200 times what it takes by itself if that is more.
     """
 
-    __slots__ = ("_age_s", "_lifts", "_lists", "_waiting", "long_work_s", "started")
+    __slots__ = ("_age_s", "_lifts", "_lists", "_overdue", "_waiting", "_whole", "long_work_s", "started")
 
-    def __init__(self, age_s: float) -> None:
+    def __init__(self, age_s: float, whole: WholeLimits = NONE_WHOLE) -> None:
         self._age_s = age_s
+        self._whole = whole  # of long prefills that go with short ones when they are due
         self._waiting: dict[int, _Waiting] = {}
         self._lists = (_Lists(), _Lists())
         self._lifts: list[tuple[float, int]] = []  # a heap of (when, key); those of earlier events mean nothing
+        self._overdue: list[tuple[float, int]] = []  # when they have waited twice their objective, and keys; sorted
         self.started: dict[int, RankedPrefill] = {}  # requests that hold KV
         self.long_work_s = [0.0, 0.0]  # predicted time of the long prefills of each group
 
@@ -143,6 +155,17 @@ class PrefillQueue:
         if len(lifts) > 64 + 2 * len(self._waiting):  # mostly of requests that have left
             self._lifts = [(waiting.next_lift_s, key) for key, waiting in self._waiting.items()]
             heapify(self._lifts)
+
+    def due_longs(self, now_s: float, patience_s: float, most: int) -> list[RankedPrefill]:
+        """Long prefills that are due and can go with the short ones, those that have been so for longest first."""
+        due: list[RankedPrefill] = []
+        for when_s, key in self._overdue:
+            if when_s >= now_s or len(due) >= most:
+                break
+            ranked = self._waiting[key].ranked
+            if ranked.request.arrival_s < now_s - patience_s:
+                due.append(ranked)
+        return due
 
     def count(self, group: Group) -> int:
         return len(self._lists[group].shorts) + len(self._lists[group].longs)
@@ -216,6 +239,8 @@ class PrefillQueue:
         else:
             insort(lists.longs, waiting.turn)
             self.long_work_s[waiting.group] += remaining_s
+            if self._can_be_due(waiting.ranked):
+                insort(self._overdue, (due_s(request), request.key))
 
     def _lift(self, waiting: _Waiting, now_s: float) -> None:
         ranked = waiting.ranked
@@ -232,12 +257,19 @@ class PrefillQueue:
             self.started[request.key] = waiting.ranked
         heappush(self._lifts, (waiting.next_lift_s, request.key))
 
+    def _can_be_due(self, long: RankedPrefill) -> bool:
+        request = long.request
+        fits = long.remaining_s <= self._whole.time_s and request.new_tokens <= self._whole.tokens
+        return fits and not request.is_started and isfinite(request.deadline_s)
+
     def _unlist(self, waiting: _Waiting) -> None:
         lists, ranked = self._lists[waiting.group], waiting.ranked
         if waiting.is_batched:
             del lists.shorts[bisect_left(lists.shorts, waiting.turn)]
             return
         del lists.longs[bisect_left(lists.longs, waiting.turn)]
+        if self._can_be_due(ranked):
+            del self._overdue[bisect_left(self._overdue, (due_s(ranked.request), ranked.request.key))]
         # Without longs, exactly 0: what is left of adding and taking away would grow.
         self.long_work_s[waiting.group] = self.long_work_s[waiting.group] - ranked.remaining_s if lists.longs else 0.0
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from sglang_ext.graphs.decide.graph_grid import GraphGrid, GraphShape
 from sglang_ext.laps.decide.cost_model import CostCoefficients
 from sglang_ext.laps.decide.on_time import BatchCost, BatchSums, Contender, max_on_time
-from sglang_ext.laps.decide.urgency import RankedPrefill, Urgency
+from sglang_ext.laps.decide.urgency import RankedPrefill, Urgency, due_s
 
 SPARE = 0.25  # of its objective: most time that late prefills add to a batch with others that are on time
 
@@ -30,6 +30,7 @@ class BatchBounds(NamedTuple):
     budget_s: float
     margin: float = 0.0  # relative: a batch is to be on time even if it takes this much longer than predicted
     keeps_deadlines: bool = True  # or none waits for another batch so that others are on time
+    patience_s: float = inf  # a late request that has waited longer is due
 
 
 class FormedBatch(NamedTuple):
@@ -54,6 +55,8 @@ def form_batch(
     takes is fixed for the next, which may not make it late. A time that is compared with a deadline counts `margin`
     more. In a class:
 
+    0. A request that has waited longer than `patience_s`, and twice its objective, is *due*. These join in order of
+       arrival, and the steps that follow count their time.
     1. Requests that can be on time by themselves join in order of urgency within `bounds`. On captured shapes the
        head's length bucket comes first, then the nearest buckets. Another joins if the batch with it takes no longer
        than the two apart. Where it does not, as the batch would need a larger shape, several may: they join together
@@ -139,6 +142,10 @@ def pages(new_tokens: int, page_tokens: int) -> int:
     return -(-new_tokens // page_tokens) * page_tokens
 
 
+def _by_arrival(ranked: RankedPrefill) -> tuple[float, int]:
+    return (ranked.request.arrival_s, ranked.request.key)
+
+
 def _by_remaining(ranked: RankedPrefill) -> tuple[float, Urgency]:
     return (ranked.remaining_s, ranked.urgency)
 
@@ -202,10 +209,12 @@ class _Forming:
         """Let the requests of one class join, in the steps of `form_batch`."""
         now_s, stretch = self._now_s, self._stretch
         keeps_deadlines = self._bounds.keeps_deadlines
+        ranked = self._take_due(ranked)
+        start_s = now_s + stretch * self.time_s
         punctual: list[RankedPrefill] = []
         late: list[RankedPrefill] = []
         for candidate in ranked:
-            is_punctual = now_s + stretch * candidate.remaining_s <= candidate.request.deadline_s
+            is_punctual = start_s + stretch * candidate.remaining_s <= candidate.request.deadline_s
             (punctual if keeps_deadlines and is_punctual else late).append(candidate)
         if punctual:
             before = self.requests
@@ -223,6 +232,22 @@ class _Forming:
         if late:
             late.sort(key=_by_remaining)
             self._join(self._by_bucket(late), self.end_s < inf)
+
+    def _take_due(self, ranked: Sequence[RankedPrefill]) -> Sequence[RankedPrefill]:
+        """Let those join that are due; return the others."""
+        now_s = self._now_s
+        due_before_s = now_s - self._bounds.patience_s
+        due: list[RankedPrefill] = []
+        for candidate in ranked:
+            request = candidate.request
+            if request.arrival_s < due_before_s and due_s(request) < now_s:
+                due.append(candidate)
+        if not due:
+            return ranked
+        due.sort(key=_by_arrival)
+        self._join(due, self.end_s < inf)
+        is_due = {candidate.request.key for candidate in due}
+        return [candidate for candidate in ranked if candidate.request.key not in is_due]
 
     def _by_bucket(self, candidates: list[RankedPrefill]) -> list[RankedPrefill]:
         """The length bucket of the batch's head first, then the nearest buckets, each in the order given."""

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from sglang_ext.laps.decide.round_plan import QueuedPrefill
 
+_DUE_AFTER = 2.0
+
 
 class Urgency(NamedTuple):
     """Sorts most urgent first."""
@@ -40,6 +42,11 @@ def aged_class(priority: int, waited_s: float, lift_s: float) -> int:
     (classes between them + 1) * lift_s after it, so that none starves, with or without a deadline.
     """
     return priority - floor(max(0.0, waited_s) / lift_s)
+
+
+def due_s(request: QueuedPrefill) -> float:
+    """Return when a request has waited twice its objective: from then on it may be due (`form_batch`)."""
+    return request.arrival_s + _DUE_AFTER * (request.deadline_s - request.arrival_s)
 
 
 class SlaDeviation:

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sglang_ext.laps.decide.prefill_queue import Group, PrefillQueue
+from sglang_ext.laps.decide.prefill_queue import Group, PrefillQueue, WholeLimits
 from sglang_ext.laps.decide.round_plan import PriorityClass, QueuedPrefill
 from sglang_ext.laps.decide.urgency import aged_class
 from sglang_ext.types import LengthClass
@@ -152,3 +152,29 @@ class SortedAnew(RuleBasedStateMachine):
 
 SortedAnew.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
 test_orders_are_those_of_a_queue_that_is_sorted_anew = SortedAnew.TestCase
+
+
+def test_a_long_prefill_that_is_due_goes_with_the_short_ones() -> None:
+    """After twice its objective and the patience, if it takes little enough by itself and has not been started."""
+    queue = PrefillQueue(10.0, WholeLimits(CPU.prefill_s(1000, 0, CHUNK_S), 1500))
+    for key, tokens, deadline_s, is_started in (
+        (1, 300, 1.0, False),
+        (2, 1200, 1.0, False),
+        (3, 300, 1.0, True),
+        (4, 300, 60.0, False),
+        (5, 300, inf, False),
+    ):
+        request = QueuedPrefill(
+            key, LengthClass.LONG, tokens, 0, tokens, 0.0, deadline_s, PriorityClass.NORMAL, is_started, False
+        )
+        queue.put(request, 0.0, CPU, CHUNK_S)
+
+    def due_keys(now_s: float, patience_s: float) -> list[int]:
+        return [ranked.request.key for ranked in queue.due_longs(now_s, patience_s, 10)]
+
+    assert due_keys(2.0, 0.0) == []
+    assert due_keys(2.1, 3.0) == []
+    assert due_keys(3.1, 3.0) == [1]
+    assert due_keys(121.0, 3.0) == [1, 4]
+    queue.remove_all([1])
+    assert due_keys(121.0, 3.0) == [4]

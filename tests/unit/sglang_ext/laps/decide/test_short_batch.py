@@ -293,6 +293,18 @@ def test_late_ones_join_shortest_first() -> None:
     assert batch_keys(late, 0.0, BOUNDS._replace(budget_s=0.09)) == [3, 1]
 
 
+def test_late_ones_that_are_due_join_first_in_order_of_arrival() -> None:
+    """They have waited longer than `patience_s` and twice their objectives; the others use what time is left."""
+    late = [
+        short(key, tokens, LMSYS, arrival_s=arrival_s, deadline_s=arrival_s + 0.4)
+        for key, tokens, arrival_s in ((0, 800, -3.0), (1, 900, -2.5), (2, 300, -1.5), (3, 100, -0.5))
+    ]
+    patient = BOUNDS._replace(patience_s=2.0)
+    assert batch_keys(late, 0.0, patient) == [0, 1, 3, 2]
+    assert batch_keys(late, 0.0, patient._replace(budget_s=0.09)) == [0]
+    assert batch_keys(late, 0.0, BOUNDS._replace(patience_s=0.1)) == [0, 1, 2, 3]  # the last has waited 0.5 s
+
+
 def test_where_there_is_no_time_for_another_batch_none_is_put_back() -> None:
     ranked = [
         short(0, 100, LMSYS, deadline_s=0.2),
@@ -408,6 +420,7 @@ PREFIXES = GraphGrid(GRID.shapes, max_prefix_tokens=2000)
     page=st.sampled_from([1, 16]),
     budget_s=st.sampled_from([0.02, 0.1, 0.4, inf]),
     margin=st.sampled_from([0.0, 0.1]),
+    patience_s=st.sampled_from([inf, 0.05, 0.5]),
 )
 def test_it_decides_as_the_plain_version(
     waiting: list[tuple[int, int, int, int | None, int]],
@@ -419,6 +432,7 @@ def test_it_decides_as_the_plain_version(
     page: int,
     budget_s: float,
     margin: float,
+    patience_s: float,
 ) -> None:
     now_s = 10.0
     ranked = []
@@ -427,7 +441,7 @@ def test_it_decides_as_the_plain_version(
         deadline_s = inf if objective is None else arrival_s + objective / 100
         ranked.append(short(key, new, cost, cached, arrival_s=arrival_s, deadline_s=deadline_s, aged_class=level))
     ranked.sort()
-    bounds = BatchBounds(max_requests, max_tokens, free, page, budget_s, margin)
+    bounds = BatchBounds(max_requests, max_tokens, free, page, budget_s, margin, patience_s=patience_s)
     formed = form_batch(ranked, now_s, cost, grid, bounds)
     assert formed == plain_form_batch(ranked, now_s, cost, grid, bounds)
     if formed is None:
