@@ -313,7 +313,7 @@ def test_a_server_that_does_not_start_leaves_its_log_and_the_next_is_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(model: Path, system: System, ports: Sequence[int], attention: str | None) -> list[str]:
-        return [sys.executable, "-c", "print('loading'); raise ValueError('no such attention')"]
+        return [sys.executable, "-u", "-c", "print('loading'); raise ValueError('no such attention')"]
 
     monkeypatch.setattr(serve, "launch_command", broken)
     monkeypatch.setattr(serve.signal, "signal", lambda *_: None)
