@@ -204,9 +204,12 @@ async def test_the_prefill_rate_is_learned_from_the_reports() -> None:
     async with cluster(load_poll_interval_secs=0.02) as served:
         worker = served.worker(served.short[0].url)
         rank = {"num_running_reqs": 0, "num_used_tokens": 0, "max_total_num_tokens": 1}
+        # The first report is what later ones are compared with.
+        served.short[0].loads = {"loads": [{**rank, "num_running_reqs": 7}]}
+        await served.until(lambda: worker.reported_running == 7)
         counters = {"total_prefill_uncached_tokens": 1000, "total_prefill_busy_us": 1_000_000}
         served.short[0].loads = {"loads": [{**rank, **counters}]}
-        await asyncio.sleep(0.1)
+        await served.until(lambda: worker.rate.busy_s > 0.9)
         counters = {"total_prefill_uncached_tokens": 6000, "total_prefill_busy_us": 2_000_000}
         served.short[0].loads = {"loads": [{**rank, **counters}]}
         await served.until(lambda: worker.rate.busy_s > 1.5)
