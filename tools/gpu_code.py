@@ -121,7 +121,7 @@ def keep_gpu_code(library: Path, architecture: int, wanted: str | None = None) -
 
 
 def _smallest(data: mmap.mmap, found: list[Image]) -> dict[int, bytes]:
-    """By architecture, the smallest image that is not compressed."""
+    """Return the smallest image that is not compressed, by architecture."""
     smallest: dict[int, Image] = {}
     for image in found:
         is_plain = data[image.at : image.at + 4] == ELF_MAGIC

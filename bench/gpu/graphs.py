@@ -168,7 +168,7 @@ class Grid:
         return self._matrices_s[tokens]
 
     def error(self, shape: GraphShape, static: PaddedBatch, lens: Sequence[int]) -> float:
-        """Of the replay's logits of each request's last token, against a pass without fused kernels."""
+        """Return the error of the replay's logits of each request's last token, against a pass without fused kernels."""
         ends = torch.tensor(lens, device=DEVICE).cumsum(0) - 1
         got = self.graphs.replay(shape)[ends].clone()
         with self._model.unfused(Attention.REFERENCE):
@@ -176,7 +176,7 @@ class Grid:
         return relative_error(self._model.logits(got), self._model.logits(wanted))
 
     def control_error(self) -> float:
-        """Of attention of each token to itself: what a comparison of logits sees of a wrong path."""
+        """Return the error of attention of each token to itself: a comparison of logits must see it."""
         shape = min(self.graphs.captured, key=lambda shape: abs(shape.tokens - 64))
         lens = [shape.length_tokens] * shape.requests
         static = self.graphs.load(shape, draw_batch(self._model, lens, [0] * len(lens), 1))
@@ -187,7 +187,7 @@ class Grid:
         return relative_error(*passes)
 
     def ragged_error(self) -> float:
-        """Of a batch of unequal requests, some behind prefixes, with slots to spare."""
+        """Return the error of a batch of unequal requests, some behind prefixes, with slots to spare."""
         lens, prefixes = [7, 3, 8, 1, 5], [0, 5, 0, 9, 2]
         shape = self.graphs.choose(lens, prefixes)
         if not isinstance(shape, GraphShape):

@@ -30,7 +30,7 @@ PRODUCT_ROWS = 8192 if HAS_GPU else 128
 
 
 class Ceilings(NamedTuple):
-    """What the device can do: bytes read and written by a copy, bytes read, operations of a bfloat16 product."""
+    """Holds the rates of a device: bytes read and written by a copy, bytes read, operations of a bfloat16 product."""
 
     copy_bytes_per_s: float
     read_bytes_per_s: float
@@ -84,7 +84,7 @@ def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 class Report:
-    """What a script expects, finds and judges; on the screen and, where `out` is given, in a file after each step."""
+    """Records a script's expectations, findings and checks, on the screen and, where `out` is given, in a file."""
 
     def __init__(self, name: str, out: Path | None, is_dry: bool) -> None:
         """`is_dry`: tried without a GPU, so that speed is not judged."""

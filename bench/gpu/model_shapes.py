@@ -14,7 +14,7 @@ from typing import Protocol
 
 
 class Rates(Protocol):
-    """What a device can do, as measured (`measure.Ceilings`)."""
+    """Describes the measured rates of a device (`measure.Ceilings`)."""
 
     @property
     def read_bytes_per_s(self) -> float: ...

@@ -57,7 +57,7 @@ def inputs(tokens: int) -> list[torch.Tensor]:
 
 
 def device_mesh(kind: str) -> Callable[[LinkMesh], AbstractContextManager[Any]]:
-    """What connects two members that NCCL cannot connect, as on one GPU."""
+    """Return the mesh of two members that NCCL cannot connect, as on one GPU."""
     if not HAS_GPU:
         return nullcontext
     from sglang_ext.long_pool.mesh.device_streams import CudaStreams
@@ -121,7 +121,7 @@ def add_one(tensors: Any, pipe: Connection) -> None:
 
 
 def shared_memory_of_the_device(report: Report) -> None:
-    """Whether a tensor of one process can be read and written by another one."""
+    """Check that another process can read and write a tensor of this one."""
     context = torch.multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     tensors = context.SimpleQueue()

@@ -25,7 +25,7 @@ MAX_TABLE_BYTES = 256 << 20
 
 
 class PagedBatches:
-    """What FlashAttention 3 reads of the batches of a grid: pages, lengths and ends of the requests, all int32."""
+    """Makes the tables that FlashAttention 3 reads of a batch: pages, lengths and ends of the requests, all int32."""
 
     def __init__(self, model_runner: Any, slots: int) -> None:
         """`slots`: requests of the largest shape."""

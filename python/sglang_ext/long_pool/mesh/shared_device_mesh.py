@@ -85,7 +85,7 @@ class _Greeting(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Block(NamedTuple):
-    """Of this process, for one other member."""
+    """Belongs to this process, for one other member."""
 
     name: bytes
     memory: torch.Tensor
@@ -96,7 +96,7 @@ class _Block(NamedTuple):
 
 
 class _SharedWith:
-    """What is shared with another member, as long as the pool lives."""
+    """Holds the memory that is shared with another member, as long as the pool lives."""
 
     def __init__(self) -> None:
         self.free: list[_Block] = []
