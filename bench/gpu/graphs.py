@@ -168,7 +168,7 @@ class Grid:
         return self._matrices_s[tokens]
 
     def error(self, shape: GraphShape, static: PaddedBatch, lens: Sequence[int]) -> float:
-        """Return the error of the replay's logits of each request's last token, against a pass without fused kernels."""
+        """Return the error of the replay's logits of last tokens, against a pass without fused kernels."""
         ends = torch.tensor(lens, device=DEVICE).cumsum(0) - 1
         got = self.graphs.replay(shape)[ends].clone()
         with self._model.unfused(Attention.REFERENCE):
