@@ -231,7 +231,14 @@ async def measure_checks(seconds: float) -> dict[str, float]:
         config = replace(RouterConfig(), workers=addresses)
         registry = WorkerRegistry(config)
         prober = Prober(
-            config, registry, lambda _: None, lambda _: None, worker_context(config), lambda _: None, lambda _: 0.0
+            config,
+            registry,
+            lambda _: None,
+            lambda _: None,
+            worker_context(config),
+            lambda _: None,
+            lambda _: 0.0,
+            lambda _: 0.0,
         )
         await prober.start()
         while not all(worker.is_healthy for worker in registry):  # noqa: ASYNC110 - each has its own

@@ -131,7 +131,9 @@ class RouterConfig:
         256, "sequences that one request may make, its prompts times n; more get 400", section="limits"
     )
     queue_size: int = _option(100, "requests that wait beyond that; more get 429")
-    queue_timeout_secs: float = _option(60.0, "longest wait in that queue; then 408")
+    queue_timeout_secs: float = _option(
+        60.0, "longest wait in that queue, then 408; and for an instance to return where none is ready, then 503"
+    )
     request_timeout_secs: float = _option(1800.0, "longest life of a request; then 504 and both legs are aborted")
     # Failure
     retry_max_retries: int = _option(5, "attempts after the first, on other instances where there are any")
@@ -163,7 +165,10 @@ class RouterConfig:
         section="health",
     )
     liveness_failure_threshold: int = _option(
-        1, "misses in a row that take an instance out as frozen; what it was serving is lost then", section="health"
+        1,
+        "misses in a row that take an instance out as frozen, where another one of its role answers; what it was "
+        "serving is lost then",
+        section="health",
     )
     first_byte_timeout_secs: float = _option(
         0.0,

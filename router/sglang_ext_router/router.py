@@ -56,6 +56,7 @@ from sglang_ext_router.observe.traces import Tracer
 from sglang_ext_router.request.aborting import Aborter
 from sglang_ext_router.request.body_reader import BodyReader
 from sglang_ext_router.request.flow import RequestFlow
+from sglang_ext_router.request.instance_waits import InstanceWaits
 from sglang_ext_router.request.prepared_request import FORWARDED
 from sglang_ext_router.request.reply_builder import ReplyBuilder
 from sglang_ext_router.request.request_ids import RoomAllocator
@@ -99,6 +100,7 @@ class Router:
             on_info=self._on_worker_info,
             on_frozen=pools.lose_all,
             last_received_s=pools.last_received_s,
+            last_worked_s=pools.last_worked_s,
             tls=worker_tls,
         )
         self.lease = _lease_holder(config, loop)
@@ -125,6 +127,7 @@ class Router:
             pools=pools,
             aborter=Aborter(pools, authorization, loop),
             admission=self.admission,
+            instance_waits=InstanceWaits(self.registry, loop, config.queue_size),
             rooms=RoomAllocator(secrets.randbits(31), process_index, config.processes),
             reply_builder=ReplyBuilder(loop),
             body_reader=BodyReader(loop),
@@ -353,6 +356,7 @@ class Router:
         self._sweep_due_s = now_s + SWEEP_INTERVAL_S
         for waiting in self.admission.expire(now_s):
             waiting.on_queue_timeout()
+        self.services.instance_waits.expire(now_s)
         limit_s = self.config.request_timeout_secs
         expired = []
         for request in self.running:
@@ -416,6 +420,7 @@ class Router:
         return {
             "requests_in_flight": self.requests_in_flight,
             "requests_queued": self.requests_queued,
+            "requests_waiting_for_instance": len(self.services.instance_waits),
             "client_connections": self.ports.open_connections,
             "instance_connections": self.services.pools.open_connections,
             "buffered_bytes": self.ports.buffered_bytes,

@@ -82,6 +82,7 @@ class Monitor:
     needs_decode: bool = True
     legs: list[LegRecord] | None = None
     attempt: int = -1
+    is_waiting: bool = False  # for an instance
     scheduled: int = -1  # highest back-off index asked for
     restarts: int = 0  # attempts that are no retries
     losses: int = 0  # legs that an instance had, or may have had
@@ -109,6 +110,7 @@ class Monitor:
         return (
             legs,
             self.attempt,
+            self.is_waiting,
             self.scheduled,
             self.restarts,
             self.losses,
@@ -128,6 +130,12 @@ class Monitor:
         for position, action in enumerate(actions):
             assert finished_at is None, "an action after RequestFinished"
             match action:
+                case StartLegs(attempt) if event.name == "on_instance_back":
+                    assert self.is_waiting
+                    assert attempt == self.attempt, "waiting is no attempt"
+                    assert self.legs is None
+                    self.is_waiting = False
+                    self.legs = self._fresh_legs()
                 case StartLegs(attempt, is_restart):
                     self.restarts += is_restart
                     assert self.restarts <= 1
@@ -201,10 +209,11 @@ class Monitor:
 
     def _note(self, event: Event) -> None:
         """What the event says about the legs, if it is about the current attempt."""
-        if event.name == "on_no_instance" and event.age == 0 and self.legs is not None:
+        if event.name in ("on_no_instance", "on_no_instance_yet") and event.age == 0 and self.legs is not None:
             untouched = self.legs == self._fresh_legs()
             if untouched and self.scheduled < self.attempt:
                 self.legs = None
+                self.is_waiting = event.name == "on_no_instance_yet"
         if event.leg is None or event.age or self.legs is None:
             return
         record = self.legs[event.leg]

@@ -47,6 +47,8 @@ def worker_state(worker: Worker) -> str:
         return "draining"
     if not worker.is_healthy:
         return "refused" if worker.is_refused else "unhealthy"
+    if worker.is_silent:
+        return "silent"
     return "moving" if worker.is_moving else "ready"
 
 

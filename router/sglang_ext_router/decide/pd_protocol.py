@@ -20,6 +20,7 @@ ignored.
 * A leg that an instance has taken and lost (or may have taken, see `on_leg_stale`) is sent again only once: a request
   that ends the instances that serve it must not visit them all.
 * Where prefill serves without decode, its leg is relayed instead of decode's, which counts as ended from the start.
+* Where no instance is there and one may return, the request waits in the same attempt (`waiting`); that is no failure.
 * Each started leg of each attempt gets exactly one verdict (`RecordFailure`, `RecordSuccess` or `ReleaseTrial`) and
   ends completed, lost or aborted; each request ends with exactly one `RequestFinished`, and nothing comes after it.
 """
@@ -108,6 +109,7 @@ class RequestPhase(Enum):
     OPEN = "open"  # both legs sent, nothing relayed
     SETTLING = "settling"  # one leg answered 5xx, the other has not ended; a retry is scheduled
     BACKOFF = "backoff"  # no leg open; a retry is scheduled
+    WAITING = "waiting"  # no leg open; no instance is there, and one may return
     RELAYING = "relaying"  # decode's reply is on its way to the client
     RELAYING_ERROR = "relaying_error"  # a failing leg's reply is
     DRAINING = "draining"  # the client has its whole reply; the prefill leg has not ended
@@ -127,6 +129,7 @@ _PREFILL, _DECODE = Leg.PREFILL, Leg.DECODE
 _IDLE, _SENT, _ACCEPTED = _LegState.IDLE, _LegState.SENT, _LegState.ACCEPTED
 _REJECTED, _REFUSED, _ENDED = _LegState.REJECTED, _LegState.REFUSED, _LegState.ENDED
 _NEW, _OPEN, _SETTLING, _BACKOFF = RequestPhase.NEW, RequestPhase.OPEN, RequestPhase.SETTLING, RequestPhase.BACKOFF
+_WAITING = RequestPhase.WAITING
 _RELAYING, _RELAYING_ERROR, _DRAINING, _OVER = (
     RequestPhase.RELAYING,
     RequestPhase.RELAYING_ERROR,
@@ -135,7 +138,7 @@ _RELAYING, _RELAYING_ERROR, _DRAINING, _OVER = (
 )
 
 _NOT_RUNNING = (_IDLE, _REFUSED, _ENDED)
-_BEFORE_FIRST_BYTE = (_NEW, _OPEN, _SETTLING, _BACKOFF)
+_BEFORE_FIRST_BYTE = (_NEW, _OPEN, _SETTLING, _BACKOFF, _WAITING)
 _OTHER = (_DECODE, _PREFILL)
 _ABORT = (AbortLeg(_PREFILL), AbortLeg(_DECODE))
 _RECORD_FAILURE = (RecordFailure(_PREFILL), RecordFailure(_DECODE))
@@ -212,11 +215,26 @@ class PDProtocol:
         return _START_FIRST
 
     def on_no_instance(self, attempt: int) -> Actions:
-        """`StartLegs(attempt)` found no instance to send to; neither leg was started."""
-        if attempt != self._attempt or self._phase is not _OPEN or self._legs != self._fresh_legs():
+        """`StartLegs(attempt)` found no instance to send to, or none came while it waited; neither leg was started."""
+        if attempt != self._attempt or not (self._is_unsent or self._phase is _WAITING):
             return NOTHING
         self._legs = [_IDLE, _IDLE]
         return self._reply_error([], 503, FailureReason.NO_INSTANCE)
+
+    def on_no_instance_yet(self, attempt: int) -> Actions:
+        """`StartLegs(attempt)` found no instance to send to, and one may return: the request waits for it."""
+        if attempt == self._attempt and self._is_unsent:
+            self._legs = [_IDLE, _IDLE]
+            self._phase = _WAITING
+        return NOTHING
+
+    def on_instance_back(self, attempt: int) -> Actions:
+        """The request waits for an instance, and there may be one now."""
+        if attempt != self._attempt or self._phase is not _WAITING:
+            return NOTHING
+        self._phase = _OPEN
+        self._legs = self._fresh_legs()
+        return (StartLegs(attempt),)
 
     def on_leg_head(self, leg: Leg, attempt: int, status: int) -> Actions:
         """A response head has arrived. Informational ones (1xx) are ignored."""
@@ -350,6 +368,10 @@ class PDProtocol:
         self._phase = _OPEN
         self._legs = self._fresh_legs()
         return (*verdicts, StartLegs(self._attempt))
+
+    @property
+    def _is_unsent(self) -> bool:
+        return self._phase is _OPEN and self._legs == self._fresh_legs()
 
     @property
     def _has_retries(self) -> bool:

@@ -2,7 +2,8 @@
 
 Health is what `/health` says, for which SGLang asks its scheduler: during a long chunk the answer is late.
 Liveness is whether the server process answers anything, for which nothing is asked of the scheduler: a process that is
-stopped, or a machine that is gone, keeps its connections open and is silent on all of them.
+stopped, or a machine that is gone, keeps its connections open and is silent on all of them. What follows from either is
+decided in `decide/signs_of_life.py`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import aiohttp
 from sglang_ext.types import Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress, may_be_forwarded
 from sglang_ext_router.decide.served_models import AUTO, PairingFacts, pairing_refusal
+from sglang_ext_router.decide.signs_of_life import FailedChecks, Judgement, Silence, judge_checks, judge_silence
 from sglang_ext_router.instances.registry import WorkerRegistry
 from sglang_ext_router.instances.workers import Worker
 
@@ -26,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 LIVENESS_PATH = "/ping"  # answered without the scheduler; an engine that does not know it answers 404, which will do
 LIVENESS_STEPS = 10
+CONNECT_TIMEOUT_S = 1.0  # for the machine of a silent instance to accept a connection
+LATE_LOAD_TIMEOUT_S = 1.0  # for the load report of an instance that is late with its health check
 RETURN_S = 60.0  # for which an ejected instance may come back to the others of its model as it was
 REGISTRATION_TIMEOUT_S = 2.0  # for an instance that is being added to say what it is
 EXTENSION_KEY = "sglang_ext"
@@ -63,10 +67,12 @@ class Prober:
         tls: ssl.SSLContext,
         on_frozen: Callable[[Worker], None],
         last_received_s: Callable[[Worker], float],
+        last_worked_s: Callable[[Worker], float],
     ) -> None:
         """Callbacks: `on_restarted` for an ejected instance, `on_frozen` for an instance whose requests are lost, too.
 
-        `last_received_s` returns when an instance last sent anything on the connections of requests (the loop's clock).
+        `last_received_s` returns when an instance last sent anything on the connections of requests (the loop's clock),
+        `last_worked_s` when it last sent a part of a reply.
         """
         self._config = config
         self._registry = registry
@@ -75,6 +81,7 @@ class Prober:
         self._tls = tls
         self._on_frozen = on_frozen
         self._last_received_s = last_received_s
+        self._last_worked_s = last_worked_s
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._liveness_tasks: dict[int, asyncio.Task[None]] = {}
         self._wake: dict[int, asyncio.Event] = {}
@@ -149,10 +156,13 @@ class Prober:
         while self._wake.get(worker.id) is wake:
             is_due = loop.time() >= next_check_s or wake.is_set() or not worker.is_healthy or worker.failed_checks > 0
             wake.clear()
+            was_healthy = worker.is_healthy
+            if was_healthy:
+                await self._read_load(worker)
             if is_due:
                 await self._check(worker)
                 next_check_s = loop.time() + config.health_check_interval_secs
-            if worker.is_healthy and not worker.failed_checks:  # else the next check comes first
+            if worker.is_healthy and not was_healthy:
                 await self._read_load(worker)
             interval_s = config.load_poll_interval_secs
             if worker.failed_checks:
@@ -165,6 +175,7 @@ class Prober:
 
     async def _check(self, worker: Worker) -> None:
         assert self._session is not None
+        asked_s = asyncio.get_running_loop().time()
         try:
             async with self._session.get(worker.url + "/health") as reply:
                 if reply.status != 200:
@@ -178,8 +189,12 @@ class Prober:
             if is_refused and worker.last_error != str(error):
                 logger.warning("worker %s (%s) is refused: %s", worker.url, worker.role, error)
             worker.is_refused = is_refused
-            self._failed(worker, str(error) or type(error).__name__, isinstance(error, TimeoutError))
+            is_unanswered = isinstance(error, TimeoutError)
+            if is_unanswered and worker.is_healthy:
+                await self._read_load(worker, LATE_LOAD_TIMEOUT_S)
+            self._failed(worker, str(error) or type(error).__name__, is_unanswered, asked_s)
             return
+        self._hear(worker)
         worker.is_refused = False
         worker.failed_checks = 0
         worker.last_error = ""
@@ -230,17 +245,34 @@ class Prober:
         )
         return pairing_refusal(facts, (instance.facts for instance in serving if instance.facts is not None))
 
-    def _failed(self, worker: Worker, reason: str, is_silent: bool) -> None:
+    def _failed(self, worker: Worker, reason: str, is_unanswered: bool, asked_s: float) -> None:
+        """A health check that was sent at `asked_s` has failed."""
         worker.failed_checks += 1
         worker.last_error = reason
-        refused = "Cannot connect" in reason
-        if worker.is_healthy and (refused or worker.failed_checks >= self._config.health_failure_threshold):
+        if not worker.is_healthy:
+            return
+        checks = FailedChecks(
+            worker.failed_checks,
+            is_refused="Cannot connect" in reason,
+            is_unanswered=is_unanswered,
+            has_worked=max(self._last_worked_s(worker), worker.worked_s) >= asked_s,
+            has_peer=any(not peer.failed_checks for peer in self._registry.peers(worker)),
+        )
+        judgement = judge_checks(checks, self._config.health_failure_threshold)
+        if judgement in (Judgement.OUT, Judgement.LOST):
             self._take_out(worker, reason)
-            if is_silent:
+            if judgement is Judgement.LOST:
                 self._on_frozen(worker)
+        elif is_unanswered and checks.has_worked:
+            worker.failed_checks, worker.last_error = 0, ""
+        elif worker.failed_checks == self._config.health_failure_threshold:
+            logger.warning(
+                "worker %s (%s) does not answer its health checks and stays, as no other could serve in its place",
+                *(worker.url, worker.role),
+            )
 
     def _take_out(self, worker: Worker, reason: str) -> None:
-        worker.is_healthy = False
+        worker.is_healthy = worker.is_silent = False
         # What it was and what it had cached may be gone when it comes back.
         worker.has_info = False
         worker.out_since_s = asyncio.get_running_loop().time()
@@ -249,40 +281,101 @@ class Prober:
         logger.warning("worker %s (%s) is out: %s", worker.url, worker.role, reason)
 
     async def _watch_liveness(self, worker: Worker) -> None:
-        """Take the instance out when nothing comes from it, neither an answer nor a byte of any reply.
+        """Watch for the silence of an instance from which nothing comes, neither an answer nor a byte of any reply.
 
         An instance that says that it is not well, or closes its port, may still be serving what it has: only an
         instance that says nothing at all loses its requests.
         """
-        config, loop = self._config, asyncio.get_running_loop()
+        interval_s, loop = self._config.liveness_interval_secs, asyncio.get_running_loop()
         wake = self._wake[worker.id]
-        misses = 0
+        silent_s = 0.0
         while self._wake.get(worker.id) is wake:
             asked_s = loop.time()
-            if not worker.is_healthy or await self._is_alive(worker) or self._last_received_s(worker) >= asked_s:
-                misses = 0
-            else:
-                misses += 1
-            if misses >= config.liveness_failure_threshold and worker.is_healthy:
-                misses = 0
-                worker.failed_checks += 1
-                worker.last_error = f"it is frozen: no answer of any kind for {loop.time() - asked_s:.1f} s"
-                self._take_out(worker, worker.last_error)
-                self._on_frozen(worker)
-            await asyncio.sleep(max(0.0, asked_s + config.liveness_interval_secs - loop.time()))
+            silent_s = await self._listen(worker, silent_s) if worker.is_healthy else 0.0
+            await asyncio.sleep(max(0.0, asked_s + interval_s - loop.time()))
 
-    async def _is_alive(self, worker: Worker) -> bool:
-        """Return whether the instance's machine or process shows any sign of life within the timeout."""
-        asking = asyncio.get_running_loop().create_task(self._ask_for_life(worker))
+    async def _listen(self, worker: Worker, silent_s: float) -> float:
+        """Ask for life once and wait for an answer, or anything else; return for how long nothing has come by then.
+
+        `silent_s` is the silence before. The time is counted in steps: what has arrived while this process itself stood
+        still is read before it counts.
+        """
+        config, loop = self._config, asyncio.get_running_loop()
+        step_s = config.liveness_timeout_secs / LIVENESS_STEPS
+        limit_s = config.liveness_timeout_secs * config.liveness_failure_threshold
+        received_s = max(self._last_received_s(worker), loop.time())
+        is_unreachable = silent_s >= limit_s and not await self._accepts_connections(worker)
+        asking = loop.create_task(self._ask_for_life(worker))
         try:
-            # In steps: what has arrived while this process itself stood still is read before time is up.
             for _ in range(LIVENESS_STEPS):
-                await asyncio.wait({asking}, timeout=self._config.liveness_timeout_secs / LIVENESS_STEPS)
+                if not asking.done():
+                    await asyncio.wait({asking}, timeout=step_s)
+                if asking.done() and asking.result():
+                    self._hear(worker)
+                    return 0.0
+                latest_s = self._last_received_s(worker)
+                if latest_s > received_s:
+                    received_s, silent_s = latest_s, 0.0
+                    self._hear(worker)
+                    continue
+                is_unreachable = is_unreachable or asking.done()  # without an answer: there is no way to it
+                silent_s += config.liveness_timeout_secs if asking.done() else step_s
+                self._judge(worker, silent_s, limit_s, is_unreachable)
+                if not worker.is_healthy:
+                    return 0.0
                 if asking.done():
-                    return asking.result()
-            return False
+                    break
+            return silent_s
         finally:
             asking.cancel()
+
+    def _judge(self, worker: Worker, silent_s: float, limit_s: float, is_unreachable: bool) -> None:
+        """Do what follows from the silence of an instance."""
+        if silent_s < limit_s:
+            return
+        now_s = asyncio.get_running_loop().time()
+        silence = Silence(
+            silent_s,
+            reading_s=worker.reading.within(now_s - silent_s, now_s),
+            is_unreachable=is_unreachable,
+            has_peer=any(
+                max(peer.heard_s, self._last_received_s(peer)) > now_s - limit_s / 2
+                for peer in self._registry.peers(worker)
+            ),
+        )
+        judgement = judge_silence(silence, limit_s)
+        if judgement is Judgement.LOST:
+            worker.failed_checks += 1
+            worker.last_error = f"it is frozen: no answer of any kind for {silent_s:.1f} s"
+            self._take_out(worker, worker.last_error)
+            self._on_frozen(worker)
+        elif judgement is Judgement.SILENT and not worker.is_silent:
+            worker.is_silent = True
+            worker.last_error = f"it is silent: no answer of any kind for {silent_s:.1f} s"
+            self._registry.refresh()
+            logger.warning(
+                "worker %s (%s) is silent, and no other could serve in its place: it keeps its requests, new ones wait",
+                *(worker.url, worker.role),
+            )
+
+    def _hear(self, worker: Worker) -> None:
+        """Something has come from the instance."""
+        worker.heard_s = asyncio.get_running_loop().time()
+        if worker.is_silent:
+            worker.is_silent = False
+            worker.last_error = ""
+            self._registry.refresh()
+            logger.info("worker %s (%s) is heard again", worker.url, worker.role)
+
+    async def _accepts_connections(self, worker: Worker) -> bool:
+        """Return whether the instance's machine accepts a connection, which a stopped process does not hinder."""
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                _, writer = await asyncio.open_connection(worker.host, worker.port)
+        except OSError:  # TimeoutError is one
+            return False
+        writer.close()
+        return True
 
     async def _ask_for_life(self, worker: Worker) -> bool:
         assert self._session is not None
@@ -334,9 +427,11 @@ class Prober:
         self._registry.refresh()
         self._on_info(worker)
 
-    async def _read_load(self, worker: Worker) -> None:
+    async def _read_load(self, worker: Worker, timeout_s: float | None = None) -> None:
+        """Take over the instance's load report, which its scheduler writes and its server process answers."""
         try:
-            reply = await self.get_json(worker, "/v1/loads?include=core")
+            async with asyncio.timeout(timeout_s):
+                reply = await self.get_json(worker, "/v1/loads?include=core")
             ranks = reply["loads"]
             running = sum(int(rank["num_running_reqs"]) for rank in ranks)
             waiting_tokens = sum(int(rank.get("num_waiting_uncached_tokens", 0)) for rank in ranks)
@@ -346,15 +441,21 @@ class Prober:
             capacity = sum(int(rank["max_total_num_tokens"]) for rank in ranks)
             prefilled = sum(int(rank.get("total_prefill_uncached_tokens", 0)) for rank in ranks)
             busy_us = sum(int(rank.get("total_prefill_busy_us", 0)) for rank in ranks)
+            written_s = sum(float(rank.get("timestamp", 0.0)) for rank in ranks)
         except _ANSWER_ERRORS as error:
             logger.debug("no load report from %s: %s", worker.url, error)
             return
+        now_s = asyncio.get_running_loop().time()
+        worker.heard_s = now_s
+        stamp = (written_s, running, waiting_tokens, used, prefilled, busy_us)
+        if worker.load_stamp and stamp != worker.load_stamp:
+            worker.worked_s = now_s
+        worker.load_stamp = stamp
         worker.reported_running = running
         worker.foreign_tokens = max(0, waiting_tokens - worker.pending_tokens - worker.sibling_tokens)
         # Slots that wait for their KV are counted with what is on its way, not with what is used.
         worker.reported_awaiting_tokens = awaiting
         worker.reported_free_kv_tokens = max(0, capacity - (used + unallocated - awaiting))
-        now_s = asyncio.get_running_loop().time()
         worker.rate.observe(prefilled, busy_us, now_s, self._registry.expected_tokens_per_s(worker, now_s))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from sglang_ext.laps.decide.boundary import DEFAULT_BOUNDARY_TOKENS
 from sglang_ext.types import Role
@@ -29,6 +29,7 @@ class ModelPools:
         self.ready_decode: tuple[Worker, ...] = ()
         self.prefill_roles: tuple[Role, ...] = ()
         self.has_revisions = False  # ready instances are of several
+        self.silent_kinds: frozenset[str] = frozenset()  # of which an instance is silent and keeps its place
         # Prompts up to the first fit every ready instance of the kind, beyond the second none.
         self.shortest_decode_tokens = 0
         self.longest_decode_tokens: int | None = None
@@ -38,13 +39,14 @@ class ModelPools:
         self.estimator = TokenEstimator()
         self.tokeniser: PromptTokeniser | None = None  # comes once a tokenizer is known
 
-    def set_ready(self, ready: Sequence[Worker]) -> None:
+    def set_ready(self, ready: Sequence[Worker], silent: Sequence[Worker] = ()) -> None:
         """Take over the model's ready instances, except those whose revision lacks the other kind.
 
         Where there is no pair at all, none is left out: requests without a decode leg can be served.
         """
         decode_revisions = {worker.revision for worker in ready if not worker.role.is_prefill}
         pairs = {worker.revision for worker in ready if worker.role.is_prefill and worker.revision in decode_revisions}
+        self.silent_kinds = frozenset(kind_of(worker.role) for worker in silent)
         if pairs:
             ready = [worker for worker in ready if worker.revision in pairs]
         self.ready_prefill = tuple(worker for worker in ready if worker.role.is_prefill)
@@ -57,12 +59,15 @@ class ModelPools:
         self.longest_decode_tokens, self.shortest_decode_tokens = max(limits, default=None), min(limits, default=0)
 
     def missing_roles(self) -> list[str]:
-        """Return what the model lacks to be served: `prefill`, `decode`, both, a pair of one revision, or nothing."""
-        missing = [] if self.ready_prefill else ["prefill"]
+        """Return what the model lacks to be served: `prefill`, `decode`, both, a pair of one revision, or nothing.
+
+        An instance that is silent and keeps its place is not lacking: requests wait until it is heard.
+        """
+        missing = [] if self.ready_prefill or "prefill" in self.silent_kinds else ["prefill"]
         if not self.ready_decode:
-            return [*missing, "decode"]
+            return missing if "decode" in self.silent_kinds else [*missing, "decode"]
         decode_revisions = {worker.revision for worker in self.ready_decode}
-        if missing or any(worker.revision in decode_revisions for worker in self.ready_prefill):
+        if not self.ready_prefill or any(worker.revision in decode_revisions for worker in self.ready_prefill):
             return missing
         return ["prefill and decode of one revision"]
 
@@ -92,6 +97,7 @@ class WorkerRegistry:
         # Recent tokens and busy seconds of each pool of each model, and when they were added up
         self._shown: dict[tuple[str, Role], tuple[float, float]] = {}
         self._shown_s = float("-inf")
+        self.on_refreshed: Callable[[], None] | None = None  # called when the ready instances may be others
         self.suspects: set[int] = set()  # ids of instances whose circuit breaker may not be closed
         for address in config.workers:
             self.add(address)
@@ -135,6 +141,7 @@ class WorkerRegistry:
         ready = [worker for worker in self._by_id.values() if worker.is_ready]
         self.ready_prefill = tuple(worker for worker in ready if worker.role.is_prefill)
         self.ready_decode = tuple(worker for worker in ready if not worker.role.is_prefill)
+        silent = [worker for worker in self._by_id.values() if worker.is_healthy and worker.is_silent]
         by_model: dict[str, list[Worker]] = {worker.model: [] for worker in self._by_id.values() if worker.model}
         for worker in ready:
             by_model.setdefault(worker.model, []).append(worker)
@@ -143,7 +150,7 @@ class WorkerRegistry:
                 pools.set_ready(())  # requests may still hold it
         self.models = {name: self.models.get(name) or ModelPools(name) for name in sorted(by_model)}
         for name, pools in self.models.items():
-            pools.set_ready(by_model[name])
+            pools.set_ready(by_model[name], [worker for worker in silent if worker.model == name])
         aliases = {alias: self.models[model] for alias, model in self._config.aliases if model in self.models}
         self._by_name = {**aliases, **self.models}
         sole = next(iter(self.models.values())) if len(self.models) == 1 else None
@@ -151,6 +158,8 @@ class WorkerRegistry:
         # Any name may mean an instance that reports none.
         takes_any = self._config.accept_any_model or (sole is not None and not sole.name)
         self._for_any_name = sole if takes_any else None
+        if self.on_refreshed is not None:
+            self.on_refreshed()
 
     def find_model(self, name: str | None) -> ModelPools | None:
         """Return the model that a request names: a name, an alias, or `NAME:ADAPTER`; without a name the only model."""
@@ -179,6 +188,30 @@ class WorkerRegistry:
         """Return whether every instance has been asked once: until then any model may turn out to be served."""
         return all(worker.is_checked for worker in self._by_id.values())
 
+    def peers(self, worker: Worker) -> list[Worker]:
+        """Return the ready instances that could serve what this one serves."""
+        is_prefill, spills = worker.role.is_prefill, self._config.pool_spill
+        return [
+            other
+            for other in self._by_id.values()
+            if other is not worker
+            and other.is_ready
+            and other.role.is_prefill is is_prefill
+            and (other.model, other.revision) == (worker.model, worker.revision)
+            and (spills or other.role in (worker.role, Role.BOTH))
+        ]
+
+    def may_return(self, model: ModelPools, kind: str) -> bool:
+        """Return whether an instance of this kind (of any, where it is empty) is away now and may serve later."""
+        return any(
+            not worker.is_ready
+            and not worker.is_draining
+            and not worker.is_refused
+            and worker.model in ("", model.name)
+            and kind in ("", kind_of(worker.role))
+            for worker in self._by_id.values()
+        )
+
     def expected_tokens_per_s(self, worker: Worker, now_s: float) -> float:
         """Return the prefill rate of the other instances of its pool together; the prior where nothing was measured."""
         if now_s - self._shown_s >= SHOWN_FOR_S:  # not for every report: a pool has hundreds of instances
@@ -203,6 +236,11 @@ class WorkerRegistry:
         if missing:
             return "; ".join(f"{', '.join(roles)} of {name}" for name, roles in missing.items())
         return "prefill, decode"
+
+
+def kind_of(role: Role) -> str:
+    """Return the kind of instance that a model cannot be served without, to which this role belongs."""
+    return "prefill" if role.is_prefill else "decode"
 
 
 def describe_roles(workers: Iterable[Worker]) -> dict[str, int]:

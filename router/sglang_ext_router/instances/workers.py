@@ -9,6 +9,7 @@ from sglang_ext_router.config import RouterConfig, WorkerAddress
 from sglang_ext_router.decide.circuit_breaker import CircuitBreaker
 from sglang_ext_router.decide.prefill_progress import PrefillProgress
 from sglang_ext_router.decide.served_models import PairingFacts
+from sglang_ext_router.decide.signs_of_life import ReadingTime
 
 PRIOR_TOKENS_PER_S = 2000.0
 PRIOR_BUSY_S = 0.5  # what is expected of an instance weighs as much as this much busy time of its own
@@ -102,11 +103,16 @@ class Worker:
         self.has_info = False
         # Health
         self.is_healthy = False
+        self.is_silent = False  # it answers nothing, and no other could serve: keeps what it has, takes nothing new
         self.is_draining = False
         self.is_moving = False  # between two pools: takes nothing new
         self.is_refused = False  # it does not fit the instances that serve its model
         self.failed_checks = 0
         self.last_error = "not checked yet"
+        self.heard_s = float("-inf")  # when it last answered a check, on the loop's clock
+        self.reading = ReadingTime()
+        self.load_stamp: tuple[float, ...] = ()  # of its last load report: other numbers show that its scheduler works
+        self.worked_s = float("-inf")  # when a load report last had other numbers than the one before
         # Load: the router's own view, exact for what it sent, and the instance's last report
         self.in_flight = 0
         self.pending_tokens = 0
@@ -152,7 +158,7 @@ class Worker:
     @property
     def is_ready(self) -> bool:
         """Return whether the instance takes new requests; its circuit breaker is asked separately."""
-        return self.is_healthy and not self.is_draining and not self.is_moving
+        return self.is_healthy and not (self.is_silent or self.is_draining or self.is_moving)
 
     @property
     def is_checked(self) -> bool:

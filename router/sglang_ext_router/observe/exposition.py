@@ -31,6 +31,7 @@ PREFIX = "sglang_ext_router_"
 GAUGES = {
     "requests_in_flight": "Requests being served",
     "requests_queued": "Requests in the router's queue",
+    "requests_waiting_for_instance": "Requests that wait for an instance to return",
     "client_connections": "Open connections of clients",
     "instance_connections": "Open connections to instances",
     "buffered_bytes": "Bytes of requests that are being received, wait, or are being served",

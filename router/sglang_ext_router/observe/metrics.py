@@ -129,6 +129,7 @@ class RouterMetrics:
         self.loop_lag_s = Histogram(LOOP_LAG_BUCKETS_S)
         self.tokenised = 0
         self.spilled = 0
+        self.waited_for_instance = 0
         self.cached_tokens = 0
         self.prompt_tokens = 0
 
@@ -224,9 +225,13 @@ class RouterMetrics:
         yield "ttft_slo", "Requests with a TTFT deadline, by whether it was met", ("length_class", "met"), slo
         yield (
             "events",
-            "Prompts tokenised because their class was in doubt; requests served in the other pool",
+            "Prompts tokenised as their class was in doubt; requests served in the other pool, or that waited for one",
             ("event",),
-            [(("tokenised",), self.tokenised), (("spilled",), self.spilled)],
+            [
+                (("tokenised",), self.tokenised),
+                (("spilled",), self.spilled),
+                (("waited_for_instance",), self.waited_for_instance),
+            ],
         )
         yield (
             "prompt_tokens",

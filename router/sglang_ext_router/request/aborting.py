@@ -17,7 +17,7 @@ import orjson
 
 from sglang_ext_router.decide.pd_actions import Leg
 from sglang_ext_router.instances.workers import Worker
-from sglang_ext_router.request.upstream import UpstreamConnection, UpstreamPools
+from sglang_ext_router.request.upstream import NO_ATTEMPT, UpstreamConnection, UpstreamPools
 
 # The first abort can arrive before the instance has registered the request; unknown ids are ignored there.
 REPEAT_AFTER_S = 0.5
@@ -93,7 +93,7 @@ class _AbortQueue:
             body = orjson.dumps({"rid": request_id, "abort_all": True} if request_id == ALL else {"rid": request_id})
             head = worker.request_head(b"/abort_request")
             request = b"%b%bcontent-length: %d\r\n\r\n%b" % (head, self._authorization, len(body), body)
-            self._calls[self._pools.start(worker, self, Leg.PREFILL, 0, request)] = request_id
+            self._calls[self._pools.start(worker, self, Leg.PREFILL, NO_ATTEMPT, request)] = request_id
 
     def on_leg_head(self, leg: UpstreamConnection) -> None: ...
 

@@ -86,6 +86,10 @@ class Attempt:
         head, body, tail = request.message(bootstrap_json, room, made_id, self.started_s)
         target = request.target
         start = services.pools.start
+        if body is not None:
+            route.prefill.reading.add(len(body), self.started_s)
+            if decode_worker is not None:
+                decode_worker.reading.add(len(body), self.started_s)
         prefill_head = route.prefill.request_head(target) + head
         prefill = start(route.prefill, owner, _PREFILL, number, prefill_head, on_new_connections, body, tail)
         if request.prompt.is_stream or decode_worker is None:

@@ -78,6 +78,7 @@ class RequestFlow:
         "_excluded",
         "_headers",
         "_is_queued",
+        "_is_waiting",
         "_place",
         "_protocol",
         "_reading",
@@ -103,6 +104,7 @@ class RequestFlow:
         self._headers: ClientHeaders
         self._request: PreparedRequest
         self._is_queued = False
+        self._is_waiting = False  # for an instance: none is ready, and one may return
         self._asking: asyncio.Task[str] | None = None  # the coordinator
         self._place: PoolPlace | None = None  # for the first attempt
         self._protocol: PDProtocol | None = None  # from the first attempt on
@@ -327,6 +329,9 @@ class RequestFlow:
                 place,
             )
         except NoInstanceError as error:
+            if self._wait_for_instance(error, now_s):
+                self._act(protocol.on_no_instance_yet(number))
+                return
             services.metrics.count(services.metrics.refused, "no_instance")
             logger.warning("no instance for a request: %s", error)
             self._act(protocol.on_no_instance(number))
@@ -336,6 +341,8 @@ class RequestFlow:
             logger.exception("the policy for prefill or decode has failed")
             self._act(protocol.on_no_instance(number))
             return
+        if self._is_waiting:
+            self._stop_waiting()
         decode = route.decode
         record.error_status = record.prefilled_s = record.first_token_s = None
         if prompt.samples_per_prompt > 1 and not (
@@ -352,6 +359,39 @@ class RequestFlow:
             request.scores,
             b"" if request.own_ids is None else b"-" + record.room_id,
         )
+
+    def _wait_for_instance(self, error: NoInstanceError, now_s: float) -> bool:
+        """Wait until an instance returns, where one may; a deadline counts for a request that was never sent."""
+        services = self._services
+        if not services.registry.may_return(self._request.model, error.kind):
+            return False
+        end_s = now_s + services.config.queue_timeout_secs
+        if self._attempt is None and self._headers.ttft_slo_s is not None:
+            end_s = min(end_s, self.started_s + self._headers.ttft_slo_s)
+        if not services.instance_waits.add(self, end_s):
+            return False
+        if not self._is_waiting:
+            self._is_waiting = True
+            services.metrics.waited_for_instance += 1
+            logger.info("a request waits for an instance: %s", error)
+        return True
+
+    def _stop_waiting(self) -> None:
+        self._is_waiting = False
+        self._services.instance_waits.remove(self)
+
+    def on_instances_changed(self) -> None:
+        """Other instances may be ready now."""
+        assert self._protocol is not None
+        self._act(self._protocol.on_instance_back(self._protocol.attempt))
+
+    def on_no_instance_came(self) -> None:
+        """The request waited for an instance until its deadline or the queue's limit."""
+        services, protocol = self._services, self._protocol
+        assert protocol is not None
+        self._is_waiting = False
+        services.metrics.count(services.metrics.refused, "no_instance")
+        self._act(protocol.on_no_instance(protocol.attempt))
 
     def on_leg_head(self, leg: UpstreamConnection) -> None:
         """A leg's response head has come. A refusal is judged by its reason, when it is here whole."""
@@ -561,14 +601,15 @@ class RequestFlow:
             services.admission.remove(self)
             self._is_queued = False
             self._refuse(503, ABORTED_EARLY, "aborted")
-        elif protocol is None or attempt is None:  # the coordinator has not answered
+        elif protocol is None or (attempt is None and not self._is_waiting):  # the coordinator has not answered
             self._refuse(503, ABORTED_EARLY, "aborted")
             self._leave()
-        elif self._timer is not None:  # between two attempts
+        elif self._timer is not None or self._is_waiting:  # between two attempts
             self._relay.answer_error(503, ABORTED_EARLY)
             self._act(protocol.on_client_gone())
         else:
             protocol.max_retries = 0
+            assert attempt is not None
             for worker in {attempt.worker(Leg.PREFILL), attempt.worker(_DECODE)}:
                 attempt.abort_on(worker)
 
@@ -601,6 +642,8 @@ class RequestFlow:
                 self.keep_alive(now_s)
             return
         if attempt is None:
+            if self._is_waiting and config.sse_keep_alive_secs:
+                self.keep_alive(now_s)
             return
         phase = protocol.phase
         leg: UpstreamConnection | None
@@ -633,6 +676,8 @@ class RequestFlow:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        if self._is_waiting:
+            self._stop_waiting()
         # Relayed nothing, answered nothing: prefill's half of a joined reply failed.
         if relay.is_open and not relay.is_building:
             relay.answer_error(502, REASON_TEXT[FailureReason.LEG_FAILED])

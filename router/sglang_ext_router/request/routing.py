@@ -71,7 +71,14 @@ def capacity_refusal(reply: bytes) -> CapacityRefusal | None:
 
 
 class NoInstanceError(Exception):
-    """No instance can take the request now; the message says of which kind."""
+    """No instance can take the request now; the message says of which kind.
+
+    `kind` is the one that is missing: `prefill`, `decode`, or, where a pair is missing, empty.
+    """
+
+    def __init__(self, message: str, kind: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind
 
 
 class RoutePlanner:
@@ -166,7 +173,8 @@ class RoutePlanner:
             decodes = self._usable(decodes, decode_excluded, now_s)
             roles = [worker.role for worker in prefills]
         if not prefills or (needs_decode and not decodes):
-            raise NoInstanceError(model.lacks("prefill" if not prefills else "decode"))
+            kind = "decode" if prefills else "prefill"
+            raise NoInstanceError(model.lacks(kind), kind)
 
         if needs_decode and model.has_revisions:
             prefills, decodes = (
@@ -183,7 +191,7 @@ class RoutePlanner:
         allow_spill = self._allow_spill or len(ready_prefill) < len(model.ready_prefill)
         pool = choose_pool(prompt_tokens, roles, cached, self.boundary(model), allow_spill)
         if not pool.candidates:
-            raise NoInstanceError(f"no prefill instance for {pool.length_class} prompts is ready")
+            raise NoInstanceError(f"no prefill instance for {pool.length_class} prompts is ready", "prefill")
         if place is not None:
             position = next((i for i in pool.candidates if prefills[i] is place.prefill), None)
             if position is not None:

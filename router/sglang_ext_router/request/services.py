@@ -23,6 +23,7 @@ from sglang_ext_router.observe.metrics import RouterMetrics
 from sglang_ext_router.observe.traces import Tracer
 from sglang_ext_router.request.aborting import Aborter
 from sglang_ext_router.request.body_reader import BodyReader
+from sglang_ext_router.request.instance_waits import InstanceWaits
 from sglang_ext_router.request.prompt import Prompt
 from sglang_ext_router.request.reply_builder import ReplyBuilder
 from sglang_ext_router.request.request_ids import RoomAllocator
@@ -47,6 +48,7 @@ class Services:
     pools: UpstreamPools
     aborter: Aborter
     admission: AdmissionQueue[RequestFlow]
+    instance_waits: InstanceWaits
     rooms: RoomAllocator
     reply_builder: ReplyBuilder
     body_reader: BodyReader

@@ -23,6 +23,7 @@ REUSE_IDLE_S = 4.0
 # A kept connection that ends within this time of a request, unanswered, was most likely closing already.
 RESEND_WITHIN_S = 1.0
 MAX_IDLE_CONNECTIONS = 512
+NO_ATTEMPT = -1  # of a call that is no leg of a request
 _DECODE = Leg.DECODE
 MAX_HELD_BYTES = 1 << 20  # of a reply that is not relayed yet
 # A peer that vanished (its machine lost power, a firewall forgot the connection) acknowledges nothing.
@@ -240,6 +241,8 @@ class UpstreamConnection(asyncio.Protocol):
     def _end(self, owner: LegOwner) -> None:
         self._take_owner()
         self._is_fresh = False
+        if self.status == 200 and self.attempt != NO_ATTEMPT:
+            self._pool.answered_s = self.received_s
         owner.on_leg_complete(self)
         self._pool.release(self)
 
@@ -303,6 +306,7 @@ class UpstreamPool:
         self.active: set[UpstreamConnection] = set()  # with a request under way
         self._idle: list[UpstreamConnection] = []
         self._is_closed = False
+        self.answered_s = _NEVER_S  # when a request was last answered whole
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(
@@ -388,6 +392,12 @@ class UpstreamPool:
         return max((connection.received_s for connection in (*self.active, *self._idle)), default=_NEVER_S)
 
     @property
+    def last_worked_s(self) -> float:
+        """Return when the instance last sent a part of a reply, or ended one: its scheduler works."""
+        legs = (leg.received_s for leg in self.active if leg.body_started and leg.attempt != NO_ATTEMPT)
+        return max(self.answered_s, max(legs, default=_NEVER_S))
+
+    @property
     def open_connections(self) -> int:
         """Return the number of connections with a request under way, or kept."""
         return len(self.active) + len(self._idle)
@@ -450,6 +460,11 @@ class UpstreamPools:
         """Return when a connection to the instance last received something; minus infinity if none has."""
         pool = self._pools.get(worker.id)
         return _NEVER_S if pool is None else pool.last_received_s
+
+    def last_worked_s(self, worker: Worker) -> float:
+        """Return when the instance last sent a part of a reply to a request; minus infinity if it has sent none."""
+        pool = self._pools.get(worker.id)
+        return _NEVER_S if pool is None else pool.last_worked_s
 
     @property
     def open_connections(self) -> int:

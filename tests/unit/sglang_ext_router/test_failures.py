@@ -256,7 +256,7 @@ async def test_an_instance_that_cannot_be_reached_is_avoided(leg: str) -> None:
 
 
 async def test_an_instance_that_dies_and_comes_back() -> None:
-    async with cluster() as served:
+    async with cluster(queue_timeout_secs=0.2) as served:
         await served.decode[0].stop()
         answer = await served.ask("POST", "/generate", PROMPT)
         assert answer.status == 503
@@ -266,7 +266,7 @@ async def test_an_instance_that_dies_and_comes_back() -> None:
 
 
 async def test_requests_under_way_when_an_instance_is_killed_end_at_once() -> None:
-    async with cluster(short=1, decode=2, retry_max_retries=1) as served:
+    async with cluster(short=1, decode=2, retry_max_retries=1, queue_timeout_secs=0.2) as served:
         for engine in served.decode:
             engine.script = hang()
         asks = [asyncio.create_task(served.ask("POST", "/generate", PROMPT)) for _ in range(20)]

@@ -207,7 +207,7 @@ async def test_tokenising_and_model_info_are_asked_of_the_model() -> None:
 
 @pytest.mark.slow
 async def test_a_model_whose_instances_are_out_is_not_unknown() -> None:
-    async with serving("llama", "qwen") as served:
+    async with serving("llama", "qwen", queue_timeout_secs=0.1) as served:
         engine = served.engines["qwen"][DECODE]
         await engine.stop()
         await served.until(lambda: not served.worker(engine.url).is_healthy)

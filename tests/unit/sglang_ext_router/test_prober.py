@@ -29,7 +29,7 @@ def with_info(engine: ScriptedEngine, **fields: Any) -> dict[str, Any]:
 
 @pytest.mark.slow
 async def test_an_instance_takes_requests_once_it_is_healthy() -> None:
-    async with cluster(health_failure_threshold=2) as served:
+    async with cluster(health_failure_threshold=2, queue_timeout_secs=0.1) as served:
         engine, worker = served.decode[0], decode_worker(served)
         engine.health_status = 503
         await served.until(lambda: not worker.is_healthy)
@@ -54,9 +54,9 @@ async def test_one_failed_check_is_forgiven() -> None:
 
 
 @pytest.mark.slow
-async def test_an_instance_that_does_not_answer_is_taken_out() -> None:
+async def test_an_instance_that_does_not_answer_is_taken_out_where_another_one_does() -> None:
     async with cluster(
-        health_check_timeout_secs=0.1, health_failure_threshold=2, health_check_interval_secs=0.05
+        decode=2, health_check_timeout_secs=0.1, health_failure_threshold=2, health_check_interval_secs=0.05
     ) as served:
         served.decode[0].health_status = None
         await served.until(lambda: not decode_worker(served).is_healthy, 2.0)

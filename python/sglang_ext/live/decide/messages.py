@@ -26,7 +26,7 @@ class InstanceRow(NamedTuple):
     name: Annotated[str, "HOST:PORT, or its number in a simulation"]
     pool: Annotated[str, "short, long, both or decode"]
     model: Annotated[str, "the name under which it serves its model"]
-    state: Annotated[str, "ready, draining, moving, unhealthy, refused, or gone when it has left"]
+    state: Annotated[str, "ready, draining, moving, silent, unhealthy, refused, or gone when it has left"]
     mode: Annotated[str | None, "how its own scheduler treats the classes: both, short or long"]
     reason: Annotated[str, "why it takes nothing; empty while it does"]
 

@@ -16,6 +16,7 @@ LEG_EVENTS = ("on_first_body", "on_leg_complete", "on_leg_connect_failed", "on_l
 EVENTS = (
     *(Event(name) for name in ("start", "on_client_gone", "on_timeout")),
     *(Event(name, age=age) for name in ("on_no_instance", "on_retry_timer", "on_retry_refused") for age in (0, 1)),
+    *(Event(name, age=age) for name in ("on_no_instance_yet", "on_instance_back") for age in (0, 1)),
     *(Event(name, leg, age=age) for name in LEG_EVENTS for leg in Leg for age in (0, 1)),
     *(Event("on_leg_head", leg, status) for leg in Leg for status in STATUSES),
     *(Event("on_error_event", leg, status) for leg in Leg for status in (400, 429, 500)),
@@ -99,5 +100,6 @@ def test_prefill_alone_keeps_them_too(max_retries: int, is_stream: bool, is_sing
     retrying = {RequestPhase.BACKOFF} if max_retries else set()
     # With one leg nothing is left to wait for: neither another's word on a 5xx nor a leg behind the relayed one.
     expected = {RequestPhase.NEW, RequestPhase.OPEN, RequestPhase.RELAYING, RequestPhase.RELAYING_ERROR}
+    expected.add(RequestPhase.WAITING)
     assert phases == expected | retrying | {RequestPhase.OVER}
     assert states > 20

@@ -323,7 +323,7 @@ async def test_prefill_alone_serves_and_no_decode_instance_hears_of_it() -> None
 
 
 async def test_it_needs_no_decode_instance() -> None:
-    async with cluster() as served:
+    async with cluster(queue_timeout_secs=0.1) as served:
         await served.decode[0].stop()
         await served.until(lambda: not served.router.registry.ready_decode)
         served.short[0].script = reply(ONE)
