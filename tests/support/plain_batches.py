@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from math import inf
 
 from sglang_ext.graphs.decide.graph_grid import GraphGrid, GraphShape
@@ -85,11 +84,9 @@ class PlainBatch:
 
     # -- the steps --------------------------------------------------------------------------------------------------
 
-    def take_class(self, ranked: list[RankedPrefill]) -> None:
-        due = sorted(filter(self.is_due, ranked), key=lambda one: (one.request.arrival_s, one.request.key))
+    def take_class(self, due: list[RankedPrefill], ranked: list[RankedPrefill]) -> None:
         if due:
             self.join(due, is_spare=self.kept_s < inf)
-        ranked = [one for one in ranked if one not in due]
         before_s = self.time_s(self.members) if self.members else 0.0
         late = [one for one in ranked if not self.is_punctual(one, before_s)]
         punctual = [one for one in ranked if one not in late]
@@ -105,14 +102,8 @@ class PlainBatch:
             if not self.members:
                 late = ranked
         if late:
-            late = sorted(late, key=lambda one: (one.remaining_s, one.urgency))
+            late = sorted(late, key=lambda one: one.remaining_s)
             self.join(self.by_bucket(late), is_spare=self.kept_s < inf)
-
-    def is_due(self, one: RankedPrefill) -> bool:
-        request = one.request
-        objective_s = request.deadline_s - request.arrival_s
-        waits_from_s = self.now_s - self.bounds.patience_s
-        return request.arrival_s < waits_from_s and request.arrival_s + 2 * objective_s < self.now_s
 
     def is_punctual(self, one: RankedPrefill, before_s: float) -> bool:
         end_s = self.now_s + self.stretch * before_s + self.stretch * one.remaining_s
@@ -189,12 +180,19 @@ class PlainBatch:
 
 
 def plain_form_batch(
-    ranked: Sequence[RankedPrefill], now_s: float, cost: CostCoefficients, grid: GraphGrid, bounds: BatchBounds
+    ranked: Sequence[RankedPrefill],
+    now_s: float,
+    cost: CostCoefficients,
+    grid: GraphGrid,
+    bounds: BatchBounds,
+    due: Sequence[RankedPrefill] = (),
 ) -> FormedBatch | None:
     """What `form_batch` is to return."""
     batch = PlainBatch(now_s, cost, grid, bounds)
-    for _, group in groupby(ranked, key=lambda one: one.urgency.aged_class):
-        batch.take_class(list(group))
+    for aged_class in sorted({one.urgency.aged_class for one in (*ranked, *due)}):
+        batch.take_class(
+            *([one for one in waiting if one.urgency.aged_class == aged_class] for waiting in (due, ranked))
+        )
         if not batch.members:
             return None
     members = batch.members

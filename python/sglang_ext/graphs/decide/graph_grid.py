@@ -10,10 +10,10 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from enum import StrEnum
 from math import inf
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-_SLOTS_FACTOR = 4  # requests of a quarter of the length, on average
-_SLOT_TOKENS = 16
+_SLOTS_FACTOR: Final = 4  # requests of a quarter of the length, on average
+_SLOT_TOKENS: Final = 16
 
 
 class GraphShape(NamedTuple):
@@ -37,9 +37,9 @@ class GraphShape(NamedTuple):
 
 
 # Up to about this number of tokens a prefill takes the time of reading the weights, so padding is free.
-FREE_TOKENS = 256
+FREE_TOKENS: Final = 256
 # As in SGLang's own prefill graphs.
-MAX_PADDING_FACTOR = 2
+MAX_PADDING_FACTOR: Final = 2
 
 
 class Fallback(StrEnum):
@@ -61,14 +61,15 @@ class GraphGrid:
     """
 
     __slots__ = (
+        "_buckets",
         "_deepest",
         "_left_out",
-        "_lengths",
-        "_slots",
         "by_tokens",
+        "lengths",
         "lengths_tokens",
         "max_prefix_tokens",
         "shapes",
+        "slots",
         "tokens",
     )
 
@@ -99,14 +100,18 @@ class GraphGrid:
     def padded_at(self, longest_tokens: int, requests: int, new_tokens: int, cached_tokens: int) -> int:
         """Choose, for frequent callers: the position in `by_tokens`, or -1: the batch runs on ordinary kernels."""
         tokens = self.tokens
-        lengths = self._lengths
-        slots = self._slots
+        lengths = self.lengths
+        slots = self.slots
         for at in range(bisect_left(tokens, new_tokens), len(tokens)):
             if lengths[at] >= longest_tokens and slots[at] >= requests:
                 if tokens[at] > FREE_TOKENS and tokens[at] > MAX_PADDING_FACTOR * new_tokens:
                     return -1
                 return at if cached_tokens <= self.max_prefix_tokens else -1
         return -1
+
+    def bucket(self, length_tokens: int) -> int:
+        """Return how many of the captured lengths are shorter than this one."""
+        return self._buckets[length_tokens] if length_tokens < len(self._buckets) else len(self.lengths_tokens)
 
     def leave_out(self, shape: GraphShape, reason: Fallback = Fallback.MEMORY) -> None:
         """Pad no batch to this shape from now on; `choose` gives the reason for batches that it would hold."""
@@ -149,8 +154,10 @@ class GraphGrid:
         ]
         self.by_tokens = sorted(unique, key=lambda shape: (shape.tokens, shape.length_tokens))
         self.tokens = [shape.tokens for shape in self.by_tokens]  # of a replay; in this order, as are the next two
-        self._lengths = [shape.length_tokens for shape in self.by_tokens]
-        self._slots = [shape.slots for shape in self.by_tokens]
+        self.lengths = [shape.length_tokens for shape in self.by_tokens]
+        self.slots = [shape.slots for shape in self.by_tokens]
+        longest_tokens = self.lengths_tokens[-1] if unique else 0
+        self._buckets = [bisect_left(self.lengths_tokens, tokens) for tokens in range(longest_tokens + 1)]
 
 
 def _holds(shape: GraphShape, longest_tokens: int, requests: int, new_tokens: int) -> bool:

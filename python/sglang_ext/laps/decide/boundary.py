@@ -13,17 +13,18 @@ measurements have contradicted it by far and for long.
 from __future__ import annotations
 
 from math import inf, sqrt
+from typing import Final
 
 from sglang_ext.laps.decide.cost_model import CostCoefficients, CostFit
 
-DEFAULT_BOUNDARY_TOKENS = 512  # until an instance has measured what its iterations cost
-LEAST_BOUNDARY_TOKENS = 32
-OBJECTIVE_SHARE = 0.5
-_SAMPLES = 32  # between two looks at the measurements
-_LOOKS = 8  # that contradict one after the other, before the number changes
-_FIRST_LOOKS = 2  # iterations, from the first on: an instance starts while others do
-_FIRST_SAMPLES = 512
-_MARGIN = 1.25  # beyond the step above or below
+DEFAULT_BOUNDARY_TOKENS: Final = 512  # until an instance has measured what its iterations cost
+LEAST_BOUNDARY_TOKENS: Final = 32
+OBJECTIVE_SHARE: Final = 0.5
+_SAMPLES: Final = 32  # between two looks at the measurements
+_LOOKS: Final = 8  # that contradict one after the other, before the number changes
+_FIRST_LOOKS: Final = 2  # iterations, from the first on: an instance starts while others do
+_FIRST_SAMPLES: Final = 512
+_MARGIN: Final = 1.25  # beyond the step above or below
 
 
 def fitted_boundary_tokens(fit: CostFit, write_s: float | None, objective_s: float, max_tokens: int) -> float | None:

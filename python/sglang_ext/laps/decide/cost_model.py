@@ -19,7 +19,7 @@ from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from math import ceil, exp, inf, isfinite, log, sqrt
 from statistics import median
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from sglang_ext.laps.decide.nnls import (
     Matrix,
@@ -116,25 +116,25 @@ def boundary_tokens(
     return (root - linear) / (2 * alpha_s) if alpha_s > 0 else None
 
 
-_FEATURES = 6
+_FEATURES: Final = 6
 _ALPHA, _TOKEN, _READ, _REQUEST, _KAPPA = range(5)
 _SECONDARY = (_READ, _REQUEST)  # held at the prior where the samples do not determine them
-_GAP = 5  # the feature that is not one of the sum: whether the iteration follows another one directly
-_PER_KIND = 16
-_KINDS = 256
+_GAP: Final = 5  # the feature that is not one of the sum: whether the iteration follows another one directly
+_PER_KIND: Final = 16
+_KINDS: Final = 256
 _KEPT_SAMPLES = 20_000  # a kind that was not seen for this many samples is forgotten
-_RECENT = 128
-_MIN_SAMPLES = 8
-_LEAST_CLIP = 0.4  # of the logarithm: a factor of 1.5
-_CHANGE_SAMPLES = 64
-_CHANGE = 0.3  # of the logarithm: a factor of 1.35
-_NOISE_FLOOR = 0.005
-_STANDARD_ERROR = 0.3  # of a coefficient that is determined, relative to it
-_PACE_SAMPLES = 8  # the latest, by which predictions are scaled
-_PACE_WEIGHT = 0.7  # of what they show, as a logarithm
-_MOST_PACE = 4.0
-_SOLVE_ALWAYS = 64
-_SOLVE_EVERY = 8
+_RECENT: Final = 128
+_MIN_SAMPLES: Final = 8
+_LEAST_CLIP: Final = 0.4  # of the logarithm: a factor of 1.5
+_CHANGE_SAMPLES: Final = 64
+_CHANGE: Final = 0.3  # of the logarithm: a factor of 1.35
+_NOISE_FLOOR: Final = 0.005
+_STANDARD_ERROR: Final = 0.3  # of a coefficient that is determined, relative to it
+_PACE_SAMPLES: Final = 8  # the latest, by which predictions are scaled
+_PACE_WEIGHT: Final = 0.7  # of what they show, as a logarithm
+_MOST_PACE: Final = 4.0
+_SOLVE_ALWAYS: Final = 64
+_SOLVE_EVERY: Final = 8
 # What the prior claims: the time of (new, cached) tokens of this many requests each.
 _PRIOR_SHAPES = ((32, 0, 1), (256, 0, 1), (2048, 0, 1), (256, 4096, 1), (2048, 4096, 1), (32, 0, 8))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf, isfinite
+from typing import Final
 
 from sglang_ext.graphs.decide.graph_grid import GraphGrid
 from sglang_ext.laps.decide.boundary import OBJECTIVE_SHARE, ClassBoundary
@@ -36,11 +37,16 @@ from sglang_ext.laps.decide.wait_depth import (
     others_served,
 )
 
-_ONLINE_FOR_S = 10.0  # after a request with a deadline, others are expected
-_YIELD_OF_SLO = 1 / 16  # of the short prefills' objective that work without deadlines may hold one up
-_MOST_SHARE = 0.9  # under all options, a long prefill moves on
-_REPORT_ROUNDS = 20.0
-_YIELD_OVERHEAD = 0.3  # share of such work's time that may go to what every batch costs again
+# Looking a member up in its class takes longer than comparing it.
+_SHORT_MODE: Final = LapsMode.SHORT
+_LONG_MODE: Final = LapsMode.LONG
+_SLA: Final = Batching.SLA
+_TOKEN_MAX: Final = Batching.TOKEN_MAX
+_ONLINE_FOR_S: Final = 10.0  # after a request with a deadline, others are expected
+_YIELD_OF_SLO: Final = 1 / 16  # of the short prefills' objective that work without deadlines may hold one up
+_MOST_SHARE: Final = 0.9  # under all options, a long prefill moves on
+_REPORT_ROUNDS: Final = 20.0
+_YIELD_OVERHEAD: Final = 0.3  # share of such work's time that may go to what every batch costs again
 
 
 class InstanceModel:
@@ -157,7 +163,7 @@ class InstanceModel:
     def max_share(self) -> float:
         """The largest share of the time that shorts take while a long prefill that is late waits."""
         share = self.options.rho_max
-        return 1 - share if self.mode is LapsMode.SHORT else share
+        return 1 - share if self.mode is _SHORT_MODE else share
 
     def verdict(self, now_s: float, batch: FormedBatch, deadline_s: float, *, has_longs: bool) -> Verdict:
         """Return whether the short batch should leave: adaptive wait-depth, or at once on an instance for long
@@ -165,7 +171,7 @@ class InstanceModel:
 
         `deadline_s`: the nearest one of all short prefills that wait.
         """
-        if self.mode is LapsMode.LONG:
+        if self.mode is _LONG_MODE:
             return Verdict(DispatchReason.SHARE if has_longs else DispatchReason.ALONE, now_s)
         cost = self.fit.coefficients
         depth = len(batch.members)
@@ -191,14 +197,14 @@ class InstanceModel:
             ),
         )
         is_offline = all(member.request.deadline_s == inf for member in batch.members)
-        if is_offline or self.options.batching is Batching.TOKEN_MAX:
+        if is_offline or self.options.batching is _TOKEN_MAX:
             token_max = min(self.options.token_max, self.limits.max_batch_tokens)
             return self.awd.choose_token_max(now_s, gathering, token_max)
         return self.awd.choose(now_s, gathering, arrivals_per_s)
 
     def learn_depth(self, now_s: float, reason: DispatchReason, members: Sequence[QueuedPrefill]) -> None:
         """A short batch has left with these members."""
-        if self.options.batching is not Batching.SLA or not any(isfinite(member.deadline_s) for member in members):
+        if self.options.batching is not _SLA or not any(isfinite(member.deadline_s) for member in members):
             return
         arrivals_s = [member.arrival_s for member in members]
         depth = len(members)

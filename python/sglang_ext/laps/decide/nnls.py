@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from math import inf, sqrt
+from typing import Final
 
 Matrix = list[list[float]]
 Vector = list[float]
 
-_RIDGE = 1e-10  # relative to the unit diagonal: what two equal columns have in common is then shared
-_TOLERANCE = 1e-9
+_RIDGE: Final = 1e-10  # relative to the unit diagonal: what two equal columns have in common is then shared
+_TOLERANCE: Final = 1e-9
 
 
 def solve_non_negative(gram: Matrix, moment: Vector) -> Vector:

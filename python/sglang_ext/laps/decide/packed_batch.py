@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil, inf, sqrt
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from sglang_ext.laps.decide.cost_model import CostCoefficients
 from sglang_ext.laps.decide.round_plan import Cut
@@ -17,19 +17,19 @@ from sglang_ext.laps.decide.short_batch import FormedBatch
 from sglang_ext.laps.decide.urgency import RankedPrefill
 from sglang_ext.laps.decide.wait_depth import OfferedLoad
 
-_OVERHEADS = 8.0  # a batch takes this many times what every batch costs again, which is an eighth of the time then
-_LEAST_OF_SLO = 0.05
-_LEAST_IN_PIPELINE = 0.2  # each chunk waits for the longest stage, and for the stages to fill
-_MOST_OF_SLO = 1 / 3  # a short prefill waits for the end of one batch, perhaps a longer one, and for its own
-_LEAST_OVERHEADS = 2.4  # at any objective: below, next to nothing is computed
-_SPARE_SHARE = 0.75  # of the time that the load leaves free: most of it that fixed costs may take
-_LEAST_SPARE = 0.05
-_RARE_ARRIVALS = 0.05  # during a batch that is longer than the objective allows
-_LONG_MODE_ROUNDS = 3.0
-_WITHOUT_SHORTS = 1.5  # who arrives meanwhile waits for this batch, and not for a part of it in its own
-_WHOLE_WITHIN = 1.1  # times what is left of the budget: a tail is not worth another iteration
-_MOST_UTILISATION = 0.95
-_OTHERS_WEIGHT = 2.0  # of a second that everybody else waits, against one of the short prefills
+_OVERHEADS: Final = 8.0  # times what every batch costs again a batch takes, of which that is an eighth then
+_LEAST_OF_SLO: Final = 0.05
+_LEAST_IN_PIPELINE: Final = 0.2  # each chunk waits for the longest stage, and for the stages to fill
+_MOST_OF_SLO: Final = 1 / 3  # a short prefill waits for the end of one batch, perhaps a longer one, and for its own
+_LEAST_OVERHEADS: Final = 2.4  # at any objective: below, next to nothing is computed
+_SPARE_SHARE: Final = 0.75  # of the time that the load leaves free: most of it that fixed costs may take
+_LEAST_SPARE: Final = 0.05
+_RARE_ARRIVALS: Final = 0.05  # during a batch that is longer than the objective allows
+_LONG_MODE_ROUNDS: Final = 3.0
+_WITHOUT_SHORTS: Final = 1.5  # who arrives meanwhile waits for this batch, and not for a part of it in its own
+_WHOLE_WITHIN: Final = 1.1  # times what is left of the budget: a tail is not worth another iteration
+_MOST_UTILISATION: Final = 0.95
+_OTHERS_WEIGHT: Final = 2.0  # of a second that everybody else waits, against one of the short prefills
 
 
 def packed_round_s(fixed_s: float, short_slo_s: float, stages: int = 1) -> float:
@@ -267,9 +267,12 @@ def choose_chunk(
     if remaining_tokens <= max_tokens and cost.chunk_s(remaining_tokens, cached_tokens) <= budget_s:
         return remaining_tokens
     low, high = pages_min, min(pages_max, remaining_tokens // page_tokens)
+    alpha_s, token_s, kappa_s = cost.alpha_s, cost.token_s, cost.kappa_s
+    reading_s = cost.read_s * cached_tokens
     while low < high:  # the largest that fits is in [low, high]
         middle = (low + high + 1) // 2
-        if cost.chunk_s(middle * page_tokens, cached_tokens) <= budget_s:
+        tokens = middle * page_tokens
+        if tokens * (alpha_s * (tokens + 2 * cached_tokens) + token_s) + reading_s + kappa_s <= budget_s:
             low = middle
         else:
             high = middle - 1

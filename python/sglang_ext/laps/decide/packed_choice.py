@@ -6,6 +6,7 @@ A decision looks at the first requests of each order of the queue (`prefill_queu
 from __future__ import annotations
 
 from math import inf
+from typing import Final
 
 from sglang_ext.laps.decide.instance_model import InstanceModel, batch_of_shorts, nearest_deadline_s
 from sglang_ext.laps.decide.packed_batch import (
@@ -24,48 +25,50 @@ from sglang_ext.laps.decide.round_plan import DispatchReason, LapsMode, PrefillB
 from sglang_ext.laps.decide.short_batch import BatchBounds, FormedBatch, form_batch, lone_batch
 from sglang_ext.laps.decide.urgency import RankedPrefill
 
-_MOST_SHORTS = 128  # candidates
-_SPARE_SHORTS = 16  # more than a batch holds: some are put back
-_MOST_LONGS = 8  # in addition to the started ones
-_ONLINE, _OFFLINE = Group.WITH_DEADLINE, Group.WITHOUT_DEADLINE
+_MOST_SHORTS: Final = 128  # candidates
+_SPARE_SHORTS: Final = 16  # more than a batch holds: some are put back
+_MOST_LONGS: Final = 8  # in addition to the started ones
+_ONLINE: Final = Group.WITH_DEADLINE  # looking a member up in its class takes longer than comparing it
+_OFFLINE: Final = Group.WITHOUT_DEADLINE
+_SHORT_MODE: Final = LapsMode.SHORT
+_LONG_MODE: Final = LapsMode.LONG
+_SHARE: Final = DispatchReason.SHARE
+_MIXED: Final = DispatchReason.MIXED
 
 
 def choose_packed(model: InstanceModel, queue: PrefillQueue, now_s: float, free_kv_tokens: int) -> RoundPlan:
     """The batch of this round, and smaller ones should the memory refuse it; or until when to wait."""
     if not len(queue):
         return RoundPlan((), inf)
-    queue.lift(now_s)
-    first = _group(queue)
+    queue.advance(now_s)
+    first = _group(queue, now_s)
     plan = _choose_of_group(model, queue, now_s, free_kv_tokens, first)
     if plan.batches or plan.wake_s < inf:
         return plan
     # What the memory refuses may be waiting for a request of the other group, which holds it.
-    return _choose_of_group(model, queue, now_s, free_kv_tokens, Group(1 - first))
+    return _choose_of_group(model, queue, now_s, free_kv_tokens, _OFFLINE if first is _ONLINE else _ONLINE)
 
 
 def _choose_of_group(
     model: InstanceModel, queue: PrefillQueue, now_s: float, free_kv_tokens: int, group: Group
 ) -> RoundPlan:
-    candidates = min(model.max_requests + _SPARE_SHORTS, _MOST_SHORTS)
-    shorts = queue.candidates(group, candidates, now_s)
+    patience_s = model.patience_s(now_s, queue.count(_ONLINE)) if group is _ONLINE else 0.0
+    due = queue.due(group, now_s, patience_s, model.max_requests)
+    shorts = queue.shorts(group, min(model.max_requests + _SPARE_SHORTS, _MOST_SHORTS))
     is_online = queue.count(_ONLINE) > 0 or model.is_online(now_s)
     longs = queue.longs(group, _MOST_LONGS)
     round_s = _round_s(model, queue, now_s, group, longs, is_online=is_online)
-    if group is _OFFLINE and is_online and shorts:
-        shorts, longs = _cut_long_ones(model, shorts, longs)
-    patience_s = model.patience_s(now_s, queue.count(_ONLINE))
-    if group is _ONLINE:
-        due = queue.due_longs(now_s, patience_s, model.max_requests)
-        if due:
-            keys = {ranked.request.key for ranked in due}
-            shorts = sorted([*shorts, *due])
-            longs = [ranked for ranked in longs if ranked.request.key not in keys]
+    if group is _OFFLINE and is_online:
+        yield_s = model.yield_s()
+        due, longs = _cut_long_ones(yield_s, due, longs)
+        shorts, longs = _cut_long_ones(yield_s, shorts, longs)
     first_long = longs[0] if longs else None
-    short_class = shorts[0].urgency.aged_class if shorts else 0
+    first_short = min([ranked[0] for ranked in (due, shorts) if ranked], key=_class_of, default=None)
+    short_class = 0 if first_short is None else first_short.urgency.aged_class
     # Ageing makes a long prefill at most equal to a short one, or else each would hold up the short ones in its turn.
     is_long_first = (
         first_long is not None
-        and bool(shorts)
+        and first_short is not None
         and max(first_long.urgency.aged_class, min(int(first_long.request.priority), short_class)) < short_class
     )
     if first_long is not None:
@@ -82,29 +85,29 @@ def _choose_of_group(
         short_budget_s,
         model.margin(),
         model.keeps_deadlines(now_s),
-        patience_s,
     )
-    batch = None if is_long_first else form_batch(shorts, now_s, model.cost, model.grid, bounds)
+    batch = None if is_long_first else form_batch(shorts, now_s, model.cost, model.grid, bounds, due)
     if batch is None:
-        batches = _without_shorts(model, queue, shorts, longs, round_s, free_kv_tokens)
+        batches = _without_shorts(model, queue, first_short, longs, round_s, free_kv_tokens)
         return RoundPlan(batches, now_s if batches else inf)
-    verdict = model.verdict(now_s, batch, nearest_deadline_s(shorts), has_longs=first_long is not None)
+    deadline_s = min(nearest_deadline_s(due), nearest_deadline_s(shorts))
+    verdict = model.verdict(now_s, batch, deadline_s, has_longs=first_long is not None)
     if first_long is None or not _may_run(model, now_s, first_long):
-        is_idle = first_long is not None or not queue.count(Group(1 - group))
+        is_idle = first_long is not None or not queue.count(_OFFLINE if group is _ONLINE else _ONLINE)
         if verdict.reason is None and is_idle:
             return RoundPlan((), verdict.wake_s)
         # Without a reason: others are there to use the time.
-        return RoundPlan((batch_of_shorts(batch, verdict.reason or DispatchReason.SHARE),), now_s)
+        return RoundPlan((batch_of_shorts(batch, verdict.reason or _SHARE),), now_s)
     if group is _OFFLINE and not is_online and _gathers(model, now_s, batch):
         # No client waits for an answer: short ones join when their batch is full, for decode is not to run dry.
-        long_batches = _without_shorts(model, queue, [], longs, round_s, free_kv_tokens)
+        long_batches = _without_shorts(model, queue, None, longs, round_s, free_kv_tokens)
         if long_batches:
             return RoundPlan((*long_batches, batch_of_shorts(batch, DispatchReason.SHARE)), now_s)
     # On the ordinary kernels, even if the short ones would have a captured shape.
     cost = model.cost
     shorts_s = cost.iteration_s(batch.attention_work, batch.new_tokens, batch.cached_tokens, len(batch.members))
     mixed = _mixed(model, queue, batch, longs, shorts_s, round_s, free_kv_tokens)
-    short = batch_of_shorts(batch, verdict.reason or DispatchReason.SHARE)
+    short = batch_of_shorts(batch, verdict.reason or _SHARE)
     if mixed is None:
         return RoundPlan((short,), now_s)
     saved_s = max(0.0, batch.predicted_s - (shorts_s - cost.kappa_s) - cost.request_s)
@@ -123,9 +126,15 @@ def _choose_of_group(
     return RoundPlan((mixed, short), now_s)
 
 
-def _group(queue: PrefillQueue) -> Group:
+def _group(queue: PrefillQueue, now_s: float) -> Group:
     """Requests with deadlines first, unless one without has been lifted above all of them."""
-    return _OFFLINE if queue.head_class(_OFFLINE) < queue.head_class(_ONLINE) else _ONLINE
+    if not queue.count(_OFFLINE):
+        return _ONLINE
+    return _OFFLINE if queue.head_class(_OFFLINE, now_s) < queue.head_class(_ONLINE, now_s) else _ONLINE
+
+
+def _class_of(ranked: RankedPrefill) -> int:
+    return ranked.urgency.aged_class
 
 
 def _round_s(
@@ -148,25 +157,24 @@ def _round_s(
     if group is _OFFLINE:
         return min(round_s, model.yield_s()) if is_online else max(round_s, model.short_slo_s)
     round_s = model.round_s(now_s, queue.count(_ONLINE), cached_tokens)
-    if model.mode is LapsMode.LONG:
+    if model.mode is _LONG_MODE:
         head_s = longs[0].total_s - longs[0].remaining_s if longs else 0.0  # what has been computed of it
         return long_mode_round_s(round_s, model.cost.kappa_s, backlog_s + head_s, model.limits.stages)
     return round_s
 
 
 def _cut_long_ones(
-    model: InstanceModel, shorts: list[RankedPrefill], longs: list[RankedPrefill]
+    yield_s: float, shorts: list[RankedPrefill], longs: list[RankedPrefill]
 ) -> tuple[list[RankedPrefill], list[RankedPrefill]]:
     """While clients with deadlines are near, a short prefill without a deadline that takes longer is cut like a long
     one."""
-    yield_s = model.yield_s()
     cut = [ranked for ranked in shorts if ranked.remaining_s > yield_s]
     return [ranked for ranked in shorts if ranked.remaining_s <= yield_s], [*longs, *cut]
 
 
 def _may_run(model: InstanceModel, now_s: float, long: RankedPrefill) -> bool:
     """An instance for short prefills runs a long one next to them when that is late, or has aged."""
-    if model.mode is not LapsMode.SHORT:
+    if model.mode is not _SHORT_MODE:
         return True
     request = long.request
     is_late = request.deadline_s - long.remaining_s <= now_s
@@ -221,13 +229,13 @@ def _mixed(
         return None
     predicted_s = shorts_s + parts.added_s
     keys = [member.request.key for member in members]
-    return _batch(keys, parts, DispatchReason.MIXED, batch.new_tokens, predicted_s)
+    return _batch(keys, parts, _MIXED, batch.new_tokens, predicted_s)
 
 
 def _without_shorts(
     model: InstanceModel,
     queue: PrefillQueue,
-    shorts: list[RankedPrefill],
+    first_short: RankedPrefill | None,
     longs: list[RankedPrefill],
     round_s: float,
     free_kv_tokens: int,
@@ -236,19 +244,20 @@ def _without_shorts(
     cost = model.cost
     batches: list[PrefillBatch] = []
     if longs:
-        budget_s = round_s if shorts or model.options.round_ms is not None else without_shorts_s(round_s)
+        has_short = first_short is not None
+        budget_s = round_s if has_short or model.options.round_ms is not None else without_shorts_s(round_s)
         left_s = budget_s - cost.kappa_s
         if model.limits.stages > 1 and len(longs) == 1:  # another one would share the last chunk
             request = longs[0].request
             left_s = even_share_s(cost.chunk_s(request.new_tokens, request.cached_tokens) - cost.kappa_s, left_s)
         room = _room(model, left_s, free_kv_tokens, None)
         parts = fill_with_longs(longs, _started(queue), cost, room)
-        reason = DispatchReason.URGENT if shorts else DispatchReason.ALONE
+        reason = DispatchReason.URGENT if has_short else DispatchReason.ALONE
         if parts.requests:
             predicted_s = cost.kappa_s + parts.added_s
             batches.append(_batch([], parts, reason, 0, predicted_s))
-    if shorts:
-        batches.append(batch_of_shorts(lone_batch(shorts[0], cost, model.grid), DispatchReason.FULL_SHAPE))
+    if first_short is not None:
+        batches.append(batch_of_shorts(lone_batch(first_short, cost, model.grid), DispatchReason.FULL_SHAPE))
     return tuple(batches)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import ceil, inf, isfinite
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from sglang_ext.graphs.decide.graph_grid import GraphGrid
 from sglang_ext.laps.decide.cost_model import CostCoefficients, IterationSample
@@ -31,6 +31,13 @@ from sglang_ext.laps.decide.round_plan import (
 from sglang_ext.laps.decide.urgency import RankedPrefill, SlaDeviation
 from sglang_ext.types import LengthClass
 
+# Looking a member up in its class takes longer than comparing it.
+_SHORT: Final = LengthClass.SHORT
+_LONG: Final = LengthClass.LONG
+_LOW: Final = PriorityClass.LOW
+_TOKEN_MAX: Final = Batching.TOKEN_MAX
+_ONLINE: Final = Group.WITH_DEADLINE
+
 
 class TimeShare(NamedTuple):
     """The classes' shares of the time while a batch leaves."""
@@ -48,7 +55,7 @@ class Composition(NamedTuple):
 
 
 def _packed_time_share(model: InstanceModel, queue: PrefillQueue, now_s: float, free_kv_tokens: int) -> TimeShare:
-    return TimeShare(queue.has_longs(), model.max_share(), model.round_s(now_s, queue.count(Group.WITH_DEADLINE)))
+    return TimeShare(queue.has_longs(), model.max_share(), model.round_s(now_s, queue.count(_ONLINE)))
 
 
 PACKED = Composition(choose_packed, _packed_time_share)
@@ -88,7 +95,7 @@ class Laps:
 
     def classify(self, new_tokens: int, cached_tokens: int) -> LengthClass:
         """The class of a prefill that arrives now; it keeps it."""
-        return LengthClass.SHORT if new_tokens <= self._model.boundary.tokens else LengthClass.LONG
+        return _SHORT if new_tokens <= self._model.boundary.tokens else _LONG
 
     def deadline_s(
         self,
@@ -109,10 +116,10 @@ class Laps:
                 raise ValueError(f"the TTFT objective of a request must be above 0 s, got {ttft_slo_s:g}")
             return arrival_s + ttft_slo_s
         options = self._model.options
-        if options.batching is Batching.TOKEN_MAX or priority is PriorityClass.LOW:
+        if options.batching is _TOKEN_MAX or priority is _LOW:
             return inf
         short_slo_s = options.short_ttft_slo_ms / 1e3
-        if length_class is LengthClass.SHORT:
+        if length_class is _SHORT:
             return arrival_s + short_slo_s
         cost = self._model.cost
         ideal_s = cost.prefill_s(new_tokens, cached_tokens, self._model.idle_round_s(cached_tokens))
@@ -122,7 +129,7 @@ class Laps:
         self, now_s: float, length_class: LengthClass, new_tokens: int, cached_tokens: int, deadline_s: float
     ) -> None:
         """A request has been queued; the rate of short ones is what a window reckons with."""
-        if length_class is LengthClass.SHORT:
+        if length_class is _SHORT:
             self._model.rate.add(now_s)
         if isfinite(deadline_s):
             self._model.online_s = now_s
@@ -147,11 +154,12 @@ class Laps:
         """A batch of the plan leaves: its whole requests are gone from the queue, the cut one has less left."""
         self._learn_dispatch(self.queue, now_s, batch)
         queue = self.queue
-        queue.remove_all(batch.whole)
+        for key in batch.whole:
+            queue.remove(key)
         if not batch.is_short:  # the long prefill that ran last is the current one
             for ranked in list(queue.started.values()):
                 if ranked.request.is_current:
-                    self._put(queue, ranked.request.overtaken(), now_s)
+                    queue.replace(ranked.request.overtaken())
         if batch.cut is not None:
             self._put(queue, queue.get(batch.cut.key).request.after_chunk(batch.cut.tokens), now_s)
 
@@ -257,7 +265,7 @@ class Laps:
         if length_class is LengthClass.SHORT and ranked:  # in batches, which share kappa
             kappa_s = self._model.cost.kappa_s
             backlog_s -= kappa_s * len(ranked)
-            rounds = ceil(backlog_s / self._model.round_s(now_s, queue.count(Group.WITH_DEADLINE)))
+            rounds = ceil(backlog_s / self._model.round_s(now_s, queue.count(_ONLINE)))
             backlog_s += kappa_s * max(ceil(len(ranked) / self._model.max_requests), rounds)
         deviation = self._deviation[length_class]
         return ClassReport(

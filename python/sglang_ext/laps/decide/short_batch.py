@@ -7,17 +7,18 @@ what room is left, and a request that has been late for long goes first (`form_b
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from math import inf
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Final, NamedTuple
 
 from sglang_ext.graphs.decide.graph_grid import GraphGrid, GraphShape
 from sglang_ext.laps.decide.cost_model import CostCoefficients
 from sglang_ext.laps.decide.on_time import BatchCost, BatchSums, Contender, max_on_time
-from sglang_ext.laps.decide.urgency import RankedPrefill, Urgency, due_s
+from sglang_ext.laps.decide.urgency import RankedPrefill
 
-SPARE = 0.25  # of its objective: most time that late prefills add to a batch with others that are on time
+SPARE: Final = 0.25  # of its objective: most time that late prefills add to a batch with others that are on time
+_REMAINING_S: Final = attrgetter("remaining_s")
 
 
 class BatchBounds(NamedTuple):
@@ -30,7 +31,6 @@ class BatchBounds(NamedTuple):
     budget_s: float
     margin: float = 0.0  # relative: a batch is to be on time even if it takes this much longer than predicted
     keeps_deadlines: bool = True  # or none waits for another batch so that others are on time
-    patience_s: float = inf  # a late request that has waited longer is due
 
 
 class FormedBatch(NamedTuple):
@@ -47,16 +47,20 @@ class FormedBatch(NamedTuple):
 
 
 def form_batch(
-    ranked: Sequence[RankedPrefill], now_s: float, cost: CostCoefficients, grid: GraphGrid, bounds: BatchBounds
+    ranked: Sequence[RankedPrefill],
+    now_s: float,
+    cost: CostCoefficients,
+    grid: GraphGrid,
+    bounds: BatchBounds,
+    due: Sequence[RankedPrefill] = (),
 ) -> FormedBatch | None:
     """The batch that should leave at `now_s`; None without candidates, or where the memory does not hold its head.
 
-    `ranked`: the candidates in order of urgency. The batch is formed class by class (`aged_class`), and what a class
-    takes is fixed for the next, which may not make it late. A time that is compared with a deadline counts `margin`
-    more. In a class:
+    `ranked`: the candidates by class, those of one in order of urgency; `due`: others, by class, that have waited so
+    long that they go first. The batch is formed class by class (`aged_class`), and what a class takes is fixed for the
+    next, which may not make it late. A time that is compared with a deadline counts `margin` more. In a class:
 
-    0. A request that has waited longer than `patience_s`, and twice its objective, is *due*. These join in order of
-       arrival, and the steps that follow count their time.
+    0. Those that are due join in the order given, and the steps that follow count their time.
     1. Requests that can be on time by themselves join in order of urgency within `bounds`. On captured shapes the
        head's length bucket comes first, then the nearest buckets. Another joins if the batch with it takes no longer
        than the two apart. Where it does not, as the batch would need a larger shape, several may: they join together
@@ -71,22 +75,16 @@ def form_batch(
 
     Without `keeps_deadlines` all count as late.
     """
-    if not ranked:
-        return None
     forming = _Forming(now_s, cost, grid, bounds)
-    first = 0
-    count = len(ranked)
-    while first < count:
-        aged_class = ranked[first].urgency.aged_class
-        last = count
-        if ranked[count - 1].urgency.aged_class != aged_class:
-            last = first + 1
-            while ranked[last].urgency.aged_class == aged_class:
-                last += 1
-        forming.take_class(ranked[first:last])
+    first = first_due = 0
+    while first < len(ranked) or first_due < len(due):
+        heads = [*ranked[first : first + 1], *due[first_due : first_due + 1]]
+        aged_class = min([head.urgency.aged_class for head in heads])
+        last, last_due = _class_end(ranked, first, aged_class), _class_end(due, first_due, aged_class)
+        forming.take_class(due[first_due:last_due], ranked[first:last])
         if forming.requests >= forming.max_requests or not forming.members:
             break
-        first = last
+        first, first_due = last, last_due
     if not forming.members:
         return None
     return FormedBatch(
@@ -142,12 +140,14 @@ def pages(new_tokens: int, page_tokens: int) -> int:
     return -(-new_tokens // page_tokens) * page_tokens
 
 
-def _by_arrival(ranked: RankedPrefill) -> tuple[float, int]:
-    return (ranked.request.arrival_s, ranked.request.key)
-
-
-def _by_remaining(ranked: RankedPrefill) -> tuple[float, Urgency]:
-    return (ranked.remaining_s, ranked.urgency)
+def _class_end(ranked: Sequence[RankedPrefill], first: int, aged_class: int) -> int:
+    """Return where the requests of this class end, of which the one at `first` may be the first."""
+    count = len(ranked)
+    if first < count and ranked[count - 1].urgency.aged_class == aged_class:
+        return count
+    while first < count and ranked[first].urgency.aged_class == aged_class:
+        first += 1
+    return first
 
 
 class _Forming:
@@ -205,17 +205,21 @@ class _Forming:
             or self.kv_tokens + bounds.page_tokens > bounds.free_kv_tokens
         )
 
-    def take_class(self, ranked: Sequence[RankedPrefill]) -> None:
+    def take_class(self, due: Sequence[RankedPrefill], ranked: Sequence[RankedPrefill]) -> None:
         """Let the requests of one class join, in the steps of `form_batch`."""
         now_s, stretch = self._now_s, self._stretch
         keeps_deadlines = self._bounds.keeps_deadlines
-        ranked = self._take_due(ranked)
+        if due:
+            self._join(list(due), self.end_s < inf)
         start_s = now_s + stretch * self.time_s
         punctual: list[RankedPrefill] = []
         late: list[RankedPrefill] = []
         for candidate in ranked:
             is_punctual = start_s + stretch * candidate.remaining_s <= candidate.request.deadline_s
-            (punctual if keeps_deadlines and is_punctual else late).append(candidate)
+            if keeps_deadlines and is_punctual:
+                punctual.append(candidate)
+            else:
+                late.append(candidate)
         if punctual:
             before = self.requests
             base = BatchSums(self.longest_tokens, self.new_tokens, self.cached_tokens, self.kv_tokens, self.work)
@@ -230,35 +234,20 @@ class _Forming:
             if not self.members:  # as padded as they would run, not even one can end on time
                 late = list(ranked)
         if late:
-            late.sort(key=_by_remaining)
+            late.sort(key=_REMAINING_S)
             self._join(self._by_bucket(late), self.end_s < inf)
-
-    def _take_due(self, ranked: Sequence[RankedPrefill]) -> Sequence[RankedPrefill]:
-        """Let those join that are due; return the others."""
-        now_s = self._now_s
-        due_before_s = now_s - self._bounds.patience_s
-        due: list[RankedPrefill] = []
-        for candidate in ranked:
-            request = candidate.request
-            if request.arrival_s < due_before_s and due_s(request) < now_s:
-                due.append(candidate)
-        if not due:
-            return ranked
-        due.sort(key=_by_arrival)
-        self._join(due, self.end_s < inf)
-        is_due = {candidate.request.key for candidate in due}
-        return [candidate for candidate in ranked if candidate.request.key not in is_due]
 
     def _by_bucket(self, candidates: list[RankedPrefill]) -> list[RankedPrefill]:
         """The length bucket of the batch's head first, then the nearest buckets, each in the order given."""
-        lengths = self._grid.lengths_tokens
+        grid = self._grid
+        lengths = grid.lengths_tokens
         if not lengths or len(candidates) < 2:
             return candidates
         head = self.members[0] if self.members else candidates[0]
-        bucket = bisect_left(lengths, head.request.new_tokens)
+        bucket = grid.bucket(head.request.new_tokens)
         by_distance: list[list[RankedPrefill]] = [[] for _ in range(len(lengths) + 1)]
         for candidate in candidates:
-            by_distance[abs(bisect_left(lengths, candidate.request.new_tokens) - bucket)].append(candidate)
+            by_distance[abs(grid.bucket(candidate.request.new_tokens) - bucket)].append(candidate)
         if len(by_distance[0]) == len(candidates):
             return candidates
         ordered: list[RankedPrefill] = []
@@ -285,8 +274,7 @@ class _Forming:
         at = self.shape_at
         shape_length = shape_slots = shape_tokens = 0
         if at >= 0:
-            shape = grid.by_tokens[at]
-            shape_length, shape_slots, shape_tokens = shape.length_tokens, shape.slots, shape.tokens
+            shape_length, shape_slots, shape_tokens = grid.lengths[at], grid.slots[at], grid.tokens[at]
         added_s = 0.0
         members = self.members
         # Waits that have not paid by themselves.
@@ -360,8 +348,7 @@ class _Forming:
                     at = joined_at
                     shape_length = shape_slots = shape_tokens = 0
                     if at >= 0:
-                        shape = grid.by_tokens[at]
-                        shape_length, shape_slots, shape_tokens = shape.length_tokens, shape.slots, shape.tokens
+                        shape_length, shape_slots, shape_tokens = grid.lengths[at], grid.slots[at], grid.tokens[at]
                     continue
                 if joined_s > budget_s or now_s + stretch * joined_s > end_s:
                     self.lacks_room = True
@@ -384,8 +371,7 @@ class _Forming:
                 at = joined_at
                 shape_length = shape_slots = shape_tokens = 0
                 if at >= 0:
-                    shape = grid.by_tokens[at]
-                    shape_length, shape_slots, shape_tokens = shape.length_tokens, shape.slots, shape.tokens
+                    shape_length, shape_slots, shape_tokens = grid.lengths[at], grid.slots[at], grid.tokens[at]
         self.longest_tokens, self.requests = longest, requests
         self.new_tokens, self.cached_tokens, self.kv_tokens, self.work = new, cached, kv, work
         self.time_s, self.shape_at = time_s, at

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from math import floor, isfinite
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from sglang_ext.laps.decide.round_plan import QueuedPrefill
 
-_DUE_AFTER = 2.0
+_DUE_AFTER: Final = 2.0
 
 
 class Urgency(NamedTuple):

@@ -12,18 +12,28 @@ from collections import deque
 from collections.abc import Sequence
 from enum import Enum
 from math import exp, inf
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from sglang_ext.laps.decide.round_plan import DispatchReason
 
-_LEARNING_RATE = 1 / 8
-_HEADROOM = 1.5  # the next batch may take longer to fill than this one
-_GROW_AT = 0.75  # of the way to the next depth
-_SHRINK_AT = 0.1  # of the way up from the depth below
-_VALUE_OF_OTHERS = 0.3
-_MOST_OTHERS = 3.0
-_LEAST_SPAN_S = 1e-3  # arrivals of one instant are a burst, not an infinite rate
-_MOST_OFFERED, _LEAST_OFFERED, _OFFERED_FOR_S = 256, 32, 60.0
+# Looking a member up in its class takes longer than comparing it.
+_DEPTH: Final = DispatchReason.DEPTH
+_WINDOW: Final = DispatchReason.WINDOW
+_SLACK: Final = DispatchReason.SLACK
+_NO_GAIN: Final = DispatchReason.NO_GAIN
+_TOKENS: Final = DispatchReason.TOKENS
+_FULL_SHAPE: Final = DispatchReason.FULL_SHAPE
+_HEAD_WAIT: Final = DispatchReason.HEAD_WAIT
+_LEARNING_RATE: Final = 1 / 8
+_HEADROOM: Final = 1.5  # the next batch may take longer to fill than this one
+_GROW_AT: Final = 0.75  # of the way to the next depth
+_SHRINK_AT: Final = 0.1  # of the way up from the depth below
+_VALUE_OF_OTHERS: Final = 0.3
+_MOST_OTHERS: Final = 3.0
+_LEAST_SPAN_S: Final = 1e-3  # arrivals of one instant are a burst, not an infinite rate
+_MOST_OFFERED: Final = 256
+_LEAST_OFFERED: Final = 32
+_OFFERED_FOR_S: Final = 60.0
 
 
 class GatheringBatch(NamedTuple):
@@ -122,15 +132,15 @@ class AdaptiveWaitDepth:
         if now is not None:
             return Verdict(now, now_s)
         if batch.depth >= self.depth:
-            return Verdict(DispatchReason.DEPTH, now_s)
+            return Verdict(_DEPTH, now_s)
         end_s, reason = min(
-            (batch.oldest_arrival_s + self.window_s(arrivals_per_s), DispatchReason.WINDOW),
-            (batch.latest_start_s - limits.delta_s, DispatchReason.SLACK),
-            (self._pays_until_s(now_s, batch, arrivals_per_s), DispatchReason.NO_GAIN),
+            (batch.oldest_arrival_s + self.window_s(arrivals_per_s), _WINDOW),
+            (batch.latest_start_s - limits.delta_s, _SLACK),
+            (self._pays_until_s(now_s, batch, arrivals_per_s), _NO_GAIN),
         )
         min_s = batch.oldest_arrival_s + limits.w_min_s
         if end_s < min_s:
-            end_s, reason = min_s, DispatchReason.WINDOW
+            end_s, reason = min_s, _WINDOW
         if end_s <= now_s:
             return Verdict(reason, now_s)
         return Verdict(None, min(end_s, self._forced_s(batch)))
@@ -147,12 +157,12 @@ class AdaptiveWaitDepth:
         """Decide without deadlines: leave with `token_max` tokens, or when nothing has arrived for W_max."""
         now = self._choose_at_once(now_s, batch)
         if batch.new_tokens >= token_max:
-            return Verdict(DispatchReason.TOKENS, now_s)
+            return Verdict(_TOKENS, now_s)
         if now is not None:
             return Verdict(now, now_s)
         drained_s = batch.newest_arrival_s + self._limits.w_max_s
         if drained_s <= now_s:
-            return Verdict(DispatchReason.WINDOW, now_s)
+            return Verdict(_WINDOW, now_s)
         return Verdict(None, min(drained_s, self._forced_s(batch)))
 
     def evidence(self, reason: DispatchReason, depth: int, arrivals_per_s: float) -> Evidence:
@@ -160,7 +170,7 @@ class AdaptiveWaitDepth:
         drained."""
         if depth >= self.depth:
             return Evidence.REACHED
-        if reason is DispatchReason.WINDOW and arrivals_per_s * self._limits.w_max_s >= 1:
+        if reason is _WINDOW and arrivals_per_s * self._limits.w_max_s >= 1:
             return Evidence.MISSED
         return Evidence.NONE
 
@@ -202,11 +212,11 @@ class AdaptiveWaitDepth:
 
     def _choose_at_once(self, now_s: float, batch: GatheringBatch) -> DispatchReason | None:
         if now_s >= batch.latest_start_s - self._limits.sigma_s:  # as in _forced_s, to the last bit
-            return DispatchReason.SLACK
+            return _SLACK
         if batch.is_full:
-            return DispatchReason.FULL_SHAPE
+            return _FULL_SHAPE
         if now_s >= batch.oldest_arrival_s + self._limits.t_max_s:
-            return DispatchReason.HEAD_WAIT
+            return _HEAD_WAIT
         return None
 
     def _forced_s(self, batch: GatheringBatch) -> float:

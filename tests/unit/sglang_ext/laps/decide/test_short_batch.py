@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations
 from math import inf
 from random import Random
@@ -223,9 +224,11 @@ def test_every_batch_keeps_its_bounds(
 # -- on time ----------------------------------------------------------------------------------------------------------
 
 
-def batch_keys(ranked: list[RankedPrefill], now_s: float, bounds: BatchBounds = BOUNDS) -> list[int]:
+def batch_keys(
+    ranked: list[RankedPrefill], now_s: float, bounds: BatchBounds = BOUNDS, due: Sequence[RankedPrefill] = ()
+) -> list[int]:
     """The members of a batch without captured shapes: 20 ms and 0.15 ms a token."""
-    formed = form_batch(ranked, now_s, LMSYS, NO_GRID, bounds)
+    formed = form_batch(ranked, now_s, LMSYS, NO_GRID, bounds, due)
     assert formed is not None
     return keys(formed)
 
@@ -293,16 +296,17 @@ def test_late_ones_join_shortest_first() -> None:
     assert batch_keys(late, 0.0, BOUNDS._replace(budget_s=0.09)) == [3, 1]
 
 
-def test_late_ones_that_are_due_join_first_in_order_of_arrival() -> None:
-    """They have waited longer than `patience_s` and twice their objectives; the others use what time is left."""
+def test_those_that_are_due_join_first_in_the_order_given() -> None:
+    """The others use what time is left."""
     late = [
         short(key, tokens, LMSYS, arrival_s=arrival_s, deadline_s=arrival_s + 0.4)
         for key, tokens, arrival_s in ((0, 800, -3.0), (1, 900, -2.5), (2, 300, -1.5), (3, 100, -0.5))
     ]
-    patient = BOUNDS._replace(patience_s=2.0)
-    assert batch_keys(late, 0.0, patient) == [0, 1, 3, 2]
-    assert batch_keys(late, 0.0, patient._replace(budget_s=0.09)) == [0]
-    assert batch_keys(late, 0.0, BOUNDS._replace(patience_s=0.1)) == [0, 1, 2, 3]  # the last has waited 0.5 s
+    assert batch_keys(late[2:], 0.0, due=late[:2]) == [0, 1, 3, 2]
+    assert batch_keys(late[2:], 0.0, BOUNDS._replace(budget_s=0.09), late[:2]) == [0]
+    assert batch_keys([], 0.0, due=late) == [0, 1, 2, 3]
+    urgent = short(4, 100, LMSYS, deadline_s=0.3, aged_class=1)
+    assert batch_keys([urgent, *late[2:]], 0.0, due=late[:2])[:2] == [4, 3], "a class is not held up by a lower one"
 
 
 def test_where_there_is_no_time_for_another_batch_none_is_put_back() -> None:
@@ -441,9 +445,11 @@ def test_it_decides_as_the_plain_version(
         deadline_s = inf if objective is None else arrival_s + objective / 100
         ranked.append(short(key, new, cost, cached, arrival_s=arrival_s, deadline_s=deadline_s, aged_class=level))
     ranked.sort()
-    bounds = BatchBounds(max_requests, max_tokens, free, page, budget_s, margin, patience_s=patience_s)
-    formed = form_batch(ranked, now_s, cost, grid, bounds)
-    assert formed == plain_form_batch(ranked, now_s, cost, grid, bounds)
+    due = [one for one in ranked if one.request.arrival_s < now_s - patience_s]
+    ranked = [one for one in ranked if one not in due]
+    bounds = BatchBounds(max_requests, max_tokens, free, page, budget_s, margin)
+    formed = form_batch(ranked, now_s, cost, grid, bounds, due)
+    assert formed == plain_form_batch(ranked, now_s, cost, grid, bounds, due)
     if formed is None:
         return
     assert now_s + (1 + margin) * formed.predicted_s <= formed.deadline_s
