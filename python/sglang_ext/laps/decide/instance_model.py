@@ -36,6 +36,7 @@ from sglang_ext.laps.decide.wait_depth import (
     break_even_gap_s,
     others_served,
 )
+from sglang_ext.types import LengthClass
 
 # Looking a member up in its class takes longer than comparing it.
 _SHORT_MODE: Final = LapsMode.SHORT
@@ -63,6 +64,7 @@ class InstanceModel:
         self.boundary = ClassBoundary(options.boundary_tokens, limits.max_batch_tokens)
         self.rate = ArrivalRate()
         self.offered = OfferedWork()
+        self.short_offered = OfferedWork()  # of it, by short prefills
         self.account = TimeAccount()
         self.busy = BusyShare()
         self.online_s = -inf  # when a request with a deadline arrived last
@@ -99,12 +101,15 @@ class InstanceModel:
         """Return whether clients with deadlines are near, though none waits."""
         return now_s <= self.online_s + _ONLINE_FOR_S
 
-    def record_work(self, now_s: float, new_tokens: int, cached_tokens: int) -> None:
+    def record_work(self, now_s: float, length_class: LengthClass, new_tokens: int, cached_tokens: int) -> None:
         """A request with a deadline has arrived: what it takes in the largest batches that there can be is offered."""
         cost = self.fit.coefficients
         share = min(1.0, max(new_tokens / self.limits.max_batch_tokens, 1 / self.max_requests))  # of a batch
         fixed_s = share * cost.kappa_s + (1 - share) * cost.request_s
-        self.offered.add(now_s, cost.chunk_s(new_tokens, cached_tokens) - cost.kappa_s + fixed_s)
+        work_s = cost.chunk_s(new_tokens, cached_tokens) - cost.kappa_s + fixed_s
+        self.offered.add(now_s, work_s)
+        if length_class is LengthClass.SHORT:
+            self.short_offered.add(now_s, work_s)
 
     def round_s(self, now_s: float, waiting: int, cached_tokens: int = 0) -> float:
         """Time budget of a round whose next chunk of a long prefill follows `cached_tokens`; `waiting` requests with

@@ -133,7 +133,7 @@ class Laps:
             self._model.rate.add(now_s)
         if isfinite(deadline_s):
             self._model.online_s = now_s
-            self._model.record_work(now_s, new_tokens, cached_tokens)
+            self._model.record_work(now_s, length_class, new_tokens, cached_tokens)
 
     # -- the queue ------------------------------------------------------------------------------------------------
 
@@ -188,6 +188,10 @@ class Laps:
     def short_per_s(self, now_s: float) -> float:
         """Return how many short prefills arrive in a second, recently."""
         return self._model.rate.per_s(now_s)
+
+    def short_work_s(self, now_s: float) -> float:
+        """Return the time that the short prefills of a second take, recently."""
+        return self._model.short_offered.load(now_s).utilisation
 
     def record_iteration(self, sample: IterationSample) -> None:
         """A forward iteration has ended: the cost model learns from it. It may have cost the grid a shape."""

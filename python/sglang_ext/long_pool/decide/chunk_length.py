@@ -1,15 +1,16 @@
 """How long a chunk may take while short prefills arrive: a chunk cannot be interrupted, so they wait for its end.
 
 A short prefill that arrives at a member during a chunk of c seconds waits c / 2 on average, and every chunk costs its
-group a fixed time k again (launching kernels, meeting the others, moving history). Let short prefills arrive at R per
-second on the s instances of the group together, and an instance-second cost the waiting prompts p seconds of delay.
-Then a second of chunks delays the short prefills by R c / 2, and costs (1 + p s) k / c. The sum is least at
+group a fixed time k again: launching kernels, and meeting, which is how long chunks have taken recently beyond their
+computing, as members had batches to end and waited for each other. Let short prefills arrive at R per second on the s
+instances of the group together, and an instance-second cost the waiting prompts p seconds of delay. Then a second of
+chunks delays the short prefills by R c / 2, and costs (1 + p s) k / c. The sum is least at
 
     c = sqrt(2 k (1 + p s) / R)
 
 So chunks become longer with the load (p), with the fixed cost, and where fewer short prefills arrive. A chunk takes at
 most half of the short prefills' objective, which leaves the other half to their own batch. Neither rule makes a chunk
-shorter than ten times k: nine tenths of the group's time remain for computing.
+shorter than ten times what it takes to launch one: nine tenths of the group's time remain for computing.
 """
 
 from __future__ import annotations
@@ -26,20 +27,21 @@ class ShortLoad(NamedTuple):
 
     per_s: float  # on each instance, mean of all
     slo_s: float  # the tightest objective that an instance has for them; infinity: none
+    work_s: float = 0.0  # that those of a second take on each instance, mean of all
 
 
 NO_SHORT_LOAD = ShortLoad(0.0, math.inf)
 
 
-def longest_chunk_s(overhead_s: float, size: int, price: float, shorts: ShortLoad) -> float:
+def longest_chunk_s(overhead_s: float, size: int, price: float, shorts: ShortLoad, meeting_s: float = 0.0) -> float:
     """Return the longest time of a chunk on `size` instances; infinity where nothing short is about.
 
-    `overhead_s`: what every chunk on such a group costs again. `price`: see `price_planner`, seconds per
-    instance-second.
+    `overhead_s`: what it takes to launch a chunk on such a group. `meeting_s`: how long its members meet, recently.
+    `price`: see `price_planner`, seconds per instance-second.
     """
     if shorts == NO_SHORT_LOAD:
         return math.inf
     best_s = math.inf
     if shorts.per_s > 0:
-        best_s = math.sqrt(2 * overhead_s * (1 + price * size) / (shorts.per_s * size))
+        best_s = math.sqrt(2 * (overhead_s + meeting_s) * (1 + price * size) / (shorts.per_s * size))
     return max(_OVERHEADS * overhead_s, min(best_s, _SHARE_OF_OBJECTIVE * shorts.slo_s))

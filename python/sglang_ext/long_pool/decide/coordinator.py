@@ -337,7 +337,8 @@ class Coordinator:
         ignores_backlog = not self._steps and now_s > self._quiet_s + self._settings.backlog_timeout_s
         if not (pending or self._announced) or not len(self._members):
             return orders
-        if not (ignores_backlog or self._members.any_idle(now_s, kept)):
+        may_go_on = any(prefill.group and self._members.are_ready(prefill.group) for prefill in pending)
+        if not (ignores_backlog or may_go_on or self._members.any_idle(now_s, kept)):
             return orders
         turns = self._turns(pending, kept, now_s, counts_backlog=not ignores_backlog)
         # What no group can hold comes last, the least urgent first: without it there may be room for the others.
@@ -368,7 +369,8 @@ class Coordinator:
         for announced in self._announced.values():
             self._match(announced)
         waiting += [prompt.pending(positions) for prompt in self._announced.values()]
-        return self._schedule.turns(now_s, snapshot, waiting, sum(snapshot.queue_delays_s))
+        shorts = self._members.short_load(now_s)
+        return self._schedule.turns(now_s, snapshot, waiting, sum(snapshot.queue_delays_s), shorts)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -483,7 +485,7 @@ class Coordinator:
         now_s: float,
         compute_s: float,
     ) -> None:
-        prefill.running = RunningStep(order, dict(prefill.held), after, set(members))
+        prefill.running = RunningStep(order, dict(prefill.held), after, set(members), now_s, compute_s)
         self._steps[order.sequence] = prefill
         prefill.involved.update(members)
         self._members.begin_step(order.sequence, members, now_s, compute_s)
@@ -532,6 +534,7 @@ class Coordinator:
         if not running.has_failed:
             assert isinstance(order, RunChunk)
             self._members.record_reached(order.layout.group)
+            self._schedule.record_meeting(running.meeting_s(now_s))
             prefill.attempts = 0
             prefill.held = running.after
             prefill.todo = without_head(prefill.todo, sum(count_tokens(part) for part in order.layout.new))

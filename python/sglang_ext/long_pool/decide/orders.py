@@ -43,6 +43,7 @@ class MemberReport(NamedTuple):
     max_chunk_tokens: Positive | None = None  # that it can compute at once by the memory besides KV, as far as it knows
     short_per_s: Rate = 0.0  # short prefills that have arrived there recently
     short_slo_s: Seconds | None = None  # their objective; None: it serves none, or none that is in a hurry
+    short_work_s: Rate = 0.0  # time that the short prefills of a second take there, recently
 
 
 class DeclineReason(StrEnum):

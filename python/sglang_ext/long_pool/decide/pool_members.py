@@ -163,9 +163,13 @@ class PoolMembers:
         if now_s > self._shorts_seen_s + _SHORTS_EXPECTED_FOR_S:
             return NO_SHORT_LOAD
         reports = [member.report for member in self._members.values()]
-        rates = [report.short_per_s for report in reports if report.short_slo_s is not None]
-        objectives_s = [report.short_slo_s for report in reports if report.short_slo_s is not None]
-        return ShortLoad(sum(rates) / max(1, len(reports)), min(objectives_s, default=math.inf))
+        serving = [report for report in reports if report.short_slo_s is not None]
+        objectives_s = [report.short_slo_s for report in serving if report.short_slo_s is not None]
+        return ShortLoad(
+            sum(report.short_per_s for report in serving) / max(1, len(reports)),
+            min(objectives_s, default=math.inf),
+            sum(report.short_work_s for report in serving) / max(1, len(reports)),
+        )
 
     def oldest_report_s(self) -> float:
         """Return when the member that has reported least recently did so; infinity without members."""

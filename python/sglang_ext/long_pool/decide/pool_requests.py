@@ -27,9 +27,15 @@ class RunningStep:
     before: dict[int, tuple[KvSegment, ...]]  # what was held when it was ordered
     after: dict[int, tuple[KvSegment, ...]]
     waiting: set[int]
+    ordered_s: float
+    compute_s: float  # predicted
     has_failed: bool = False
     is_unsent: bool = True  # nothing of it has gone to where it is wanted, as far as has been answered
     done: set[int] = field(default_factory=set)
+
+    def meeting_s(self, now_s: float) -> float:
+        """Return how long a step that ends now has taken beyond its computing: its members have met."""
+        return max(0.0, now_s - self.ordered_s - self.compute_s)
 
     def new_tokens(self, instance: int) -> int:
         """Return how many it computes."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from sglang_ext.long_pool.decide.chunk_length import ShortLoad, longest_chunk_s
+from sglang_ext.long_pool.decide.chunk_length import NO_SHORT_LOAD, ShortLoad, longest_chunk_s
 from sglang_ext.long_pool.decide.on_time_order import OnTimeOptions, OnTimeOrder, OrderedPrefill, PendingPrefill
 from sglang_ext.long_pool.decide.price_planner import Placement, PrefillSnapshot, PricePlanner, WaitingPrompt
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost, TabulatedCost
@@ -23,6 +23,7 @@ _LEAST_WINDOW_S = 60.0
 _LEAST_ARRIVALS = 32  # in the window: it is longer where fewer have come
 _DOUBTED_ARRIVALS = 8
 _HIGHEST_LOAD = 0.95  # beyond that the queue's end is no estimate
+_MEETINGS = 64  # chunks
 
 
 class PrefillOrder(Protocol):
@@ -91,12 +92,16 @@ class PoolLoad:
         """A few arrivals say little of those to come: one long prompt would look like a full pool."""
         return len(self._arrivals) / (len(self._arrivals) + _DOUBTED_ARRIVALS)
 
-    def arrivals_until_empty(self, now_s: float, left_s: float, instances: int) -> float:
-        """Prefills that will have arrived before the queue has gone. `left_s`: instance-seconds of all that is here."""
+    def arrivals_until_empty(
+        self, now_s: float, left_s: float, instances: int, shorts: ShortLoad = NO_SHORT_LOAD
+    ) -> float:
+        """Return how many prefills will have arrived before the queue has gone, short ones too: all of them wait for
+        it. `left_s`: instance-seconds of all that is here."""
         self._forget_before(now_s - _LEAST_WINDOW_S)
         trust = self._trust()
-        load = min(_HIGHEST_LOAD, trust * self._work / self._window_s(now_s) / instances)
-        return trust * self.arrivals_per_s(now_s) * left_s / instances / (1 - load)
+        load = min(_HIGHEST_LOAD, trust * self._work / self._window_s(now_s) / instances + shorts.work_s)
+        per_s = trust * self.arrivals_per_s(now_s) + instances * shorts.per_s
+        return per_s * left_s / instances / (1 - load)
 
     def _forget_before(self, at_s: float) -> None:
         while len(self._arrivals) > _LEAST_ARRIVALS and self._arrivals[0][0] < at_s:
@@ -114,16 +119,22 @@ class PoolSchedule:
     order: PrefillOrder = field(default_factory=lambda: OnTimeOrder(OnTimeOptions()))
     load: PoolLoad = field(default_factory=PoolLoad)
     price: float = 0.0  # of an instance-second at the last decision, to the first prompt
+    _meetings_s: deque[float] = field(default_factory=lambda: deque(maxlen=_MEETINGS))
 
     def record_arrival(self, now_s: float, work_s: float) -> None:
         """A prefill of this many instance-seconds has arrived."""
         self.load.record_arrival(now_s, work_s)
         self.order.record_arrival()
 
+    def record_meeting(self, meeting_s: float) -> None:
+        """A chunk has ended that has taken this long beyond its computing."""
+        self._meetings_s.append(meeting_s)
+
     def cut(
         self, placement: Placement, cached_tokens: int, shorts: ShortLoad, chunk_s: float | None
     ) -> tuple[int, float]:
-        """Return tokens and time of what is run of a chunk: all of it, or what fits the longest time of one.
+        """Return tokens and time of what is run of a chunk: all of it, or the first of as many equal parts as fit the
+        longest time of one. What is left of a chunk costs its group a turn, however short it is.
 
         `chunk_s`: a bound besides that of `chunk_length`; where every chunk costs a tenth of it, that counts.
         """
@@ -131,18 +142,25 @@ class PoolSchedule:
         size = len(placement.group)
         cost = next(candidate.cost for candidate in options.candidates if candidate.size == size)
         overhead_s = cost.predict_s(0, 0)
-        budget_s = longest_chunk_s(overhead_s, size, self.price, shorts)
+        meeting_s = sum(self._meetings_s) / len(self._meetings_s) if self._meetings_s else 0.0
+        budget_s = longest_chunk_s(overhead_s, size, self.price, shorts, meeting_s)
         if chunk_s is not None:
             budget_s = min(budget_s, longest_chunk_s(overhead_s, size, self.price, ShortLoad(0.0, 2 * chunk_s)))
         if placement.compute_s <= budget_s:
             return placement.tokens, placement.compute_s
-        fitting = tokens_within(cost, cached_tokens, placement.tokens, budget_s)
-        tokens = min(placement.tokens, max(options.min_chunk_tokens, fitting))
         factor = placement.compute_s / cost.predict_s(cached_tokens, placement.tokens)
+        part_s = placement.compute_s / math.ceil(placement.compute_s / budget_s)
+        fitting = tokens_within(cost, cached_tokens, placement.tokens, part_s / factor)
+        tokens = min(placement.tokens, max(options.min_chunk_tokens, fitting))
         return tokens, cost.predict_s(cached_tokens, tokens) * factor
 
     def turns(
-        self, now_s: float, snapshot: PrefillSnapshot, pending: Sequence[PendingPrefill], running_s: float
+        self,
+        now_s: float,
+        snapshot: PrefillSnapshot,
+        pending: Sequence[PendingPrefill],
+        running_s: float,
+        shorts: ShortLoad = NO_SHORT_LOAD,
     ) -> list[PlacedPrefill]:
         """Return what starts now and what is reserved, in the order of the prefills, until no instance is idle.
 
@@ -156,7 +174,35 @@ class PoolSchedule:
             for prefill, due_s in ordered[: options.max_considered]
         ]
         behind = len(ordered) - len(waiting)
-        others = behind + self.load.arrivals_until_empty(now_s, left_s, instances)
+        others = behind + self.load.arrivals_until_empty(now_s, left_s, instances, shorts)
         placements = self.planner.place(snapshot, waiting, others)
         self.price = max(options.min_price, (len(waiting) - 1 + others) / instances)
-        return [PlacedPrefill(ordered[placed.prompt].prefill.key, placed) for placed in placements]
+        turns = [PlacedPrefill(ordered[placed.prompt].prefill.key, placed) for placed in placements]
+        if shorts == NO_SHORT_LOAD:
+            return turns
+        continued = self._continued([prefill for prefill, _ in ordered[: len(waiting)]], placements)
+        keys = {turn.key for turn in continued}
+        return [*(turn for turn in turns if turn.key not in keys), *continued]
+
+    def _continued(self, ordered: Sequence[PendingPrefill], placements: Sequence[Placement]) -> list[PlacedPrefill]:
+        """Return the prefills that have begun and go on with their last group, although it has ordinary work.
+
+        Members compute a chunk and then a batch, in turn. Short prefills may come to one of them all the time: the
+        group would never be idle as a whole, and the prefill would keep its KV there. It goes on in its turn, where
+        none waits that is before it in the order.
+        """
+        starting = {placed.prompt: placed.group for placed in placements if placed.group and placed.start_s == 0.0}
+        taken = {instance for group in starting.values() for instance in group}
+        costs = {candidate.size: candidate.cost for candidate in self.planner.options.candidates}
+        continued: list[PlacedPrefill] = []
+        for at, prefill in enumerate(ordered):
+            if at in starting:
+                continue
+            group = tuple(holder.instance for holder in prefill.holders)
+            if not prefill.is_started or len(group) not in costs or not taken.isdisjoint(group):
+                break
+            taken.update(group)
+            compute_s = costs[len(group)].predict_s(prefill.cached_tokens, prefill.new_tokens)
+            placement = Placement(at, prefill.new_tokens, group, 0.0, compute_s, compute_s)
+            continued.append(PlacedPrefill(prefill.key, placement))
+        return continued

@@ -420,7 +420,14 @@ class SequenceParallelScheduler(LengthAwareScheduler):
             backlog_s = begun_s + report.short.backlog_s + report.long.backlog_s
             short_slo_s = laps.policy.short_slo_s
             member.report(
-                MemberReport(backlog_s, int(free_tokens), self._max_chunk_tokens, report.short_rate_per_s, short_slo_s)
+                MemberReport(
+                    backlog_s,
+                    int(free_tokens),
+                    self._max_chunk_tokens,
+                    report.short_rate_per_s,
+                    short_slo_s,
+                    laps.policy.short_work_s(laps.now_s()),
+                )
             )
 
     # ---------------------------------------------------------------- shared requests, wherever SGLang counts

@@ -72,7 +72,6 @@ class OnePoolOptions:
     chunk_s: float | None = None  # longest time of a chunk, also where short prompts would let it take longer
     cross_node_factor: float = 1.1  # of a group over more nodes than it needs; infinity: there is none
     per_node: int = 8  # instances
-    order_ahead_s: float = 0.02  # a chunk is ordered when its members have at most this much ordinary work left
     keeps_rows: bool = True  # rows of a shared prompt stay where they were computed, as a prefix cache
     kv_bytes_per_token: int = 131_072
     link_bytes_per_s: float = 50e9  # from one instance to others
@@ -174,7 +173,6 @@ class OnePool:
             bind_ahead_s=0.0,
             ttft_slo_s=options.slo_s,
             slo_stretch=options.slo_stretch,
-            short_backlog_s=options.order_ahead_s,
             keeps_rows=options.keeps_rows,
         )
         self.coordinator = Coordinator(PoolSchedule(planner, OnTimeOrder(OnTimeOptions())), settings)
@@ -421,6 +419,7 @@ class OnePool:
             max(0, member.free_tokens),
             short_per_s=member.policy.laps.short_per_s(self._loop.now_s),
             short_slo_s=short_slo_s if short_slo_s < math.inf else None,
+            short_work_s=member.policy.laps.short_work_s(self._loop.now_s),
         )
 
     def _report_all(self) -> None:

@@ -24,16 +24,16 @@ def test_a_chunk_takes_half_of_the_objective_where_short_prefills_are_few() -> N
     assert longest_chunk_s(0.004, 4, 1.0, ShortLoad(0.0, 0.4)) == 0.2
 
 
-@given(overheads_s, sizes, prices, rates)
+@given(overheads_s, st.floats(0, 0.5), sizes, prices, rates)
 def test_short_prefills_and_overheads_cost_least_together(
-    overhead_s: float, size: int, price: float, per_s: float
+    overhead_s: float, meeting_s: float, size: int, price: float, per_s: float
 ) -> None:
     """Against the sum itself, at other lengths."""
     shorts = ShortLoad(per_s, math.inf)
-    chosen_s = longest_chunk_s(overhead_s, size, price, shorts)
+    chosen_s = longest_chunk_s(overhead_s, size, price, shorts, meeting_s)
 
     def delay_s(chunk_s: float) -> float:
-        return per_s * size * chunk_s / 2 + (1 + price * size) * overhead_s / chunk_s
+        return per_s * size * chunk_s / 2 + (1 + price * size) * (overhead_s + meeting_s) / chunk_s
 
     for factor in (1.01, 1.5, 4.0):
         assert delay_s(chosen_s) <= delay_s(chosen_s * factor) * (1 + 1e-9)

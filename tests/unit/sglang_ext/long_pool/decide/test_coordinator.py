@@ -317,6 +317,26 @@ def test_short_ordinary_work_keeps_no_chunk_waiting() -> None:
     assert sorted(chunk_of(one.offer(offer(), 0.0)).layout.group) == [0, 1]
 
 
+@pytest.mark.parametrize("short_per_s", [2.0, 0.0])
+def test_a_prompt_that_has_begun_goes_on_between_batches_of_its_members(short_per_s: float) -> None:
+    """Where short prefills arrive: there ordinary work may be followed by more of it all the time."""
+    one = coordinator(2)
+    slo_s = 0.8 if short_per_s else None
+    for instance in (0, 1):
+        one.report(instance, MemberReport(0.0, 100_000, None, short_per_s, slo_s), 0.0)
+    first = chunk_of(one.offer(offer(tokens=4000), 0.0))
+    if not short_per_s:
+        assert sum(map(count_tokens, first.layout.new)) == 4000
+        return
+    for instance in (0, 1):
+        one.report(instance, MemberReport(0.2, 100_000, None, short_per_s, slo_s), 0.4)
+    second = chunk_of(one.done_together((0, 1), first.sequence, 0.4))
+    assert second.layout.group == first.layout.group
+    # A new prompt waits for members that are free.
+    one.offer(offer(2, tokens=4000, arrival_s=0.4), 0.4)
+    assert not one.planned(2)
+
+
 def test_ordinary_work_without_end_is_not_waited_for() -> None:
     one = coordinator(2, backlog_timeout_s=5.0)
     orders = []
@@ -423,7 +443,9 @@ def test_chunks_that_take_too_long_are_cut() -> None:
     tokens = sum(len(part) for positions in order.layout.new for part in positions)
     assert tokens < 4000
     cost = SpCost(0.002, 5e-4, 1e-7, 5e-8)
-    assert cost.predict_s(0, tokens) <= 0.5 < cost.predict_s(0, tokens + 2)
+    whole_s = cost.predict_s(0, 4000)
+    assert whole_s == pytest.approx(2.802)
+    assert cost.predict_s(0, tokens) <= whole_s / 6 < cost.predict_s(0, tokens + 2), "six equal parts"
 
 
 def test_chunks_are_short_while_short_prefills_arrive() -> None:
@@ -440,6 +462,24 @@ def test_chunks_are_short_while_short_prefills_arrive() -> None:
     second = chunk_of(one.done(1, first.sequence, 70.0))
     computed = sum(count_tokens(part) for order in (first, second) for part in order.layout.new)
     assert computed == 4000
+
+
+def test_chunks_are_longer_where_members_meet_long() -> None:
+    """Two chunks, of which each has taken 0.3 s besides its computing."""
+    tokens = []
+    for meeting_s in (0.0, 0.3):
+        one = coordinator(2)
+        for instance in (0, 1):
+            one.report(instance, MemberReport(0.0, 100_000, None, 20.0, 4.0), 0.0)
+        now_s = 0.0
+        order = chunk_of(one.offer(offer(tokens=20_000), now_s))
+        for _ in range(2):
+            parts = sum(map(count_tokens, order.layout.new))
+            cached = sum(map(count_tokens, order.layout.history))
+            now_s += SpCost(0.002, 5e-4, 1e-7, 5e-8).predict_s(cached, parts) + meeting_s
+            order = chunk_of(one.done_together((0, 1), order.sequence, now_s))
+        tokens.append(sum(map(count_tokens, order.layout.new)))
+    assert tokens[1] > 2 * tokens[0]
 
 
 def test_a_prompt_that_is_best_alone_joins_its_owners_batches_however_long_it_is() -> None:

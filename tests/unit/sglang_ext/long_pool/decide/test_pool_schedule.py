@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baselines.prefill_orders import Urgency, UrgencyOrder, arrival, deadline, remaining_time, slack
+from sglang_ext.long_pool.decide.chunk_length import ShortLoad
 from sglang_ext.long_pool.decide.on_time_order import PendingPrefill
 from sglang_ext.long_pool.decide.pool_schedule import (
     PoolLoad,
@@ -19,7 +20,7 @@ from sglang_ext.long_pool.decide.pool_schedule import (
     min_work_s,
     tokens_within,
 )
-from sglang_ext.long_pool.decide.price_planner import PrefillSnapshot, PriceOptions, PricePlanner
+from sglang_ext.long_pool.decide.price_planner import Holder, PrefillSnapshot, PriceOptions, PricePlanner
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
 
 COSTS = (SpCandidate(1, SpCost(0.0, 1e-3, 0.0, 0.0)), SpCandidate(2, SpCost(0.1, 0.5e-3, 0.0, 0.0)))
@@ -104,6 +105,43 @@ def test_arrivals_until_the_queue_has_gone() -> None:
     # Beyond its capacity a pool has no such time.
     assert load.arrivals_until_empty(now_s, 10.0, 1) == pytest.approx(10 * 10 / 0.05, rel=0.02)
     assert load.arrivals_per_s(now_s + 600.0) < 0.06
+
+
+def test_short_prefills_wait_for_the_queue_too_and_make_it_longer() -> None:
+    load = PoolLoad()
+    for number in range(6000):
+        load.record_arrival(0.1 * number, 0.1)
+    # A quarter of the time goes to long prefills, half of it to 5 short ones a second on each of 4 instances.
+    shorts = ShortLoad(5.0, 0.4, 0.5)
+    assert load.arrivals_until_empty(600.0, 10.0, 4, shorts) == pytest.approx((10 + 20) * 10 / 4 / 0.25, rel=0.03)
+
+
+def test_short_prefills_make_sizes_smaller() -> None:
+    snapshot = PrefillSnapshot([0, 0], [0.0, 0.0], [10**6] * 2)
+    waiting = [pending(0, 1000, 0.0)]
+    few, many = (
+        schedule().turns(0.0, snapshot, waiting, 0.0, ShortLoad(per_s, 0.4, 0.05 * per_s)) for per_s in (0.1, 10.0)
+    )
+    assert [len(turns[0].placement.group) for turns in (few, many)] == [2, 1]
+
+
+def test_who_has_begun_goes_on_with_busy_members_in_its_turn() -> None:
+    shorts = ShortLoad(1.0, 0.4, 0.1)
+    snapshot = PrefillSnapshot([0] * 3, [0.3, 0.3, 0.0], [10**6] * 3)
+    begun = pending(0, 1000, 1.0, 9.0, holders=(Holder(0, 100), Holder(1, 100)), is_started=True)
+    one = schedule(UrgencyOrder(deadline))
+    (turn,) = one.turns(1.0, snapshot, [begun], 0.6, shorts)
+    assert (turn.placement.group, turn.placement.start_s) == ((0, 1), 0.0)
+    assert one.turns(1.0, snapshot, [begun], 0.6)[0].placement.start_s == 0.3
+    # One that is before it and waits for these members is not passed by.
+    holders = (Holder(0, 1), Holder(1, 1))
+    before = pending(1, 500, 1.0, 4.0, holders=holders)
+    turns = {turn.key: turn.placement.start_s for turn in one.turns(1.0, snapshot, [begun, before], 0.6, shorts)}
+    assert turns[1] > 0.0
+    assert turns[0] > 0.0
+    later = before._replace(deadline_s=20.0)
+    turns = {turn.key: turn.placement.start_s for turn in one.turns(1.0, snapshot, [begun, later], 0.6, shorts)}
+    assert turns[0] == 0.0
 
 
 def test_one_long_prompt_is_no_full_pool() -> None:
