@@ -55,6 +55,7 @@ from typing import NamedTuple
 
 from baselines.laps_compositions import SEPARATE
 from baselines.systems import ClusterSystem, SystemOptions, build_cluster
+from sglang_ext.costs.engine_profile import IterationCost
 from sglang_ext.graphs.decide.graph_grid import GraphGrid
 from sglang_ext.laps.decide.options import LapsOptions
 from sglang_ext.laps.decide.policy import Composition, Laps
@@ -153,11 +154,15 @@ class Scene:
 
     def spec(self, roles: tuple[Role, ...] | None = None) -> InstancesSpec:
         roles = roles or (Role.BOTH,) * self.setting.instances
-        return InstancesSpec(roles, self.engine.coefficients, KV_TOKENS, self.short_tokens)
+        engine = self.engine
+        return InstancesSpec(roles, engine.coefficients, KV_TOKENS, self.short_tokens, engine.iteration)
 
 
 def scene_of(setting: Setting) -> Scene:
-    """Return the engine with the host's time added to every iteration and chunk."""
+    """Return the engine with the host's time added to every iteration and chunk.
+
+    A prompt takes as long in a batch of an instance as in a chunk on SP 1: systems are compared, and not two fits.
+    """
     engine = load_engine(setting.engine, min(8, setting.instances))
     host_s = setting.host_ms / 1e3
     candidates = []
@@ -165,7 +170,17 @@ def scene_of(setting: Setting) -> Scene:
         assert isinstance(candidate.cost, SpCost)
         candidates.append(SpCandidate(candidate.size, replace(candidate.cost, a_s=candidate.cost.a_s + host_s)))
     coefficients = engine.coefficients._replace(kappa_s=engine.coefficients.kappa_s + host_s)
-    return Scene(setting, engine._replace(candidates=tuple(candidates), coefficients=coefficients))
+    alone = next(candidate.cost for candidate in candidates if candidate.size == 1)
+    iteration = IterationCost(
+        fixed_s=alone.a_s,
+        request_s=0.0,
+        token_s=alone.b_s_per_token,
+        read_s=0.0,
+        cached2_s=0.0,
+        cached_new_s=alone.c_s_per_token2,
+        new2_s=alone.d_s_per_token2,
+    )
+    return Scene(setting, engine._replace(candidates=tuple(candidates), coefficients=coefficients, iteration=iteration))
 
 
 # ---- systems ----

@@ -27,6 +27,15 @@ def test_host_time_is_in_every_iteration_and_chunk() -> None:
         assert after.cost.predict_s(0, 1000) - before.cost.predict_s(0, 1000) == pytest.approx(0.008)
 
 
+@pytest.mark.parametrize("tokens", [500, 3000, 8000])
+def test_a_prompt_takes_as_long_in_a_batch_as_in_a_chunk_on_one_instance(tokens: int) -> None:
+    scene = scene_of(SETTING)
+    requests = [SimRequest(key, 100.0 * key, tokens, 1) for key in range(10)]
+    done = run(scene, systems()["fcfs"][3], requests, stops_early=False)
+    times_s = [*done.times_s[True], *done.times_s[False]]
+    assert times_s == pytest.approx([scene.candidates[0].cost.predict_s(0, tokens)] * 9)
+
+
 def test_one_late_short_prompt_in_a_hundred_is_good_and_two_are_not() -> None:
     requests = [SimRequest(key, 0.0, 100, 1) for key in range(1000)]
     counted = Run(scene_of(SETTING), requests, EventLoop(), stops_early=False)
