@@ -12,9 +12,10 @@ import pytest
 
 from sglang_ext.types import Role
 from support.engines import FLEET, PLAIN_SERVER, Engine, EngineSpec
-from support.router_cli import RunningRouter
+from support.reference import greedy_reference, random_prompt
+from support.router_cli import RunningRouter, running_router
 
-pytestmark = [pytest.mark.integration, pytest.mark.full]
+pytestmark = [pytest.mark.integration]
 
 _draw = random.Random(11)
 TEXTS = {
@@ -87,6 +88,7 @@ def longest(router: RunningRouter, piece: str, tokens: int) -> str:
     return piece * low
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", TEXTS)
 def test_a_prompt_that_fits_is_served(router: RunningRouter, name: str) -> None:
     limit = router.call("GET", "/v1/models")[0].body["data"][0]["max_model_len"]
@@ -96,6 +98,7 @@ def test_a_prompt_that_fits_is_served(router: RunningRouter, name: str) -> None:
         assert reply.status == 200, (path, reply.body)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", ["cyrillic", "thai", "indented code", "a padded table", "blank lines"])
 def test_a_prompt_that_does_not_fit_is_refused_as_by_a_plain_server(
@@ -113,6 +116,7 @@ def test_a_prompt_that_does_not_fit_is_refused_as_by_a_plain_server(
         assert ours.body["error"]["code"] == "context_length_exceeded"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -142,3 +146,25 @@ def message_of(body: dict[str, Any]) -> str:
     error = body.get("error", body)
     message: str = error if isinstance(error, str) else error["message"]
     return message
+
+
+@pytest.mark.parametrize("kind", [Role.DECODE, pytest.param(Role.SHORT, marks=pytest.mark.full)])
+def test_prompt_and_reply_go_to_the_instance_whose_context_holds_both(kind: Role) -> None:
+    """Nothing is sent to the smaller one, which would refuse it."""
+    other = Role.SHORT if kind is Role.DECODE else Role.DECODE
+    instances = FLEET.get(
+        EngineSpec(other), EngineSpec(kind), EngineSpec(kind, arguments=("--context-length", "500"), name="small")
+    )
+    policies = ("--prefill-policy", "round_robin", "--decode-policy", "round_robin")
+    with running_router(instances, *policies) as router:
+        header = "x-sglang-ext-decode" if kind is Role.DECODE else "x-sglang-ext-prefill"
+        served = set()
+        for new_tokens in (5, 5, 120, 120, 120):
+            body = {
+                "input_ids": random_prompt(400, seed=new_tokens),
+                "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
+            }
+            reply, headers = router.call("POST", "/generate", body)
+            assert reply.body["output_ids"] == greedy_reference(random_prompt(400, seed=new_tokens), new_tokens)
+            served.add((new_tokens, headers[header]))
+        assert served == {(5, instances[1].url), (5, instances[2].url), (120, instances[1].url)}

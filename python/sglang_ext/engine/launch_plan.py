@@ -40,6 +40,7 @@ TORCH_COMPILE_FLAG = "--enable-torch-compile"
 # Every chunk costs a CPU engine something for each token before it, but a chunk is also the time that an abort waits.
 CPU_CHUNK_TOKENS = 512
 CPU_LAPS_CHUNK_TOKENS = 4 * CPU_CHUNK_TOKENS  # the time that a batch may take bounds it before
+KV_CHECKSUM_FLAG = "--disaggregation-enable-kv-checksum"
 CHUNK_FLAG = "--chunked-prefill-size"
 CPU_MAX_RUNNING_REQUESTS = 32
 MAX_KV_TOKENS = 65536
@@ -116,6 +117,7 @@ def build_launch(worker: WorkerOptions, machine: MachineFacts, model: ModelFacts
         data_parallel_problem(size_of(worker.engine_arguments, DATA_PARALLEL_FLAGS))
         or pipeline_problem(stages, worker.role, model)
         or decode_context_problem(worker, machine.device)
+        or kv_checksum_problem(worker, machine.device)
     )
     if problem is not None:
         raise ValueError(problem)
@@ -305,6 +307,17 @@ def decode_context_problem(worker: WorkerOptions, device: Device) -> str | None:
         which = "the attention that SGLang chooses" if found is None else f"--attention-backend {found}"
         reason = f"{which} may ignore it; name a backend that has it: {', '.join(DECODE_CONTEXT_ATTENTION)}"
     return None if reason is None else f"--dcp-size {size}: {reason}"
+
+
+def kv_checksum_problem(worker: WorkerOptions, device: Device) -> str | None:
+    """Return why an instance that is to send or compare checksums of the KV cache is refused; None where it is not."""
+    if KV_CHECKSUM_FLAG not in worker.engine_arguments:
+        return None
+    if device is not Device.CUDA:
+        return f"{KV_CHECKSUM_FLAG}: SGLang has it only for GPUs; its scheduler ends at the first request elsewhere"
+    if worker.cdsp is not None:
+        return f"{KV_CHECKSUM_FLAG}: an instance of a long pool does not hold the KV of shared prompts; leave it out"
+    return None
 
 
 def decode_context_model_problem(arguments: Sequence[str], architecture: str | None) -> str | None:

@@ -28,6 +28,7 @@ class PairingFacts(NamedTuple):
     page_size_tokens: int | None = None
     transfer_backend: str | None = None
     architecture: str | None = None  # of the model: class, layers, sizes
+    has_kv_checksums: bool | None = None  # prefill sends one for each request, decode compares
     revision: str = ""  # empty: of instances that have none
 
 
@@ -62,6 +63,7 @@ def pairing_refusal(candidate: PairingFacts, serving: Iterable[PairingFacts]) ->
             ("KV cache element type", candidate.kv_element_type, other.kv_element_type),
             ("page size", candidate.page_size_tokens, other.page_size_tokens),
             ("transfer backend", candidate.transfer_backend, other.transfer_backend),
+            ("--disaggregation-enable-kv-checksum", candidate.has_kv_checksums, other.has_kv_checksums),
         ):
             if own is not None and others is not None and own != others:
                 return (

@@ -22,7 +22,7 @@ from sglang_ext_router.config import RouterConfig, WorkerAddress, may_be_forward
 from sglang_ext_router.decide.served_models import AUTO, PairingFacts, pairing_refusal
 from sglang_ext_router.decide.signs_of_life import FailedChecks, Judgement, Silence, judge_checks, judge_silence
 from sglang_ext_router.instances.registry import WorkerRegistry
-from sglang_ext_router.instances.workers import Worker
+from sglang_ext_router.instances.workers import UNKNOWN_CAPACITY_TOKENS, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -407,6 +407,7 @@ class Prober:
         longest = _positive(info.get("max_req_input_len")) or _positive(info.get("context_length"))
         if capacity is not None:
             worker.kv_capacity_tokens = capacity
+        worker.context_tokens = _positive(info.get("context_length")) or UNKNOWN_CAPACITY_TOKENS
         worker.max_prompt_tokens = min(longest or worker.kv_capacity_tokens, worker.kv_capacity_tokens)
         if worker.role.is_prefill and not worker.has_given_bootstrap_port:
             port = _positive(info.get("disaggregation_bootstrap_port"))
@@ -484,6 +485,7 @@ def read_facts(url: str, info: Mapping[str, Any], given_revision: str | None = N
         page_size_tokens=_positive(info.get("page_size")),
         transfer_backend=_text(info.get("disaggregation_transfer_backend")),
         architecture=_text(own.get("architecture")),
+        has_kv_checksums=_flag(info.get("disaggregation_enable_kv_checksum")),
         revision=(_text(own.get("revision")) or "") if given_revision is None else given_revision,
     )
 
@@ -504,6 +506,10 @@ def _element_type(info: Mapping[str, Any]) -> str | None:
 
 def _text(value: object) -> str | None:
     return value if isinstance(value, str) and value else None
+
+
+def _flag(value: object) -> bool | None:
+    return value if isinstance(value, bool) else None
 
 
 def _positive(value: object) -> int | None:

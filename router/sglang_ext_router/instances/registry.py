@@ -10,7 +10,12 @@ from sglang_ext_router.config import RouterConfig, WorkerAddress
 from sglang_ext_router.decide.pool_choice import FixedBoundary
 from sglang_ext_router.decide.served_models import ADAPTER_SEPARATOR, find_model
 from sglang_ext_router.decide.token_estimate import TokenEstimator
-from sglang_ext_router.instances.workers import PRIOR_TOKENS_PER_S, Worker, blended_rate
+from sglang_ext_router.instances.workers import (
+    PRIOR_TOKENS_PER_S,
+    UNKNOWN_CAPACITY_TOKENS,
+    Worker,
+    blended_rate,
+)
 from sglang_ext_router.request.tokenising import PromptTokeniser
 
 SHOWN_FOR_S = 1.0  # how long the sums over a pool are used
@@ -35,6 +40,8 @@ class ModelPools:
         self.longest_decode_tokens: int | None = None
         self.shortest_prefill_tokens = 0
         self.longest_prefill_tokens: int | None = None
+        # The shortest context where ready instances have different ones: what exceeds it is not for all of them.
+        self.shortest_context_tokens = UNKNOWN_CAPACITY_TOKENS
         self.boundary = FixedBoundary(DEFAULT_BOUNDARY_TOKENS)  # where short ends, as its prefill instances say
         self.estimator = TokenEstimator()
         self.tokeniser: PromptTokeniser | None = None  # comes once a tokenizer is known
@@ -57,6 +64,8 @@ class ModelPools:
         self.longest_prefill_tokens, self.shortest_prefill_tokens = max(limits, default=None), min(limits, default=0)
         limits = [worker.max_prompt_tokens for worker in self.ready_decode]
         self.longest_decode_tokens, self.shortest_decode_tokens = max(limits, default=None), min(limits, default=0)
+        contexts = {worker.context_tokens for worker in ready}
+        self.shortest_context_tokens = min(contexts) if len(contexts) > 1 else UNKNOWN_CAPACITY_TOKENS
 
     def missing_roles(self) -> list[str]:
         """Return what the model lacks to be served: `prefill`, `decode`, both, a pair of one revision, or nothing.

@@ -97,6 +97,7 @@ class Worker:
         self.fits_length_boundary = False  # the scheduler finds it out, and may change it
         self.kv_capacity_tokens = UNKNOWN_CAPACITY_TOKENS
         self.max_prompt_tokens = UNKNOWN_CAPACITY_TOKENS  # by context length and KV capacity
+        self.context_tokens = UNKNOWN_CAPACITY_TOKENS  # of prompt and reply together
         self.label_header = b""  # of clients, from which it takes labels of its metrics
         self.serves_parallel_samples = False
         self.aborts_families = False  # the id of a batch aborts all of its sequences

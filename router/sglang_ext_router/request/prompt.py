@@ -38,6 +38,7 @@ class Prompt(NamedTuple):
     texts: tuple[str, ...]  # for exact tokenisation, if the length class is in doubt
     images: int = 0  # the tokens that a processor makes of them are not known here
     audios: int = 0
+    max_new_tokens: int = 0  # of the longest reply; 0 where the client leaves it to the instance
 
 
 def parse_body(raw: bytes | bytearray) -> dict[str, Any]:
@@ -102,6 +103,7 @@ def measure(path: bytes, body: dict[str, Any]) -> Prompt:
         tuple(texts),
         images,
         audios,
+        max_new_tokens(path, body),
     )
 
 
@@ -253,6 +255,23 @@ def _media_count(data: Any) -> int:
     if type(data) is not list:
         return 0 if data is None else 1
     return sum(_media_count(item) for item in data)
+
+
+_LIMIT_FIELDS = {
+    b"/v1/chat/completions": ("max_completion_tokens", "max_tokens"),  # in the order in which SGLang looks at them
+    b"/v1/responses": ("max_output_tokens",),
+}
+
+
+def max_new_tokens(path: bytes, body: dict[str, Any]) -> int:
+    """Return how many tokens the client asks for at most in one sequence; 0 where it leaves that to the instance."""
+    if path == b"/generate":
+        parameters = body.get("sampling_params")
+        items = parameters if type(parameters) is list else [parameters]
+        limits = [item.get("max_new_tokens") for item in items if type(item) is dict]
+    else:
+        limits = [body.get(field) for field in _LIMIT_FIELDS.get(path, ("max_tokens",))]
+    return max([limit for limit in limits if type(limit) is int], default=0)
 
 
 def _samples(path: bytes, body: dict[str, Any]) -> int:

@@ -126,6 +126,8 @@ class RoutePlanner:
         ):
             if shortest != longest and low <= shortest < high:
                 return True
+        if low <= model.shortest_context_tokens - prompt.max_new_tokens < high:
+            return True
         matched = self.index.matched(prompt.hashes)
         cached = 0
         if matched:
@@ -167,6 +169,10 @@ class RoutePlanner:
             roles = [worker.role for worker in ready_prefill]
         if prompt_tokens > model.shortest_decode_tokens:
             ready_decode = self._that_hold(ready_decode, prompt_tokens)
+        if prompt_tokens + prompt.max_new_tokens > model.shortest_context_tokens:
+            ready_prefill = _with_context(ready_prefill, prompt_tokens + prompt.max_new_tokens)
+            ready_decode = _with_context(ready_decode, prompt_tokens + prompt.max_new_tokens)
+            roles = [worker.role for worker in ready_prefill]
         prefills, decodes = ready_prefill, ready_decode
         if self._registry.suspects or prefill_excluded or decode_excluded:
             prefills = self._usable(prefills, prefill_excluded, now_s)
@@ -382,6 +388,12 @@ def _pairs(prefills: Sequence[Worker], decodes: Sequence[Worker]) -> tuple[Seque
         [worker for worker in prefills if worker.revision in revisions],
         [worker for worker in decodes if worker.revision in revisions],
     )
+
+
+def _with_context(ready: Sequence[Worker], tokens: int) -> Sequence[Worker]:
+    """Return the instances whose context holds a prompt and its reply; those with the longest where none does."""
+    needed_tokens = min(tokens, max([worker.context_tokens for worker in ready], default=0))
+    return [worker for worker in ready if worker.context_tokens >= needed_tokens]
 
 
 def _tokens_per_byte(prompt: Prompt, prompt_tokens: int) -> float:

@@ -311,6 +311,12 @@ MISMATCHES = [
         {"sglang_ext": {"architecture": "LlamaForCausalLM of 4 layers"}},
         ("2 layers", "4 layers"),
     ),
+    (
+        "--disaggregation-enable-kv-checksum",
+        {"disaggregation_enable_kv_checksum": True},
+        {"disaggregation_enable_kv_checksum": False},
+        ("True", "False"),
+    ),
 ]
 
 

@@ -12,6 +12,7 @@ from sglang_ext.engine.launch_plan import MAX_KV_TOKENS, WorkerOptions, build_la
 from sglang_ext.engine.model_facts import ModelFacts
 from sglang_ext.engine.options import options_from_environment
 from sglang_ext.laps.decide.options import LapsOptions
+from sglang_ext.long_pool.sglang.cdsp_options import CdspOptions
 from sglang_ext.transfer.sglang import transfer_backend
 from sglang_ext.types import Role
 
@@ -271,3 +272,12 @@ def test_a_gpu_machine_without_mooncake_transfers_by_nixl(
     argv = build_launch(SHORT, CUDA).argv
     assert value_of(argv, "--disaggregation-transfer-backend") == chosen
     assert value_of(build_launch(SHORT, CPU).argv, "--disaggregation-transfer-backend") == "sglang_ext_tcp"
+
+
+def test_kv_checksums_are_refused_where_they_would_end_the_instance() -> None:
+    checked = replace(SHORT, engine_arguments=("--disaggregation-enable-kv-checksum",))
+    with pytest.raises(ValueError, match=r"^--disaggregation-enable-kv-checksum: SGLang has it only for GPUs"):
+        build_launch(checked, CPU)
+    assert "--disaggregation-enable-kv-checksum" in build_launch(checked, CUDA).argv
+    with pytest.raises(ValueError, match=r"does not hold the KV of shared prompts"):
+        build_launch(replace(checked, cdsp=CdspOptions("h", 1, "m", "n", 1, 1.0)), CUDA)

@@ -71,6 +71,11 @@ def facts(url: str, **fields: object) -> PairingFacts:
         ),
         ({}, {"architecture": "Qwen"}, ["model architecture", "Llama", "Qwen"]),
         (
+            {"has_kv_checksums": True},
+            {"has_kv_checksums": False},
+            ["--disaggregation-enable-kv-checksum", "True", "False"],
+        ),
+        (
             {"kv_cache_dtype": "auto", "resolved_kv_cache_dtype": "bfloat16"},
             {"kv_cache_dtype": "fp8_e4m3", "resolved_kv_cache_dtype": "fp8_e4m3"},
             ["KV cache dtype", "bfloat16", "fp8_e4m3"],

@@ -9,6 +9,7 @@ import pytest
 
 from sglang_ext.types import LengthClass, Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress
+from sglang_ext_router.decide.pool_choice import FixedBoundary
 from sglang_ext_router.decide.prefix_index import BLOCK_BYTES
 from sglang_ext_router.instances.registry import WorkerRegistry
 from sglang_ext_router.instances.workers import Worker
@@ -503,3 +504,61 @@ def test_decode_nearby_is_preferred_while_it_has_room() -> None:
     without = Pools(SHORT, DECODE, DECODE, DECODE)
     without.deploy("", "", "", "", topology=places)
     assert without.route(PROMPT, 100).decode is without.workers[1]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "limit"),
+    [
+        (b"/generate", {"text": "x", "sampling_params": {"max_new_tokens": 7}}, 7),
+        (b"/generate", {"text": ["x", "y"], "sampling_params": [{"max_new_tokens": 7}, {"max_new_tokens": 9}]}, 9),
+        (b"/generate", {"text": "x"}, 0),
+        (b"/generate", {"text": "x", "sampling_params": {"max_new_tokens": None}}, 0),
+        (b"/v1/completions", {"prompt": "x", "max_tokens": 7}, 7),
+        (b"/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_completion_tokens": 7}, 7),
+        (b"/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 7}, 7),
+        (b"/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 7}, 7),
+        (b"/v1/responses", {"input": "x", "max_output_tokens": 7}, 7),
+    ],
+)
+def test_the_longest_reply_is_read_from_the_body(path: bytes, body: dict[str, Any], limit: int) -> None:
+    assert measure(path, body).max_new_tokens == limit
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_prompt_and_reply_go_where_the_context_holds_both(kind: str) -> None:
+    pools = Pools(BOTH, BOTH, DECODE, DECODE)
+    small, large = pools.workers[:2] if kind == "prefill" else pools.workers[2:]
+    for worker in pools.workers:
+        worker.context_tokens = 1000 if worker is small else CONTEXT_TOKENS
+    pools.registry.refresh()
+
+    def chosen(tokens: int, reply_tokens: int) -> set[Worker | None]:
+        body = {"text": "x", "sampling_params": {"max_new_tokens": reply_tokens}}
+        found: set[Worker | None] = set()
+        for draw in (0.0, 0.9):
+            pools.draw = draw
+            route = pools.route(measure(b"/generate", body), tokens)
+            found.add(route.prefill if kind == "prefill" else route.decode)
+        return found
+
+    assert chosen(600, 400) == {small, large}
+    assert chosen(600, 401) == {large}
+    assert chosen(1, 2000) == {large}
+    assert chosen(600, 0) == {small, large}  # an unbounded reply ends at the end of the context
+    assert chosen(600, CONTEXT_TOKENS) == {large}, "none holds both: the largest says so"
+
+
+def test_tokens_are_counted_where_the_reply_leaves_the_context_in_doubt() -> None:
+    pools = Pools(BOTH, DECODE, DECODE)
+    low, high = pools.model.estimator.interval(len(TEXT))
+    body = {"text": TEXT, "sampling_params": {"max_new_tokens": 100}}
+    prompt = measure(b"/generate", body)
+    pools.planner._given_boundary = FixedBoundary(1 << 20)  # no class is in doubt
+    assert not pools.planner.needs_exact_count(pools.model, prompt)
+    pools.workers[0].context_tokens = pools.workers[1].context_tokens = CONTEXT_TOKENS
+    pools.workers[2].context_tokens = (low + high) // 2 + 100
+    pools.registry.refresh()
+    assert pools.planner.needs_exact_count(pools.model, prompt)
+    pools.workers[2].context_tokens = (low + high) // 2 + 10_000
+    pools.registry.refresh()
+    assert not pools.planner.needs_exact_count(pools.model, prompt)
