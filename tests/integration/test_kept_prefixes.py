@@ -1,4 +1,4 @@
-"""The KV of prompts that went straight to decode comes to their own instance's prefix cache afterwards."""
+"""The KV of prompts that went straight to decode stays where it was computed, and the next turns begin behind it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from support.served_pool import HANDSHAKE, check_clean, free_tokens, long_member
 
 pytestmark = pytest.mark.integration
 LONG = 900
+BLOCK_TOKENS = 256
 PAGE_TOKENS = 16
 PAGES = ("--page-size", str(PAGE_TOKENS))
 
@@ -29,7 +30,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 @contextmanager
 def served(threads: ThreadPoolExecutor, name: str, *member_arguments: str) -> Iterator[tuple[list[Pair], Coordinator]]:
-    with Coordinator.running("--sp-sizes", "1,2", "--min-chunk-tokens", "64", "--keep-prefix") as coordinator:
+    with Coordinator.running("--sp-sizes", "1,2", "--min-chunk-tokens", "64") as coordinator:
         arguments = (*PAGES, *member_arguments)
         specs = [long_member(coordinator, f"{name}{number}", arguments, HANDSHAKE) for number in range(2)]
         *members, decode = FLEET.get(*specs, EngineSpec(Role.DECODE, arguments=PAGES, worker_options=HANDSHAKE))
@@ -52,50 +53,72 @@ def cached_tokens(prefill: Prefill) -> int:
 
 
 def settle(coordinator: Coordinator, kept: int) -> None:
-    """Until so many prompts are in prefix caches, and none is on its way to one."""
-    coordinator.wait_for(
-        lambda status: (len(status["requests"]), status["requests_keeping"], status["requests_kept"]) == (0, 0, kept)
-    )
+    """Until no prompt is under way, and so many are kept."""
+    coordinator.wait_for(lambda status: (len(status["requests"]), status["prompts_kept"]) == (0, kept))
 
 
-def test_the_next_turn_finds_the_prompt_in_the_cache(pool: tuple[list[Pair], Coordinator]) -> None:
+def blocks(tokens: int) -> int:
+    return tokens // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def test_the_next_turns_begin_behind_what_is_kept(pool: tuple[list[Pair], Coordinator]) -> None:
     pairs, coordinator = pool
     free = [free_tokens(pair) for pair in pairs]
-    before = coordinator.settled()
+    settle(coordinator, 0)
     first = pairs[0].send(LONG, seed=300)
     assert (first.is_exact(), cached_tokens(first)) == (True, 0)
-    settle(coordinator, before["requests_kept"] + 1)
-    again = pairs[0].send(LONG, seed=301, prefix=first.prompt)
-    assert (again.is_exact(), cached_tokens(again)) == (True, LONG // PAGE_TOKENS * PAGE_TOKENS)
+    settle(coordinator, 1)
+    assert [member["kept_tokens"] for member in coordinator.status()["members"]] == [blocks(LONG) // 2] * 2
+    again = pairs[1].send(LONG, seed=301, prefix=first.prompt)
+    assert (again.is_exact(), cached_tokens(again)) == (True, blocks(LONG))
     longer = pairs[0].send(LONG + 617, seed=302, prefix=first.prompt)
-    assert (longer.is_exact(), cached_tokens(longer)) == (True, LONG // PAGE_TOKENS * PAGE_TOKENS)
-    settle(coordinator, before["requests_kept"] + 2)
-    third = pairs[0].send(LONG + 1000, seed=303, prefix=longer.prompt)
-    assert (third.is_exact(), cached_tokens(third)) == (True, (LONG + 617) // PAGE_TOKENS * PAGE_TOKENS)
-    settle(coordinator, before["requests_kept"] + 3)
-    ended = coordinator.status()["recent"][-3:]
-    assert all(one["outcome"] == "streamed" and one["kept_s"] >= one["ended_s"] for one in ended)
-    assert any(step["kind"] == "keep" for one in ended for step in one["steps"])
+    assert (longer.is_exact(), cached_tokens(longer)) == (True, blocks(LONG))
+    settle(coordinator, 2)
+    third = pairs[1].send(LONG + 1000, seed=303, prefix=longer.prompt)
+    assert (third.is_exact(), cached_tokens(third)) == (True, blocks(LONG + 617))
+    # One that goes another way shares the beginning.
+    other = pairs[1].send(LONG + 400, seed=304, prefix=longer.prompt[: LONG + 10])
+    assert (other.is_exact(), cached_tokens(other)) == (True, blocks(LONG + 10))
+    ended = coordinator.settled()["recent"][-4:]
+    assert [one["outcome"] for one in ended] == ["streamed"] * 4
+    assert [one["kept_tokens"] for one in ended] == [blocks(n) for n in (LONG, LONG, LONG + 617, LONG + 10)]
+    check_clean(pairs, free)
+    settle(coordinator, 0)  # with the prefix caches
+
+
+def test_a_prefix_of_the_instances_own_cache_is_kept_with_the_rest(pool: tuple[list[Pair], Coordinator]) -> None:
+    pairs, coordinator = pool
+    free = [free_tokens(pair) for pair in pairs]
+    short = pairs[0].send(180, seed=305)  # too short for the pool
+    assert short.is_exact()
+    first = pairs[0].send(LONG, seed=306, prefix=short.prompt)
+    assert (first.is_exact(), cached_tokens(first)) == (True, 180 // PAGE_TOKENS * PAGE_TOKENS)
+    settle(coordinator, 1)
+    again = pairs[1].send(LONG + 300, seed=307, prefix=first.prompt)
+    assert (again.is_exact(), cached_tokens(again)) == (True, blocks(LONG))
+    coordinator.settled()
     check_clean(pairs, free)
 
 
 def test_several_prompts_at_once(pool: tuple[list[Pair], Coordinator]) -> None:
     pairs, coordinator = pool
     free = [free_tokens(pair) for pair in pairs]
-    before = coordinator.settled()["requests_kept"]
     several = [pairs[number % 2].send(LONG + number, seed=310 + number) for number in range(6)]
     assert all(one.is_exact() for one in several)
-    coordinator.wait_for(lambda status: not status["requests"] and not status["requests_keeping"])
-    assert coordinator.status()["requests_kept"] > before
-    again = [pairs[number % 2].send(len(one.prompt), 0, prefix=one.prompt) for number, one in enumerate(several)]
+    coordinator.settled()
+    again = [
+        pairs[(number + 1) % 2].send(len(one.prompt) + 100, 320 + number, prefix=one.prompt)
+        for number, one in enumerate(several)
+    ]
     assert all(one.is_exact() for one in again)
-    coordinator.wait_for(lambda status: not status["requests"] and not status["requests_keeping"])
+    assert sum(cached_tokens(one) for one in again) > 0
+    coordinator.settled()
     check_clean(pairs, free)
 
 
 @contextmanager
 def keeping(pool: tuple[list[Pair], Coordinator], seed: int) -> Iterator[None]:
-    """A prompt of the first member is at decode, and what the other member has of it does not come."""
+    """A prompt of the first member is at decode, and the other member does not know that it is to be kept."""
     pairs, coordinator = pool
     with pairs[1].prefill.frozen_scheduler():
         one = pairs[0].send(1900, seed=seed)
@@ -107,23 +130,8 @@ def keeping(pool: tuple[list[Pair], Coordinator], seed: int) -> Iterator[None]:
     assert one.is_exact()
     with pairs[1].prefill.frozen_scheduler():
         coordinator.signal(signal.SIGCONT)
-        coordinator.wait_for(lambda status: status["requests_keeping"] == 1)
+        coordinator.wait_for(lambda status: status["prompts_kept"] == 1)
         yield
-
-
-def test_everything_is_given_up_while_it_is_kept(pool: tuple[list[Pair], Coordinator]) -> None:
-    pairs, coordinator = pool
-    free = [free_tokens(pair) for pair in pairs]
-    before = coordinator.settled()["requests_kept"]
-    with keeping(pool, seed=320):
-        # It reaches the engine when the step that runs has ended, possibly as the last one.
-        assert pairs[0].prefill.post("/abort_request", {"abort_all": True}).status == 200
-    coordinator.wait_for(lambda status: not status["requests_keeping"])
-    kept = coordinator.status()["requests_kept"]
-    assert kept in (before, before + 1)
-    assert pairs[0].send(LONG, seed=321).is_exact()
-    settle(coordinator, kept + 1)
-    check_clean(pairs, free)
 
 
 @pytest.mark.full
@@ -137,20 +145,21 @@ def test_a_member_is_killed_while_it_is_kept(threads: ThreadPoolExecutor) -> Non
         pairs[0].check_clean(free)
 
 
-@pytest.mark.full
-def test_what_does_not_fit_is_not_kept(threads: ThreadPoolExecutor) -> None:
+def test_what_is_kept_makes_way_for_everything_else(threads: ThreadPoolExecutor) -> None:
     with served(threads, "keeps-little", "--max-total-tokens", "640") as (pairs, coordinator):
         free = [free_tokens(pair) for pair in pairs]
-        larger = pairs[0].send(LONG, seed=340)
-        assert larger.is_exact()
-        settle(coordinator, 0)
-        fitting = pairs[0].send(600, seed=341)
-        assert fitting.is_exact()
+        first = pairs[0].send(600, seed=341)
+        assert first.is_exact()
         settle(coordinator, 1)
-        # What is cached makes room for it, and for nothing but what fits.
-        other = pairs[0].send(560, seed=342)
+        # A prompt that the pool computes, and one that is too short for it, want the memory.
+        other = pairs[1].send(LONG, seed=342)
         assert (other.is_exact(), cached_tokens(other)) == (True, 0)
-        settle(coordinator, 2)
-        assert (larger.is_exact(), pairs[1].send(LONG, seed=343).is_exact()) == (True, True)
-        settle(coordinator, 2)
+        coordinator.settled()
+        assert coordinator.status()["prompts_kept"] <= 1
+        short = [pair.send(180, seed=343 + number) for number in range(4) for pair in pairs]
+        assert all(one.is_exact() for one in short)
+        again = pairs[1].send(700, seed=350, prefix=first.prompt)
+        assert again.is_exact()
+        coordinator.settled()
         check_clean(pairs, free)
+        settle(coordinator, 0)

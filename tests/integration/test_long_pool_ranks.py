@@ -28,6 +28,7 @@ LONG = 900
 # SGLang adds a fourth KV head, which means nothing, so that two ranks share them.
 SHAPE = TinyModelShape(hidden=48, heads=6, kv_heads=3)
 PAGE_TOKENS = 16
+BLOCK_TOKENS = 256
 PAGES = ("--page-size", str(PAGE_TOKENS))
 RANKS = ("--tp", "2")
 DECODE_RANKS = 3
@@ -50,7 +51,7 @@ def member(coordinator: Coordinator, name: str) -> EngineSpec:
 @pytest.fixture(scope="module")
 def coordinator() -> Iterator[Coordinator]:
     timeout = ("--set", f"pool.step_timeout_ms={1000 * STEP_TIMEOUT_S}")
-    with Coordinator.running("--sp-sizes", "1,2", "--min-chunk-tokens", "64", "--keep-prefix", *timeout) as one:
+    with Coordinator.running("--sp-sizes", "1,2", "--min-chunk-tokens", "64", *timeout) as one:
         yield one
 
 
@@ -159,15 +160,14 @@ def test_a_cached_prefix_is_history(pool: list[Pair], coordinator: Coordinator) 
 @pytest.mark.full
 def test_what_all_ranks_have_computed_is_kept(pool: list[Pair], coordinator: Coordinator) -> None:
     free = [free_tokens(pair) for pair in pool]
-    kept = coordinator.status()["requests_kept"]
     first = pool[0].send(LONG, seed=350)
     assert is_exact(first)
-    coordinator.wait_for(lambda status: status["requests_kept"] == kept + 1)
-    again = pool[0].send(LONG + 300, seed=351, prefix=first.prompt)
+    coordinator.wait_for(lambda status: status["prompts_kept"] == 1)
+    again = pool[1].send(LONG + 300, seed=351, prefix=first.prompt)
     assert is_exact(again)
     meta = again.replies.result()[1].body["meta_info"]
-    assert meta["cached_tokens"] == LONG // PAGE_TOKENS * PAGE_TOKENS
-    coordinator.wait_for(lambda status: status["requests_kept"] == kept + 2)
+    assert meta["cached_tokens"] == LONG // BLOCK_TOKENS * BLOCK_TOKENS
+    coordinator.wait_for(lambda status: status["prompts_kept"] == 2)
     check_clean(pool, free)
 
 

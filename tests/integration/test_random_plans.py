@@ -72,7 +72,7 @@ def test_tokens_do_not_depend_on_the_plan(instances: Instances, interleaving: In
         min_chunk_tokens=1,
         step_timeout_s=20.0,
         collects=not is_streamed,
-        keeps_prefixes=is_streamed,
+        keeps_rows=is_streamed,
     )
     with instances.coordinator.running(settings, seed=len(interleaving)) as coordinator:
         coordinator.wait_for(lambda status: len(status.members) == MEMBERS)
@@ -87,9 +87,9 @@ def test_tokens_do_not_depend_on_the_plan(instances: Instances, interleaving: In
             # A prompt of one token is not shared.
             beside = [instances.pairs[number][number % 2].send(1, seed=9000 + first + number) for number in range(2)]
             assert all(one.is_exact() for one in (*running, *beside))
-        coordinator.wait_for(lambda status: not status.requests and not status.requests_keeping)
+        coordinator.wait_for(lambda status: not status.requests)
         ended = coordinator.status().recent
-        assert (coordinator.status().requests_kept > 0) == is_streamed
+        assert (coordinator.status().prompts_kept > 0) == is_streamed
         for pairs, tokens in zip(instances.pairs, free, strict=True):
             pairs[0].check_clean(tokens)
     _check_variety(ended, PrefillEnd.STREAMED if is_streamed else PrefillEnd.COLLECTED)

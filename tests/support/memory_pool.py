@@ -172,6 +172,7 @@ class MemoryMember:
         # Where there are several ranks, a model has collectives of its own.
         engine = ToyEngine(pool, on_layer=lambda layer: None if ranks.size == 1 else _expect(ranks.all(True)))
         self.member = PoolMember(engine, replicated or self.link, MemoryMeshes(wires), ranks=ranks)
+        pool.kept = self.member.kept
         if ranks.size == 1:
             self.member.turn()  # joins
         self.offered: dict[int, tuple[tuple[int, ...], torch.Tensor]] = {}
@@ -233,6 +234,7 @@ class MemoryPool:
 
     def run(self, is_done: Callable[[], bool], timeout_s: float) -> None:
         """Serve until `is_done`."""
+        self._has_ended.clear()
         threads = [threading.Thread(target=self._serve, args=(one,)) for one in self.members]
         for thread in threads:
             thread.start()

@@ -7,7 +7,7 @@ instance of a request shares it, goes on alone, computes what is missing and sen
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,7 +15,8 @@ import torch
 
 from sglang_ext.identifiers import TransferId, next_attempt
 from sglang_ext.long_pool.member.kv_streams import Target
-from sglang_ext.long_pool.member.pool_member import Collected, Kept, Outcome, PoolMember, Sendable
+from sglang_ext.long_pool.member.pool_member import Collected, Outcome, PoolMember, Released, Sendable
+from sglang_ext.long_pool.member.ring_attention import as_tensor
 from sglang_ext.long_pool.messages import Destination
 from sglang_ext.transfer.decide.options import HandshakeOptions
 from sglang_ext.transfer.decide.protocol import TransferOutcome
@@ -114,11 +115,11 @@ class StreamingMember(MemoryMember):
         self.endpoint = endpoint_of(pool)
         engine = ToyEngine(pool, on_layer=on_layer)
         self.member = PoolMember(engine, self.link, MemoryMeshes(wires), self._open)
+        pool.kept = self.member.kept
         self.member.turn()  # joins
         self.sent: dict[int, _Sent] = {}
         self.ending: set[int] = set()  # requests that are on their way to decode, and not here
         self.logits: dict[int, torch.Tensor] = {}  # of those that were computed without being collected
-        self.kept: dict[int, torch.Tensor] = {}  # KV of those that have come to the prefix cache
 
     def offer_streamed(
         self,
@@ -148,6 +149,7 @@ class StreamingMember(MemoryMember):
             slack_s=None,
             destinations=(destination,),
             targets=(Target(transfer.handle, 0, KV_HEADS, first_token),),
+            namespace="toy",
         )
         self.offered[request] = token_ids, prefix
         self.sent[request] = _Sent(transfer, first_token)
@@ -185,12 +187,8 @@ class StreamingMember(MemoryMember):
             self.pool.free(self.offered[request][1])
 
     def _go_on(self, outcome: Outcome) -> None:
-        if isinstance(outcome, Kept):
-            prefix = self.offered[outcome.request][1]
-            if outcome.slots.numel():
-                self.kept[outcome.request] = self.pool.kv(torch.cat([prefix, outcome.slots]))
-                self.pool.free(outcome.slots)
-            self.pool.free(prefix)
+        if isinstance(outcome, Released):
+            self.pool.free(self.offered[outcome.request][1])
             return
         if isinstance(outcome, Sendable):
             transfer = self.sent[outcome.request].transfer
@@ -224,3 +222,13 @@ class StreamingMember(MemoryMember):
 
 def _slots(slots: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
     return np.asarray(slots.numpy(), np.uint32)
+
+
+def check_kept(one: StreamingMember, prompts: Mapping[int, tuple[int, ...]]) -> None:
+    """What a member keeps of each prompt is the prompt's KV."""
+    for prompt, part in one.member.kept._parts.items():
+        positions = as_tensor(part.rows.positions)
+        assert positions.numel() > 0
+        torch.testing.assert_close(
+            one.pool.kv(part.rows.slots), kv_of(prompts[prompt])[:, :, positions], atol=1e-4, rtol=0
+        )

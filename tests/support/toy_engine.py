@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from sglang_ext.long_pool.member.kept_rows import KeptRows
 from sglang_ext.long_pool.member.ring_attention import Attention
 from sglang_ext.long_pool.member.shard import KvPool, KvPoolFullError
 from sglang_ext_kernels.block_attention import gather_kv, scatter_kv_
@@ -26,6 +27,7 @@ class ToyPool:
         self._free = list(range(tokens // page_tokens))
         self._k = torch.zeros(LAYERS, tokens, KV_HEADS, HEAD_SIZE, device=device)
         self._v = torch.zeros(LAYERS, tokens, KV_HEADS, HEAD_SIZE, device=device)
+        self.kept: KeptRows | None = None  # makes way, as an engine's prefix cache does
 
     @property
     def device(self) -> torch.device:
@@ -33,10 +35,12 @@ class ToyPool:
 
     @property
     def free_tokens(self) -> int:
-        return len(self._free) * self.page_tokens
+        return len(self._free) * self.page_tokens + (0 if self.kept is None else self.kept.evictable_tokens)
 
     def allocate(self, tokens: int) -> torch.Tensor:
         pages = -(-tokens // self.page_tokens)
+        if self.kept is not None:
+            self.kept.evict((pages - len(self._free)) * self.page_tokens)
         if pages > len(self._free):
             raise KvPoolFullError(f"{pages} pages are wanted, {len(self._free)} are free")
         taken, self._free = self._free[:pages], self._free[pages:]

@@ -310,7 +310,7 @@ def _bars_of(
         instance = _name(names, member)
         if step["has_failed"]:
             bars.append(Bar(instance, request, Activity.FAILED, start_s, end_s))
-        elif step["kind"] in ("collect", "keep"):
+        elif step["kind"] == "collect":
             bars.append(Bar(instance, request, Activity.COLLECT, start_s, end_s))
         else:
             bars += _split(instance, request, start_s, end_s, began_s, times.get(int(member)))

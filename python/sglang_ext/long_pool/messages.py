@@ -23,10 +23,13 @@ import msgspec
 
 from sglang_ext.identifiers import PoolRequest
 from sglang_ext.long_pool.decide.orders import (
+    Borrow,
     Collect,
     Decline,
     Drop,
+    DropKept,
     GiveUp,
+    Keep,
     MemberReport,
     RollBack,
     RunChunk,
@@ -36,7 +39,7 @@ from sglang_ext.long_pool.step_clock import StepTimes
 from sglang_ext.long_pool.wire_types import Count, Line, Logits, Positive, Seconds, TokenIds
 from sglang_ext.transfer.decide.shards import HeadLayout
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 KEY_PROTOCOL = "long pool"  # what the proofs of a key hold for
 MAX_LINE_BYTES = 2**24
 FIRST_LINE_BYTES = 2**16  # of who has not proved yet that it knows the pool's key
@@ -145,6 +148,7 @@ class OfferMessage(NamedTuple):
     destinations: tuple[Destination, ...] = ()  # where members send what they compute; none: only to each other
     room: Count | None = None  # under which a router may have announced it
     fits_owner: bool = True  # this member could compute it by itself
+    namespace: Line | None = None  # prompts share a prefix within one; None: its rows are not kept
 
 
 class CancelMessage(NamedTuple):
@@ -171,6 +175,12 @@ class StreamFailed(NamedTuple):
     """Describes what members have sent of a request of this member cannot be relied upon."""
 
     request: int
+
+
+class KeptLost(NamedTuple):
+    """This member has freed the rows that it kept of these prompts."""
+
+    prompts: tuple[int, ...]
 
 
 class Transferred(NamedTuple):
@@ -224,6 +234,7 @@ FromMember = (
     | StepDone
     | StepFailed
     | StreamFailed
+    | KeptLost
     | Transferred
 )
 ToMember = (
@@ -238,6 +249,9 @@ ToMember = (
     | Computed
     | RollBack
     | Drop
+    | Keep
+    | Borrow
+    | DropKept
     | Decline
 )
 Message = FromMember | ToMember

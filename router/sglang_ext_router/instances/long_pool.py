@@ -148,14 +148,13 @@ def read_status(answer: object) -> dict[str, Any]:
 def cached_rooms(answer: Mapping[str, Any]) -> Iterator[tuple[int, bool]]:
     """Rooms of prompts that have left the long pool, and whether their own instance has them in its prefix cache.
 
-    A prompt that went straight to decode may be there later. Of a prompt that could not be shared nothing is known but
-    that its own instance computes it, as any other.
+    Of a prompt that could not be shared nothing is known but that its own instance computes it, as any other.
     """
     for entry in _list(answer, "ended_rooms" if "ended_rooms" in answer else "recent"):
         prompt = _object(entry, "a request")
         room, outcome = prompt.get("room"), prompt.get("outcome")
         if isinstance(room, int):
-            yield room, prompt.get("kept_s") is not None or outcome not in _NOT_CACHED
+            yield room, outcome not in _NOT_CACHED
 
 
 def pool_prompts(answer: object, offset_s: float) -> list[PromptRow]:

@@ -116,13 +116,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sp-sizes", default="1,2,4", metavar="N,N", help="how many instances may compute a chunk together")
     add("--profile", type=Path, metavar="FILE", help="costs, as `sglang-ext profile` writes them")
     add(
-        "--keep-prefix",
-        action=argparse.BooleanOptionalAction,
-        default=_DEFAULT.keeps_prefixes,
-        help="whether the KV of a prompt that has gone straight to decode comes to its own instance's prefix cache "
-        "afterwards, in short steps while nothing else is done there, and where there is room (default: it does not)",
-    )
-    add(
         "--ttft-slo-ms",
         type=float,
         metavar="MS",
@@ -170,9 +163,8 @@ def options_from(arguments: argparse.Namespace) -> CoordinatorOptions:
         _seconds("pool.member_timeout_ms", arguments.member_timeout_ms, _LEAST_TIMEOUT_MS),
         arguments.ending == _COLLECTED,
         None if arguments.max_chunk_ms is None else _seconds("pool.max_chunk_ms", arguments.max_chunk_ms, 1.0),
-        arguments.keep_prefix,
-        _seconds("--ttft-slo-ms", arguments.ttft_slo_ms, 1.0),
-        arguments.slo_stretch,
+        ttft_slo_s=_seconds("--ttft-slo-ms", arguments.ttft_slo_ms, 1.0),
+        slo_stretch=arguments.slo_stretch,
     )
     return CoordinatorOptions(
         arguments.host,

@@ -279,11 +279,7 @@ class StatusEncoder:
         parts["requests"] = _array([_encode(record) for record in status.requests])
         parts["recent"] = _array(self._latest(status.recent, recent))
         parts["ended_rooms"] = orjson.dumps(
-            [
-                {"room": record.room, "outcome": record.outcome, "kept_s": record.kept_s}
-                for record in status.recent
-                if record.room is not None
-            ]
+            [{"room": record.room, "outcome": record.outcome} for record in status.recent if record.room is not None]
         )
         return b"{" + b",".join(b'"%b":%b' % (name.encode(), value) for name, value in parts.items()) + b"}"
 
@@ -294,7 +290,7 @@ class StatusEncoder:
         for record in reversed(records):
             # All that changes afterwards.
             last = record.steps[-1] if record.steps else None
-            state = record.transfer_s, record.kept_s, len(record.steps), last and (last.ended_s, last.moved_tokens)
+            state = record.transfer_s, len(record.steps), last and (last.ended_s, last.moved_tokens)
             before = known.get(record.request)
             text = before[1] if before is not None and before[0] == state else None
             if count is None or (len(latest) < count and left_bytes > 0):
@@ -370,13 +366,10 @@ class _PoolCollector(Collector):
         for outcome in (*PrefillEnd, *DeclineReason):
             ended.add_metric([outcome], history.outcomes[outcome])
         yield ended
-        yield _gauge("requests_keeping", "Streamed prefills on their way to a prefix cache", len(history.keeping))
-        kept = CounterMetricFamily(
-            "sglang_ext:cdsp_prefixes", "Streamed prefills whose KV was to come to a prefix cache", labels=["outcome"]
-        )
-        for outcome, is_kept in (("kept", True), ("dropped", False)):
-            kept.add_metric([outcome], history.kept[is_kept])
-        yield kept
+        yield _gauge("kept_prompts", "Prompts whose KV members keep as a prefix cache of the pool", status.prompts_kept)
+        yield _gauge("kept_tokens", "Tokens of these", sum(member.kept_tokens for member in status.members))
+        yield _counter("prefix_hits", "Prefills that began behind KV that members had kept", history.prefix_hits)
+        yield _counter("prefix_hit_tokens", "Tokens of these that were not computed again", history.prefix_hit_tokens)
         yield _gauge(
             "tickets_waiting", "Prompts announced by routers that no instance was named for", status.tickets_waiting
         )

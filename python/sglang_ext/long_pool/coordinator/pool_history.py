@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from sglang_ext.identifiers import BootstrapRoom
 from sglang_ext.long_pool.coordinator.tickets import TicketTimes
-from sglang_ext.long_pool.decide.orders import Collect, DeclineReason, RunChunk
+from sglang_ext.long_pool.decide.orders import Borrow, Collect, DeclineReason, RunChunk
 from sglang_ext.long_pool.decide.pool_requests import NextChunk
 from sglang_ext.long_pool.decide.sharding import count_tokens
 from sglang_ext.long_pool.step_clock import StepTimes
@@ -23,7 +23,6 @@ class StepKind(StrEnum):
 
     CHUNK = "chunk"
     COLLECT = "collect"
-    KEEP = "keep"  # KV of a prompt that is at decode comes to its owner's prefix cache
 
 
 class PrefillEnd(StrEnum):
@@ -50,22 +49,10 @@ class MemberTimes:
     ring_s: float
     rebalance_s: float
 
-    def and_later(self, later: MemberTimes) -> MemberTimes:
-        """Both as one."""
-        return MemberTimes(
-            self.instance,
-            self.began_s,
-            later.ended_s,
-            self.compute_s + later.compute_s,
-            self.ring_s + later.ring_s,
-            self.rebalance_s + later.rebalance_s,
-        )
-
 
 @dataclass(slots=True)
 class StepRecord:
-    """A step of a request, or all steps that bring it to a prefix cache; times are seconds on the coordinator's
-    clock."""
+    """A step of a request; times are seconds on the coordinator's clock."""
 
     kind: StepKind
     members: tuple[int, ...]
@@ -82,16 +69,6 @@ class StepRecord:
         self.member_times.append(
             MemberTimes(instance, began_s, now_s, times.compute_s, times.ring_s, times.rebalance_s)
         )
-
-    def absorb(self, later: StepRecord) -> None:
-        """Take in a later one of the same kind, which has ended."""
-        self.members = tuple(dict.fromkeys((*self.members, *later.members)))
-        self.moved_tokens += later.moved_tokens
-        self.ended_s, self.has_failed = later.ended_s, self.has_failed or later.has_failed
-        times = {part.instance: part for part in self.member_times}
-        for part in later.member_times:
-            times[part.instance] = times[part.instance].and_later(part) if part.instance in times else part
-        self.member_times = list(times.values())
 
     @property
     def took_s(self) -> float:
@@ -133,17 +110,12 @@ class PrefillRecord:
     transfer_s: float | None = None
     exposed_transfer_s: float | None = None
     ticket: TicketTimes | None = None  # where a router had announced it
-    kept_s: float | None = None  # where it was streamed: when its own instance had it in its prefix cache
+    kept_tokens: int = 0  # of its cached ones, that the pool had kept
 
     @property
     def chunks(self) -> list[StepRecord]:
         """Return the steps in which a chunk was computed."""
         return [step for step in self.steps if step.kind is StepKind.CHUNK and not step.has_failed]
-
-    @property
-    def keep_steps(self) -> StepRecord | None:
-        """Return the steps that bring it to a prefix cache, as one; None before the first."""
-        return self.steps[-1] if self.steps and self.steps[-1].kind is StepKind.KEEP else None
 
     @property
     def times(self) -> PrefillTimes:
@@ -156,7 +128,7 @@ class PrefillRecord:
             sum(_mean([part.ring_s for part in step.member_times]) for step in chunks),
             sum(_mean([part.rebalance_s for part in step.member_times]) for step in chunks),
             sum(step.took_s for step in done if step.kind is StepKind.COLLECT),
-            sum(step.took_s for step in self.steps if step.has_failed and step.kind is not StepKind.KEEP),
+            sum(step.took_s for step in self.steps if step.has_failed),
             self.transfer_s,
             self.exposed_transfer_s,
         )
@@ -172,6 +144,7 @@ class MemberStatus:
     backlog_s: float
     free_kv_tokens: int
     held_tokens: int
+    kept_tokens: int  # rows of prompts that have ended, as a prefix cache of the pool
     silent_s: float  # its last message is so old
     is_ready: bool  # it is counted upon for new chunks
 
@@ -203,8 +176,7 @@ class PoolStatus:
     arrivals_per_s: float  # of offers and announced prompts, in the last minute or so
     former_members: tuple[FormerMember, ...]  # latest last
     tickets_waiting: int = 0  # prompts that a router has announced, and that no instance has been named for
-    requests_kept: int = 0  # of streamed requests: how many have come to the prefix cache of their own instance
-    requests_keeping: int = 0  # that are on their way there
+    prompts_kept: int = 0  # whose rows are kept where they were computed
 
 
 class PoolHistory:
@@ -224,9 +196,8 @@ class PoolHistory:
         self.collect_s = 0.0
         self.transfers = 0
         self.transfer_s = {"hidden": 0.0, "exposed": 0.0}
-        self.keeping: dict[int, PrefillRecord] = {}  # at decode, and perhaps in a prefix cache before long
-        self.kept: Counter[bool] = Counter()  # of these: how many are there now, and how many were dropped
-        self._parts: dict[int, StepRecord] = {}  # by the identity of a step under way: the step that it is a part of
+        self.prefix_hits = 0  # requests that began behind rows that the pool had kept
+        self.prefix_hit_tokens = 0
         self.members_lost = 0
         self.former_members: deque[FormerMember] = deque(maxlen=_REMEMBERED)
 
@@ -244,21 +215,14 @@ class PoolHistory:
             step = StepRecord(kind, layout.group, sum(map(count_tokens, layout.new)), moved, now_s)
         else:
             moved = sum(move.tokens for move in order.moves)
-            kind = StepKind.KEEP if order.request in self.keeping else StepKind.COLLECT
-            step = StepRecord(kind, order.members, 0, moved, now_s)
-        record = self.running.get(order.request) or self.keeping.get(order.request)
-        if record is not None and record.keep_steps is not None:
-            # There are hundreds of them, and each is short: they are shown as one.
-            self._parts[id(step)] = record.keep_steps
-        elif record is not None:
+            step = StepRecord(StepKind.COLLECT, order.members, 0, moved, now_s)
+        record = self.running.get(order.request)
+        if record is not None:
             record.steps.append(step)
         return step
 
     def record_step_end(self, step: StepRecord) -> None:
         """All members have answered for a step."""
-        whole = self._parts.pop(id(step), None)
-        if whole is not None:
-            whole.absorb(step)
         if step.has_failed:
             self.steps_failed += 1
         elif step.kind is StepKind.CHUNK:
@@ -285,17 +249,12 @@ class PoolHistory:
             self.prefill_s += now_s - record.offered_s
         return record
 
-    def record_keeping(self, request: int, now_s: float) -> PrefillRecord:
-        """A request has been streamed, and its KV may come to a prefix cache."""
-        record = self.keeping[request] = self.note_end(request, PrefillEnd.STREAMED, now_s)
-        return record
-
-    def record_kept(self, request: int, now_s: float | None) -> None:
-        """Record that keeping has ended, and when the prompt was in the cache, or None."""
-        record = self.keeping.pop(request, None)
-        if record is not None:
-            record.kept_s = now_s
-            self.kept[now_s is not None] += 1
+    def record_borrow(self, order: Borrow) -> None:
+        """A request begins behind rows that the pool has kept."""
+        record = self.running[order.request]
+        record.cached_tokens = record.kept_tokens = order.parts[-1].tokens
+        self.prefix_hits += 1
+        self.prefix_hit_tokens += record.kept_tokens
 
     def record_transferred(self, request: int, transfer_s: float, exposed_s: float) -> None:
         """KV of a request that has left the pool is at decode."""

@@ -26,14 +26,13 @@ from sglang_ext.long_pool.coordinator.pool_progress import OpenStep, StreamLedge
 from sglang_ext.long_pool.coordinator.pool_settings import Identity, PoolSettings, new_coordinator, planner_of
 from sglang_ext.long_pool.coordinator.tickets import Announcement, BoundPrompt, OpenTickets, TicketError, TicketProblem
 from sglang_ext.long_pool.decide.coordinator import Coordinator
+from sglang_ext.long_pool.decide.kept_prompts import hash_blocks
 from sglang_ext.long_pool.decide.orders import (
     Bind,
     Borrow,
     Collect,
     Decline,
-    DropKept,
     Finish,
-    Keep,
     Offer,
     Order,
     PromptTicket,
@@ -50,6 +49,7 @@ from sglang_ext.long_pool.messages import (
     Computed,
     Heartbeat,
     Hello,
+    KeptLost,
     Message,
     OfferMessage,
     Peers,
@@ -231,19 +231,14 @@ class PoolProtocol:
             case Transferred(request, transfer_s, exposed_s):
                 self._check_owner(request, instance)
                 self.history.record_transferred(request, transfer_s, exposed_s)
-                return self._transferred(core, request, now_s)
+                return core.transferred(request, now_s)
+            case KeptLost(prompts):
+                return core.kept_lost(instance, prompts, now_s)
             case StreamFailed(request):
                 self._check_owner(request, instance)
                 self._streams.broken(request)
                 return core.stream_failed(request, now_s)
         raise PoolProtocolError(f"{type(message).__name__} is no message of a member")
-
-    def _transferred(self, core: Coordinator, request: int, now_s: float) -> list[Order]:
-        orders = core.transferred(request, now_s)
-        if request in core.requests and request in self.history.running:
-            self._streams.ended(request)
-            self._events.ended.append(self.history.record_keeping(request, now_s))
-        return orders
 
     def _record_alive(self, core: Coordinator, instance: int, silent_s: float, now_s: float) -> list[Order]:
         peer = self._peers[instance]
@@ -262,7 +257,13 @@ class PoolProtocol:
         tokens, room = len(message.token_ids), message.room
         lengths = (tokens, message.cached_tokens)
         is_streamed = bool(message.destinations) and not (self._settings.collects and message.fits_owner)
-        offer = Offer(message.request, instance, *lengths, arrival_s, deadline_s, is_streamed, message.fits_owner)
+        blocks = None
+        if message.namespace is not None and self._pool is not None:
+            block_tokens = math.lcm(self._settings.block_tokens, self._pool.identity.page_tokens)
+            blocks = hash_blocks(message.token_ids, block_tokens, message.namespace)
+        offer = Offer(
+            *(message.request, instance, *lengths, arrival_s, deadline_s, is_streamed, message.fits_owner, blocks)
+        )
         try:
             self._token_ids[message.request] = message.token_ids
             # As an offer, where no router has announced it.
@@ -400,9 +401,9 @@ class PoolProtocol:
                 room = room_of(order.ticket)
                 self.tickets.bind(room, now_s)
                 self._events.bound.append(BoundPrompt(room, self._peers[order.owner].hello.name))
-            elif isinstance(order, Keep | Borrow | DropKept):
-                raise AssertionError("members keep no rows yet: `keeps_rows` is for simulations")
             else:
+                if isinstance(order, Borrow):
+                    self.history.record_borrow(order)
                 out += [AddressedMessage(instance, order) for instance in order.members]
         self._record_ends(declined, now_s)
         return [message for message in (*self._streams.take_messages(), *out) if message.instance in self._peers]
@@ -450,13 +451,11 @@ class PoolProtocol:
                 self._streams.broken(order.request)
             elif running.waiting == {instance}:
                 self._streams.taken_back(order.request)
-        is_collected = isinstance(order, Collect) and order.owner == instance and order.is_last and is_done
+        is_collected = isinstance(order, Collect) and order.owner == instance and is_done
         record = self.history.running.get(order.request)
         if is_collected and record is not None:
             outcome = PrefillEnd.CANCELLED if record.is_cancelled else PrefillEnd.COLLECTED
             self._end(order.request, outcome, now_s)
-        elif is_collected:
-            self.history.record_kept(order.request, now_s)
         self._record_step(core, step, now_s, gone=instance)
 
     def _record_step(self, core: Coordinator, step: OpenStep, now_s: float, gone: int) -> None:
@@ -482,7 +481,6 @@ class PoolProtocol:
         for request in [request for request in self._token_ids if request not in known]:
             del self._token_ids[request]
             self._logits.pop(request, None)
-            self.history.record_kept(request, None)
             record = self.history.running.get(request)
             if record is not None:
                 is_lost = record.owner not in self._peers
@@ -509,6 +507,7 @@ class PoolProtocol:
                 peer.hello.report.backlog_s,
                 peer.hello.report.free_kv_tokens,
                 core.held_by(instance) if core is not None else 0,
+                core.kept.tokens_on(instance) if core is not None else 0,
                 now_s - peer.last_message_s,
                 core is not None and core.is_ready(instance, now_s),
             )
@@ -531,8 +530,7 @@ class PoolProtocol:
             core.arrivals_per_s(now_s) if core is not None else 0.0,
             tuple(history.former_members),
             self.tickets.waiting,
-            history.kept[True],
-            len(history.keeping),
+            0 if core is None else len(core.kept),
         )
 
     def _others(self, name: str) -> bool:

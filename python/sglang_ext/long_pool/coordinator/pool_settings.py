@@ -23,7 +23,8 @@ class PoolSettings(NamedTuple):
     member_timeout_s: float = 5.0
     collects: bool = False  # all KV, wherever it fits, also where members send it straight to decode
     max_chunk_s: float | None = None  # predicted; longer ones are cut
-    keeps_prefixes: bool = False  # of streamed prompts
+    keeps_rows: bool = True  # of streamed prompts, as a prefix cache of the pool
+    block_tokens: int = 256  # of a prompt, that are found there or not; or the next multiple that is whole pages
     ttft_slo_s: float = 1.0  # of an announced prompt that brings none of its own, or
     slo_stretch: float = 5.0  # this many times its time on an idle pool if that is more
 
@@ -51,7 +52,7 @@ def new_coordinator(settings: PoolSettings, identity: Identity, planner: PricePl
         page_tokens=identity.page_tokens,
         interleaving=settings.interleaving,
         chunk_s=settings.max_chunk_s,
-        keeps_prefixes=settings.keeps_prefixes,
+        keeps_rows=settings.keeps_rows,
         ttft_slo_s=settings.ttft_slo_s,
         slo_stretch=settings.slo_stretch,
     )

@@ -24,10 +24,5 @@ class CoordinationSettings(NamedTuple):
     short_backlog_s: float = 0.05  # ordinary work that keeps no chunk waiting (or by its objective: PoolMembers), but
     backlog_timeout_s: float = 5.0  # where nothing else runs, not longer than this
     chunk_s: float | None = None  # longest time of a chunk, also where `chunk_length` would let it take longer
-    keeps_prefixes: bool = False  # KV of streamed prompts comes to their owner's prefix cache when nothing else is done
-    # Rows of streamed prompts remain where they were computed, as a prefix cache of the pool. Members cannot do it yet:
-    # simulations show what it brings.
-    keeps_rows: bool = False
+    keeps_rows: bool = True  # of streamed prompts, where they were computed: a prefix cache of the pool
     kept_share: float = 0.75  # of a member's memory, at most
-    keep_step_s: float = 0.05  # longest step of that, as measured recently
-    keep_timeout_s: float = 5.0  # this long it waits for its next step before it is dropped

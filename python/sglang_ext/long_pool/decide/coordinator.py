@@ -19,7 +19,7 @@ groups for a while, the longer the more often.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from sglang_ext.long_pool.decide.chunk_length import NO_SHORT_LOAD
 from sglang_ext.long_pool.decide.coordination_settings import CoordinationSettings
@@ -53,7 +53,7 @@ from sglang_ext.long_pool.decide.pool_requests import (
     tokens_held,
     without_head,
 )
-from sglang_ext.long_pool.decide.pool_room import Held, PoolRoom, PrefixKeeping
+from sglang_ext.long_pool.decide.pool_room import Held, PoolRoom
 from sglang_ext.long_pool.decide.pool_schedule import PlacedPrefill, PoolSchedule
 from sglang_ext.long_pool.decide.price_planner import Placement, PricePlanner
 from sglang_ext.long_pool.decide.sharding import (
@@ -82,9 +82,6 @@ class Coordinator:
         self._steps: dict[int, SharedPrefill] = {}  # by sequence
         self._numbers = StepNumbers()
         self.kept = KeptPrompts()
-        self._keeping = PrefixKeeping(
-            *(self._requests, self._members, settings, self._numbers, self._run_keep_step, self._forget)
-        )
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -151,7 +148,6 @@ class Coordinator:
             running = request.running
             if instance in request.involved:
                 request.stop_streaming()
-                request.is_cancelled |= request.kept_s is not None
             request.involved.discard(instance)
             if running is not None:
                 running.lose(instance)
@@ -239,12 +235,14 @@ class Coordinator:
             self._quiet_s = now_s
         prefix = self._find_kept(offer.blocks, offer.tokens, offer.cached_tokens)
         rows: Held = {}
+        parts: tuple[KeptPrefix, ...] = ()
         orders: list[Order] = []
         if prefix is not None:
-            rows = self.kept.rows(prefix)
-            self.kept.lock(prefix)
-            orders = [Borrow(offer.request, tuple(sorted({offer.owner, *rows})), self.kept.parts(prefix))]
-        candidate = self._requests[offer.request] = SharedPrefill.of(offer, self._candidates, prefix, rows)
+            rows, parts = self.kept.rows(prefix), self.kept.parts(prefix)
+            self.kept.lock(parts)
+            members = tuple(sorted({offer.owner, *rows}))
+            orders = [Borrow(offer.request, members, parts, offer.cached_tokens)]
+        candidate = self._requests[offer.request] = SharedPrefill.of(offer, self._candidates, parts, rows)
         if is_new:
             self._schedule.record_arrival(now_s, candidate.work_s)
         return [*orders, *self.plan(now_s)]
@@ -260,7 +258,7 @@ class Coordinator:
     def stream_failed(self, request: int, now_s: float) -> list[Order]:
         """Something of a request did not get to where it is wanted, or its owner has not been able to rely on it."""
         prefill = self._requests.get(request)
-        if prefill is None or prefill.kept_s is not None:
+        if prefill is None:
             return []
         prefill.stop_streaming()
         return self.plan(now_s)
@@ -270,9 +268,16 @@ class Coordinator:
         prefill = self._requests.get(request)
         if prefill is not None and self._may_keep_rows(prefill):
             return [*self._keep_rows(prefill), *self.plan(now_s)]
-        if prefill is not None and prefill.running is None and self._keeping.begin(prefill, self._room, now_s):
-            return self.plan(now_s)
         return self.cancel(request, now_s)
+
+    def kept_lost(self, instance: int, prompts: Collection[int], now_s: float) -> list[Order]:
+        """An instance has freed rows that it kept of these prompts: other work wanted the memory."""
+        orders = _drops(self.kept.lose_rows(instance, prompts))
+        for request in list(self._requests.values()):
+            # Its order to read them may be on its way: what the instance has not is computed again.
+            if request.lose_rows(instance, prompts) and request.running is None:
+                orders += self._settle(request)
+        return [*orders, *self.plan(now_s)]
 
     def done(self, instance: int, sequence: int, now_s: float, free_kv_tokens: int | None = None) -> list[Order]:
         """A member has done its part of a step, and has this much free KV now."""
@@ -318,11 +323,11 @@ class Coordinator:
     def plan(self, now_s: float) -> list[Order]:
         """Order everything that can start now. Called by every event; call it also when reports have changed."""
         self._room.freed_s = min(self._room.freed_s, now_s)
-        return [*self._free_kept(), *self._plan_prefills(now_s), *self._keeping.plan(now_s)]
+        return [*self._free_kept(), *self._plan_prefills(now_s)]
 
     def _plan_prefills(self, now_s: float) -> list[Order]:
         orders: list[Order] = []
-        idle = [request for request in self._requests.values() if request.running is None and request.kept_s is None]
+        idle = [request for request in self._requests.values() if request.running is None]
         kept: dict[int, float] = {}  # they get no chunk until what they hold has been collected: when, as it seems
         for prefill in idle:
             if not prefill.todo:
@@ -361,8 +366,6 @@ class Coordinator:
     ) -> list[PlacedPrefill]:
         page_tokens = self._settings.page_tokens
         promised = reserved_tokens(self._requests.values(), page_tokens)
-        for instance, tokens in self._keeping.held_tokens().items():
-            promised[instance] = promised.get(instance, 0) - tokens
         snapshot = self._members.snapshot(now_s, kept, promised, counts_backlog=counts_backlog)
         positions = self._members.positions
         waiting = [prompt.pending(positions, page_tokens) for prompt in pending]
@@ -398,10 +401,11 @@ class Coordinator:
         computed = prefill.offer.tokens - count_tokens(prefill.todo)
         chunk_s = self._settings.chunk_s
         if not self._room.fits_at_its_end(prefill, self._requests.values()):
-            return self._keeping.displace((prefill.offer.owner,))[0] or self._wait_for_room(prefill, now_s)
+            return self._wait_for_room(prefill, now_s)
         prefill.no_room_s = None
         is_owner_alone = group == (prefill.offer.owner,) and not prefill.is_shared and prefill.offer.fits_owner
-        # Alone it joins the owner's own batches, which let short prefills in between.
+        # Alone it joins the owner's own batches, which let short prefills in between; they know nothing of kept rows.
+        is_owner_alone &= not prefill.prefix
         alone_tokens, alone_s = self._schedule.cut(placement, computed, NO_SHORT_LOAD, chunk_s)
         if is_owner_alone and alone_tokens == count_tokens(prefill.todo):
             orders = self._collect_to_owner(prefill, DeclineReason.ALONE_IS_BEST, now_s)
@@ -433,10 +437,6 @@ class Coordinator:
             prefill.held, head(prefill.todo, tokens), group, settings.interleaving, settings.page_tokens
         )
         more = {instance: tokens_held(after, instance) - tokens_held(prefill.held, instance) for instance in group}
-        short = [instance for instance in group if more[instance] > self._members[instance].free_tokens]
-        displaced, is_free = self._keeping.displace(short)
-        if not is_free:
-            return displaced or self._wait_for_room(prefill, now_s)
         tags = settings.layers * (len(layout.group) + len(layout.moves))
         is_last = prefill.is_streamed and tokens == count_tokens(prefill.todo)
         left = 0 if prefill.planned is None else prefill.planned.new_tokens - tokens  # of a chunk that was cut
@@ -446,9 +446,9 @@ class Coordinator:
         prefill.group = group
         for instance in group:
             self._members[instance].claim(order.sequence, order.request, max(0, more[instance]))
-        displaced = [*displaced, *self._free_kept()]
+        dropped = self._free_kept()
         self._run(prefill, order, group, after, now_s, compute_s)
-        return [*displaced, order]
+        return [*dropped, order]
 
     def _hand_back(self, prefill: SharedPrefill, now_s: float) -> list[Order]:
         """Nothing is left to compute: its owner goes on with it, with or without its KV."""
@@ -490,9 +490,6 @@ class Coordinator:
         prefill.involved.update(members)
         self._members.begin_step(order.sequence, members, now_s, compute_s)
 
-    def _run_keep_step(self, prefill: SharedPrefill, order: Collect, after: Held, now_s: float) -> None:
-        self._run(prefill, order, order.members, after, now_s, self._settings.keep_step_s)
-
     def _answer(self, instance: int, sequence: int, now_s: float, *, is_done: bool) -> list[Order]:
         step = self._steps.get(sequence)
         running = None if step is None else step.running
@@ -500,7 +497,7 @@ class Coordinator:
             return []  # late, twice, or from before the instance was lost
         running.waiting.discard(instance)
         self._members[instance].step = None
-        if step.offer.owner == instance and is_done and isinstance(running.order, Collect) and step.kept_s is None:
+        if step.offer.owner == instance and is_done and isinstance(running.order, Collect):
             # From here on the request is its owner's again.
             step.is_cancelled = False
         if is_done:
@@ -521,13 +518,10 @@ class Coordinator:
         assert running is not None
         order = running.order
         prefill.running = None
-        if prefill.kept_s is None:
-            self._quiet_s = now_s
+        self._quiet_s = now_s
         del self._steps[order.sequence]
         group = order.layout.group if isinstance(order, RunChunk) else order.members
         self._members.end_step(order.sequence, group)
-        if prefill.kept_s is not None and isinstance(order, Collect):
-            return self._keeping.end_step(prefill, running, order, now_s)
         if isinstance(order, Collect) and order.owner in running.done:
             # Copies of what the owner has got do not matter, nor how their holders fared.
             return self._forget(prefill)
@@ -568,8 +562,7 @@ class Coordinator:
     def _forget(self, prefill: SharedPrefill) -> list[Order]:
         # Also members that hold nothing any more: they may still be sending of it.
         del self._requests[prefill.offer.request]
-        if prefill.prefix is not None:
-            self.kept.unlock(prefill.prefix)
+        self.kept.unlock(prefill.prefix)
         self._room.freed_s = math.inf
         for instance in prefill.involved:
             if instance in self._members:
@@ -631,8 +624,11 @@ class Coordinator:
         """A prompt that is at decode is forgotten, and its rows remain."""
         request, blocks = prefill.offer.request, prefill.offer.blocks
         assert blocks is not None
+        # What it has borrowed is kept already, but for its owner's own prefix.
         held = {
-            instance: tuple(run for segment in segments if not segment.is_borrowed for run in segment.positions)
+            instance: tuple(
+                run for segment in segments if not (segment.is_borrowed and prefill.prefix) for run in segment.positions
+            )
             for instance, segments in prefill.held.items()
         }
         kept = self.kept.keep(request, blocks, held)
@@ -656,7 +652,7 @@ class Coordinator:
             for instance in self._members:
                 member = self._members[instance]
                 room = min(member.free_tokens, int(self._settings.kept_share * member.max_free_tokens))
-                excess = self.kept.tokens_on(instance) - room
+                excess = self.kept.tokens_on(instance) - self.kept.locked_on(instance) - room
                 if excess > 0:
                     orders += _drops(self.kept.drop_for(instance, excess))
         return orders

@@ -9,8 +9,10 @@ A prompt is known by the hashes of its full blocks; each covers the prompt from 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from array import array
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import NamedTuple
 
 from sglang_ext.long_pool.decide.sharding import KvSegment, Positions, count_tokens
@@ -21,6 +23,21 @@ class PromptBlocks(NamedTuple):
 
     block_tokens: int
     hashes: tuple[int, ...]
+
+
+def hash_blocks(token_ids: array[int], block_tokens: int, namespace: str) -> PromptBlocks:
+    """Return the full blocks of a prompt, each by 128 bits of BLAKE2b over all before it and its int32 token ids.
+
+    Prompts share a prefix only within a `namespace`.
+    """
+    chain = blake2b(namespace.encode(), digest_size=16)
+    block_bytes = block_tokens * token_ids.itemsize
+    data = memoryview(token_ids).cast("B")
+    hashes = []
+    for start in range(0, len(data) - block_bytes + 1, block_bytes):
+        chain.update(data[start : start + block_bytes])
+        hashes.append(int.from_bytes(chain.digest(), "little"))
+    return PromptBlocks(block_tokens, tuple(hashes))
 
 
 class KeptPrefix(NamedTuple):
@@ -53,6 +70,7 @@ class KeptPrompts:
         self._prompts: dict[int, _KeptPrompt] = {}
         self._by_block: dict[int, _KeptPrompt] = {}  # by hash: the prompt that keeps the block's rows
         self._tokens: dict[int, int] = {}  # by instance
+        self._locked: dict[int, int] = {}  # of these, those that a request reads
         self._uses = 0
 
     def __len__(self) -> int:
@@ -61,6 +79,10 @@ class KeptPrompts:
     def tokens_on(self, instance: int) -> int:
         """Rows that are kept there."""
         return self._tokens.get(instance, 0)
+
+    def locked_on(self, instance: int) -> int:
+        """Rows that are kept there and that requests read: memory that cannot be had now."""
+        return self._locked.get(instance, 0)
 
     def match(self, blocks: PromptBlocks, most_tokens: int) -> KeptPrefix | None:
         """Return the longest kept prefix, in full blocks and of at most `most_tokens`; None where there is none.
@@ -97,17 +119,23 @@ class KeptPrompts:
                     rows[instance] = (*rows.get(instance, ()), KvSegment(part, is_borrowed=True))
         return rows
 
-    def lock(self, prefix: KeptPrefix) -> None:
-        """A request reads it until `unlock`."""
-        prompt = self._prompts[prefix.prompt]
-        prompt.readers += 1
-        self._use(prompt)
+    def lock(self, parts: Sequence[KeptPrefix]) -> None:
+        """A request reads these, the parts of one prefix, until `unlock`."""
+        for part in parts:
+            prompt = self._prompts[part.prompt]
+            prompt.readers += 1
+            if prompt.readers == 1:
+                self._count(self._locked, prompt, 1)
+        self._use(self._prompts[parts[-1].prompt])
 
-    def unlock(self, prefix: KeptPrefix) -> None:
-        """A request reads it no more. Without effect if the prompt was lost meanwhile."""
-        prompt = self._prompts.get(prefix.prompt)
-        if prompt is not None:
-            prompt.readers -= 1
+    def unlock(self, parts: Sequence[KeptPrefix]) -> None:
+        """A request reads them no more. Without effect on those that were lost meanwhile."""
+        for part in parts:
+            prompt = self._prompts.get(part.prompt)
+            if prompt is not None:
+                prompt.readers -= 1
+                if not prompt.readers:
+                    self._count(self._locked, prompt, -1)
 
     def keep(self, key: int, blocks: PromptBlocks, held: Mapping[int, Positions]) -> dict[int, Positions]:
         """Keep what a request has computed, under a key of its own; `held` are its rows by instance, ascending.
@@ -128,8 +156,7 @@ class KeptPrompts:
         self._prompts[key] = prompt
         for block in prompt.hashes:
             self._by_block[block] = prompt
-        for instance, rows in kept.items():
-            self._tokens[instance] = self.tokens_on(instance) + count_tokens(rows)
+        self._count(self._tokens, prompt, 1)
         self._use(prompt)
         return kept
 
@@ -157,11 +184,31 @@ class KeptPrompts:
 
     def lose(self, instances: Collection[int]) -> list[tuple[int, tuple[int, ...]]]:
         """Instances have gone, or have dropped all: forget every prompt that needs their rows. As `drop_for`."""
+        needing = [
+            prompt
+            for prompt in self._prompts.values()
+            if any(instance in one.held for one in (prompt, *_ancestors(prompt)) for instance in instances)
+        ]
+        return self._lose(needing, instances)
+
+    def lose_rows(self, instance: int, prompts: Collection[int]) -> list[tuple[int, tuple[int, ...]]]:
+        """An instance has freed its rows of these: forget them and all that builds on them. As `drop_for`."""
+        lost = [
+            prompt
+            for prompt in self._prompts.values()
+            if any(one.key in prompts and instance in one.held for one in (prompt, *_ancestors(prompt)))
+        ]
+        gone = {prompt.key for prompt in lost if prompt.key in prompts}
+        return [
+            (key, tuple(one for one in members if one != instance or key not in gone))
+            for key, members in self._lose(lost, ())
+        ]
+
+    def _lose(self, prompts: Iterable[_KeptPrompt], instances: Collection[int]) -> list[tuple[int, tuple[int, ...]]]:
         lost: list[tuple[int, tuple[int, ...]]] = []
-        for prompt in sorted(self._prompts.values(), key=lambda prompt: -prompt.start_tokens):
-            if any(instance in one.held for one in (prompt, *_ancestors(prompt)) for instance in instances):
-                lost.append((prompt.key, tuple(one for one in prompt.held if one not in instances)))
-                self._drop(prompt)
+        for prompt in sorted(prompts, key=lambda prompt: -prompt.start_tokens):
+            lost.append((prompt.key, tuple(one for one in prompt.held if one not in instances)))
+            self._drop(prompt)
         return lost
 
     def _use(self, prompt: _KeptPrompt | None) -> None:
@@ -176,8 +223,13 @@ class KeptPrompts:
             prompt.parent.children -= 1
         for block in prompt.hashes:
             del self._by_block[block]
+        self._count(self._tokens, prompt, -1)
+        if prompt.readers:
+            self._count(self._locked, prompt, -1)
+
+    def _count(self, tokens: dict[int, int], prompt: _KeptPrompt, sign: int) -> None:
         for instance, rows in prompt.held.items():
-            self._tokens[instance] -= count_tokens(rows)
+            tokens[instance] = tokens.get(instance, 0) + sign * count_tokens(rows)
 
 
 def _ancestors(prompt: _KeptPrompt) -> list[_KeptPrompt]:

@@ -74,7 +74,7 @@ class RunChunk(NamedTuple):
 
 
 class Collect(NamedTuple):
-    """Ask every holder to send its KV to the owner, which goes on with the request or keeps it in its prefix cache."""
+    """Ask every holder to send its KV to the owner, which goes on with the request."""
 
     sequence: int
     request: int
@@ -82,7 +82,6 @@ class Collect(NamedTuple):
     members: tuple[int, ...]
     moves: tuple[KvMove, ...]
     first_tag: int
-    is_last: bool = True  # with it the owner has all; else the request stays where it is, but for these moves
 
 
 class Finish(NamedTuple):
@@ -116,7 +115,7 @@ class Drop(NamedTuple):
 
 class Keep(NamedTuple):
     """Ask these members to forget the request, and to keep its rows from `start_tokens` to `end_tokens` as a prefix
-    under its number."""
+    under its number. Rows of the owner's own cached prefix are copied."""
 
     request: int
     members: tuple[int, ...]
@@ -126,11 +125,12 @@ class Keep(NamedTuple):
 
 class Borrow(NamedTuple):
     """Ask these members to begin the request with rows that they keep: those of each part, as one segment. The owner's
-    own cached prefix, which is shorter, is not used."""
+    own cached prefix of `cached_tokens`, which is shorter, is not used, but sent to where it is wanted."""
 
     request: int
     members: tuple[int, ...]
     parts: tuple[KeptPrefix, ...]
+    cached_tokens: int
 
 
 class DropKept(NamedTuple):

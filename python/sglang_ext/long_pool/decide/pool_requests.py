@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sglang_ext.long_pool.decide.coordination_settings import CoordinationSettings
@@ -80,20 +80,19 @@ class SharedPrefill:
     is_cancelled: bool = False
     no_room_s: float | None = None  # since when no group can hold it
     planned: NextChunk | None = None
-    prefix: KeptPrefix | None = None  # that it began behind
-    kept_s: float | None = None  # it has ended, and comes to its owner's prefix cache: since its last step of that
+    prefix: tuple[KeptPrefix, ...] = ()  # kept by the pool, that it began behind; in parts
 
     @classmethod
     def of(
         cls,
         offer: Offer,
         candidates: Sequence[SpCandidate],
-        prefix: KeptPrefix | None = None,
+        prefix: tuple[KeptPrefix, ...] = (),
         rows: Mapping[int, tuple[KvSegment, ...]] = _NO_ROWS,
     ) -> SharedPrefill:
         """A new one. With a `prefix` that the pool has kept, it begins behind that: `rows` are where."""
-        cached_tokens = offer.cached_tokens if prefix is None else prefix.tokens
-        if prefix is None and cached_tokens:
+        cached_tokens = prefix[-1].tokens if prefix else offer.cached_tokens
+        if not prefix and cached_tokens:
             rows = {offer.owner: (KvSegment((range(cached_tokens),), is_borrowed=True),)}
         new_tokens = offer.tokens - cached_tokens
         whole_s = fastest_s(candidates, cached_tokens, new_tokens)
@@ -109,6 +108,23 @@ class SharedPrefill:
             offer.is_streamed,
             prefix=prefix,
         )
+
+    def lose_rows(self, instance: int, prompts: Collection[int]) -> bool:
+        """Forget what it has borrowed there of these kept prompts; return whether there was any."""
+        start, lost = 0, []
+        for part in self.prefix:
+            if part.prompt in prompts:
+                lost.append(range(start, part.tokens))
+            start = part.tokens
+        before = self.held.get(instance, ())
+        for held in (self.held, *(() if self.running is None else (self.running.before, self.running.after))):
+            if instance in held:
+                held[instance] = tuple(
+                    segment
+                    for segment in held[instance]
+                    if not (segment.is_borrowed and any(segment.positions[0][0] in part for part in lost))
+                )
+        return self.held.get(instance, ()) != before
 
     def stop_streaming(self) -> None:
         """What has been sent of it cannot be relied upon: its owner has to get everything."""

@@ -243,13 +243,6 @@ def gather(holdings: Holdings, owner: int) -> tuple[KvMove, ...]:
     )
 
 
-def part_of_move(move: KvMove, tokens: int, page_tokens: int = 1) -> KvMove:
-    """The end of a move of a whole segment, in whole pages: about `tokens`, at least a page, at most all of it."""
-    wanted = max(tokens, min(page_tokens, move.tokens))
-    count = _whole_pages(move.tokens, wanted, page_tokens) or move.tokens % page_tokens or page_tokens
-    return move._replace(tokens=count, positions=tail(move.positions, move.tokens, count))
-
-
 def lay_out(
     holdings: Holdings,
     positions: Positions,

@@ -55,9 +55,10 @@ class _Offered(NamedTuple):
 class Reading:
     """Slots of a chunk from its beginning to the end of its last transfer. Made by `KvStreams.announce`."""
 
-    pin: Pin | None = None  # None where it ended before it had slots
+    pins: list[Pin] = field(default_factory=list)
     offered: list[_Offered] = field(default_factory=list)
     has_begun: bool = False  # something of it may have been sent
+    is_settled: bool = False  # its slots are not read any more, on any rank
 
     @property
     def is_over(self) -> bool:
@@ -130,7 +131,8 @@ class KvStreams:
         if not destinations or not positions:
             return _nothing
         reading.has_begun = True
-        reading.pin, chunks = self.pool.pin(slots), reading.offered
+        reading.pins.append(self.pool.pin(slots))
+        chunks: list[_Offered] = []
         stream = self._streams.get(request) or self._open(request, destinations)
         for target in stream.targets:
             spans, kept = _wanted(positions, slots, target.first_token)
@@ -143,12 +145,26 @@ class KvStreams:
                 target.handle.restart(str(error))
                 continue
             chunks.append(_Offered(target.handle, chunk, len(kept)))
+        reading.offered += chunks
 
         def is_ready(layer: int, computed: DeviceEvent | None) -> None:
             for handle, chunk, tokens in chunks:
                 handle.part(chunk, PartRows(layer, 1, 0, tokens, False), computed=computed)
 
         return is_ready
+
+    def send(
+        self,
+        reading: Reading,
+        request: int,
+        destinations: Sequence[Destination],
+        positions: Positions,
+        slots: torch.Tensor,
+    ) -> None:
+        """Send rows that are there, as a part of the announced chunk. Raises StreamError."""
+        layer_ready = self.begin(reading, request, destinations, positions, slots)
+        for layer in range(self.pool.layers):
+            layer_ready(layer, None)
 
     def restart(self, request: int, reason: str) -> None:
         """What has been sent of a request cannot be relied upon: its own instance sends everything."""
@@ -183,8 +199,10 @@ class KvStreams:
         ):
             if not is_over:
                 left.append(reading)
-            elif reading.pin is not None:
-                self.pool.unpin(reading.pin)
+            else:
+                reading.is_settled = True
+                for pin in reading.pins:
+                    self.pool.unpin(pin)
         self._reading = left
         self._streams = {request: stream for request, stream in self._streams.items() if not stream.has_ended}
         self._ending = [stream for stream in self._ending if not stream.has_ended]

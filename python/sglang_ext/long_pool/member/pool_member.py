@@ -23,27 +23,33 @@ import torch
 
 from sglang_ext.identifiers import BootstrapRoom, instance_of, pool_request
 from sglang_ext.long_pool.decide.orders import (
+    Borrow,
     Collect,
     Decline,
     DeclineReason,
     Drop,
+    DropKept,
     GiveUp,
+    Keep,
     MemberReport,
     RollBack,
     RunChunk,
 )
+from sglang_ext.long_pool.decide.sharding import Positions
 from sglang_ext.long_pool.member.chunk_step import (
     Engine,
+    LayerReady,
     StepContext,
     WorkspaceError,
     run_chunk,
     run_collect,
     step_errors,
 )
+from sglang_ext.long_pool.member.kept_rows import KeptRows
 from sglang_ext.long_pool.member.kv_streams import KvStreams, OpenTarget, Reading, Target
 from sglang_ext.long_pool.member.pool_link import PoolLink
 from sglang_ext.long_pool.member.ranks import SINGLE_RANK, Ranks, all_ranks_or_raise
-from sglang_ext.long_pool.member.shard import KvPoolFullError, Shard
+from sglang_ext.long_pool.member.shard import HeldRows, KvPoolFullError, Shard, rows_within
 from sglang_ext.long_pool.mesh.device_streams import DeviceStreams
 from sglang_ext.long_pool.mesh.mesh import Membership, Mesh, MeshError, Meshes
 from sglang_ext.long_pool.messages import (
@@ -52,6 +58,7 @@ from sglang_ext.long_pool.messages import (
     CollectOrder,
     Computed,
     Destination,
+    KeptLost,
     OfferMessage,
     ReportMessage,
     StepDone,
@@ -68,7 +75,6 @@ logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 0.2
 GIVEN_UP = "the step has been given up"
-_NO_SLOTS = torch.empty(0, dtype=torch.int64)
 
 
 class Declined(NamedTuple):
@@ -94,16 +100,16 @@ class Sendable(NamedTuple):
     request: int
     logits: torch.Tensor  # float32 [vocabulary], of its last row
     streamed: Streamed
+    cached_tokens: int  # of it, that were not computed
 
 
-class Kept(NamedTuple):
-    """The pool has nothing more of a request that went to decode."""
+class Released(NamedTuple):
+    """The pool needs nothing more of a request that went to decode: its cached prefix need not stay valid."""
 
     request: int
-    slots: torch.Tensor  # for the prefix cache, as those of `Collected`; none where it is not kept
 
 
-Outcome = Declined | Collected | Sendable | Kept
+Outcome = Declined | Collected | Sendable | Released
 
 
 class PoolMember:
@@ -131,6 +137,7 @@ class PoolMember:
         self._device_streams = streams
         # What is being sent goes on when the coordinator does not.
         self._streams = KvStreams(engine.pool, open_target, ranks)
+        self.kept = KeptRows(self._streams.pool, lambda prompts: link.send(KeptLost(prompts)))
         self._count = itertools.count(1)
         self._reported_s = float("-inf")
         self._session: Welcome | None = None
@@ -142,7 +149,10 @@ class PoolMember:
         self._shards: dict[int, Shard] = {}
         self._streamed: dict[int, Streamed] = {}  # of requests that this member has offered
         self._cached_tokens: dict[int, int] = {}  # of requests that this member has offered
-        self._kept: dict[int, int] = {}  # cached tokens of such requests that are at decode, until the pool drops them
+        self._at_decode: set[int] = set()  # such requests, until the pool needs nothing more of them
+        self._borrowed_tokens: dict[int, int] = {}  # of requests that begin behind rows that the pool has kept
+        self._unsent: dict[int, list[HeldRows]] = {}  # of these, what this member has to send
+        self._sending: dict[int, list[Reading]] = {}  # by request, what this member is sending of it
         self._logits: dict[int, torch.Tensor] = {}  # of last rows of such requests that were computed here
         self._last_chunk: int | None = None  # its number; later steps moved only KV
         self._begun_step = 0  # the last one
@@ -181,12 +191,13 @@ class PoolMember:
         targets: Sequence[Target] = (),
         room: BootstrapRoom | None = None,
         fits_owner: bool = True,
+        namespace: str | None = None,
     ) -> int:
         """Offer a request; its number, which its outcome will bear. RuntimeError when not joined.
 
         `prefix_slots` of its cached prefix must stay valid until then. `destinations`: where members send what they
         compute, `targets` the same for this member. `room`: under which a router may have announced it. `fits_owner`:
-        whether this instance could compute it by itself.
+        whether this instance could compute it by itself. `namespace`: see `OfferMessage`.
         """
         if self._session is None:
             raise RuntimeError("offered without a coordinator")
@@ -198,7 +209,7 @@ class PoolMember:
         self._cached_tokens[request] = cached_tokens
         ids = array("i", np.asarray(token_ids, np.int32).tobytes())
         offer = OfferMessage(request, ids, cached_tokens, waited_s, slack_s, destinations, room, fits_owner)
-        self._link.send(offer)
+        self._link.send(offer._replace(namespace=namespace))
         return request
 
     def withdraw(self, request: int) -> None:
@@ -216,17 +227,17 @@ class PoolMember:
     def transferred(self, request: int, transfer_s: float, exposed_s: float) -> bool:
         """All KV of a request that was offered is at decode; see `Transferred`.
 
-        Whether the pool still has it: then its cached prefix must stay valid until the outcome, which is `Kept`.
+        Whether the pool still has it: then its cached prefix must stay valid until the outcome, which is `Released`.
         """
-        cached_tokens = self._cached_tokens.get(request)
+        was_offered = request in self._cached_tokens
         self._forget(request)
         self._streams.close(request)
         if not self._is_known(request):
             return False
         self._link.send(Transferred(request, transfer_s, exposed_s))
-        if cached_tokens is not None:
-            self._kept[request] = cached_tokens
-        return cached_tokens is not None
+        if was_offered:
+            self._at_decode.add(request)
+        return was_offered
 
     def _is_known(self, request: int) -> bool:
         """A coordinator that has given this instance another number since knows nothing of it."""
@@ -255,6 +266,7 @@ class PoolMember:
             outcomes += self._leave()
             self._begin_session(session)
         if self._streams.settle():
+            self._settle_sending()
             self._report_soon()
         if session is not None:
             for order in self._link.receive():
@@ -267,13 +279,14 @@ class PoolMember:
         """The coordinator has gone: drop everything, every offered request is its own instance's again."""
         for shard in self._shards.values():
             shard.drop()
+        self.kept.clear()
         if self._session is not None:
             self._streams.abandon("the pool's coordinator has gone")
         declined = [
             Declined(request, DeclineReason.NOT_A_MEMBER, self._streamed.get(request))
             for request in self._cached_tokens
         ]
-        return [*declined, *(Kept(request, _NO_SLOTS) for request in self._kept)]
+        return [*declined, *map(Released, sorted(self._at_decode))]
 
     def _take(self, order: ToMember) -> list[Outcome]:
         if isinstance(order, ChunkOrder | CollectOrder):
@@ -295,8 +308,14 @@ class PoolMember:
                 self._shards[order.request].roll_back()
         elif isinstance(order, Drop):
             self._drop(order.request)
-            if self._kept.pop(order.request, None) is not None:
-                return [Kept(order.request, _NO_SLOTS)]
+            return self._release(order.request)
+        elif isinstance(order, Keep):
+            self._keep(order)
+            return self._release(order.request)
+        elif isinstance(order, Borrow):
+            self._borrow(order)
+        elif isinstance(order, DropKept):
+            self.kept.drop(order.request)
         elif isinstance(order, Decline):
             self._drop(order.request)
             if order.request in self._cached_tokens:
@@ -310,13 +329,54 @@ class PoolMember:
         if logits is None or streamed is None:
             self._link.send(StreamFailed(order.request))
             return []
-        return [Sendable(order.request, logits, streamed)]
+        cached_tokens = self._borrowed_tokens.get(order.request, self._cached_tokens[order.request])
+        return [Sendable(order.request, logits, streamed, cached_tokens)]
 
     def _forget(self, request: int) -> Streamed | None:
         """It is not a request of the pool any more; what members have sent of it."""
         self._cached_tokens.pop(request, None)
         self._logits.pop(request, None)
         return self._streamed.pop(request, None)
+
+    def _release(self, request: int) -> list[Outcome]:
+        if request not in self._at_decode:
+            return []
+        self._at_decode.discard(request)
+        return [Released(request)]
+
+    def _keep(self, order: Keep) -> None:
+        """The rows of a prompt that has ended remain here."""
+        request = order.request
+        self._streams.close(request)
+        shard = self._shards.pop(request, Shard(self._streams.pool))
+        try:
+            rows = shard.keep(order.start_tokens, order.end_tokens)
+        except KvPoolFullError:
+            rows = HeldRows((), shard.slots)
+        if rows.positions:
+            self.kept.add(request, rows, self._sending.get(request, ()))
+        else:
+            self._link.send(KeptLost((request,)))
+        self._drop(request)
+
+    def _borrow(self, order: Borrow) -> None:
+        """A request begins with rows that are here, in place of its owner's own cached prefix."""
+        request, shard = order.request, Shard(self._streams.pool)
+        rows = self.kept.borrow(request, order.parts)
+        for part in rows:
+            shard.borrow(*part)
+        if rows or request in self._shards:
+            self._shards[request] = shard
+        self._borrowed_tokens[request] = order.parts[-1].tokens
+        # Its owner has sent what it has cached itself.
+        self._unsent[request] = [rows_within(part, order.cached_tokens, order.parts[-1].tokens) for part in rows]
+
+    def _settle_sending(self) -> None:
+        for request, readings in list(self._sending.items()):
+            self._sending[request] = [reading for reading in readings if not reading.is_settled]
+            if not self._sending[request]:
+                del self._sending[request]
+        self.kept.settle()
 
     def _run(self, step: ChunkOrder | CollectOrder) -> list[Outcome]:
         what = _of(step)
@@ -360,7 +420,8 @@ class PoolMember:
         context = self._context(mesh, chunk.first_tag, clock)
         sending = None
         if step.destinations:
-            sending = partial(self._streams.begin, reading, chunk.request, step.destinations, positions)
+            self._sending.setdefault(chunk.request, []).append(reading)
+            sending = partial(self._begin_sending, step, reading, positions)
         logits = run_chunk(context, self._engine, shard, layout, step.token_ids, sending)
         self._meshes.record_computed()
         if logits is None or not chunk.is_last:
@@ -370,6 +431,15 @@ class PoolMember:
         if chunk.request in self._cached_tokens:
             self._logits[chunk.request] = logits
         return None
+
+    def _begin_sending(
+        self, step: ChunkOrder, reading: Reading, positions: Positions, slots: torch.Tensor
+    ) -> LayerReady:
+        """The chunk's new rows go to decode, and with the first chunk what the request has borrowed here."""
+        request = step.chunk.request
+        for rows in self._unsent.pop(request, ()):
+            self._streams.send(reading, request, step.destinations, *rows)
+        return self._streams.begin(reading, request, step.destinations, positions, slots)
 
     def _context(self, mesh: Mesh, first_tag: int, clock: StepClock) -> StepContext:
         assert self._session is not None
@@ -384,10 +454,9 @@ class PoolMember:
         pool, instance = self._streams.pool, self._session.instance
         shard = self._shards.setdefault(step.request, Shard(pool))
         run_collect(self._context(mesh, step.first_tag, clock), pool, shard, step.moves)
-        if step.owner != instance or not step.is_last:
+        if step.owner != instance:
             return []
-        is_kept = step.request in self._kept
-        cached_tokens = (self._kept if is_kept else self._cached_tokens).get(step.request)
+        cached_tokens = self._cached_tokens.get(step.request)
         if cached_tokens is None:
             return []  # withdrawn meanwhile; `Drop` follows
         try:
@@ -397,9 +466,6 @@ class PoolMember:
             raise
         del self._shards[step.request]
         self._streams.close(step.request)
-        if is_kept:
-            del self._kept[step.request]
-            return [Kept(step.request, slots)]
         return [Collected(step.request, slots, self._forget(step.request))]
 
     def _drop(self, request: int) -> None:
@@ -407,7 +473,10 @@ class PoolMember:
         shard = self._shards.pop(request, None)
         if shard is not None:
             shard.drop()
-            self._report_soon()
+        self.kept.give_back(request, self._sending.get(request, ()))
+        self._borrowed_tokens.pop(request, None)
+        self._unsent.pop(request, None)
+        self._report_soon()
 
     def _report_soon(self) -> None:
         """More is free than has been reported: the coordinator may wait for that."""

@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from sglang_ext.long_pool.decide.kept_prompts import within
 from sglang_ext.long_pool.decide.sharding import KvMove, KvSegment, Positions, count_tokens, head, positions_of, tail
 from sglang_ext.long_pool.member.ring_attention import as_tensor
 from sglang_ext.long_pool.mesh.mesh import Lane, Mesh, Pending
@@ -61,6 +62,13 @@ class HeldSegment(NamedTuple):
     """A segment and where it lies."""
 
     segment: KvSegment
+    slots: torch.Tensor
+
+
+class HeldRows(NamedTuple):
+    """Positions of a prompt and the slots of their rows, int64, in the same order."""
+
+    positions: Positions
     slots: torch.Tensor
 
 
@@ -184,6 +192,39 @@ class Shard:
         self._segments, self._before, self._given, self._taken = [], [], [], []
         return pages.flatten()
 
+    def keep(self, start: int, end: int) -> HeldRows:
+        """Hand over the rows of the positions from `start` to before `end`, with the pages that they lie in; free all
+        else. Borrowed ones are copied. Raises KvPoolFullError, and has then freed everything."""
+        kept, copies = [], []
+        try:
+            for segment, slots in self._segments:
+                rows = rows_within(HeldRows(segment.positions, slots), start, end)
+                if segment.is_borrowed and rows.positions:
+                    copies.append(self._copy(rows.slots))
+                    rows = rows._replace(slots=copies[-1])
+                kept.append(rows)
+        except KvPoolFullError:
+            for slots in copies:
+                self._pool.free(slots)
+            self.drop()
+            raise
+        page = self._pool.page_tokens
+        slots = torch.cat([self._no_slots(), *(rows.slots for rows in kept)])
+        mine = [held.slots for held in (*self._segments, *self._given) if not held.segment.is_borrowed]
+        pages = torch.unique(torch.cat([self._no_slots(), *mine]) // page)
+        self._free_pages(pages[~torch.isin(pages, slots // page)])
+        self._segments, self._before, self._given, self._taken = [], [], [], []
+        return HeldRows(tuple(run for rows in kept for run in rows.positions), slots)
+
+    def _copy(self, sources: torch.Tensor) -> torch.Tensor:
+        """Return fresh slots with the same rows."""
+        fresh = self._pool.allocate(sources.numel())
+        pieces = zip(sources.split(_PIECE_TOKENS), fresh.split(_PIECE_TOKENS), strict=True)
+        for piece, target in pieces:
+            for layer in range(self._pool.layers):
+                self._pool.write(layer, target, self._pool.read(layer, piece))
+        return fresh
+
     def _check_room(self, taken: Sequence[int], freed: Sequence[int]) -> None:
         """Pages that are taken and come free in turn, something free first. Raises KvPoolFullError."""
         free = self._pool.free_tokens // self._pool.page_tokens + (freed[0] if freed else 0)
@@ -215,6 +256,12 @@ class Shard:
             raise ValueError(f"{slots.numel()} slots for {segment.tokens} positions")
         if segment.positions:
             self._segments.append(HeldSegment(segment, slots))
+
+
+def rows_within(rows: HeldRows, start: int, end: int) -> HeldRows:
+    """Return the rows of positions from `start` to before `end`."""
+    positions = as_tensor(rows.positions, rows.slots.device)
+    return HeldRows(within(rows.positions, start, end), rows.slots[(positions >= start) & (positions < end)])
 
 
 class Rebalancing:

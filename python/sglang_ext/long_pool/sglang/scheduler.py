@@ -39,10 +39,18 @@ from sglang_ext.laps.sglang.queued_request import LapsEntry, entry_of, prefill_t
 from sglang_ext.laps.sglang.scheduler import LengthAwareScheduler
 from sglang_ext.long_pool.decide.orders import MemberReport
 from sglang_ext.long_pool.member.kv_streams import Target
-from sglang_ext.long_pool.member.pool_member import Collected, Declined, Kept, Outcome, PoolMember, Sendable
+from sglang_ext.long_pool.member.pool_member import (
+    Collected,
+    Declined,
+    Outcome,
+    PoolMember,
+    Released,
+    Sendable,
+)
 from sglang_ext.long_pool.messages import Destination
 from sglang_ext.long_pool.sglang.ending import sample, take_back
 from sglang_ext.long_pool.sglang.engine import build_member, max_chunk_tokens
+from sglang_ext.long_pool.sglang.kept_memory import prefix_namespace, share_memory
 from sglang_ext.transfer.sglang.manager import HandshakeKVManager
 from sglang_ext.transfer.sglang.sender import HandshakeKVSender
 from sglang_ext.types import LengthClass
@@ -74,7 +82,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         super().init_load_inquirer()
         self._shared: dict[int, _Shared] = {}
         self._ending: dict[int, _Shared] = {}  # computed, and on their way to decode, without KV here
-        self._kept: dict[int, _Shared] = {}  # at decode; their KV may still come to the prefix cache here
+        self._at_decode: dict[int, _Shared] = {}  # the pool may still read their cached prefix here
         self._sending: dict[int, HandshakeKVSender] = {}  # of requests that have come back, until all KV is at decode
         self._resumed: list[
             tuple[Any, Any]
@@ -84,6 +92,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         options = options_from_environment(os.environ)
         if options is not None and options.cdsp is not None:
             self._member = build_member(self, options.cdsp)
+            share_memory(self.tree_cache, self._member.kept)
             self._min_tokens = options.cdsp.min_tokens
             self._max_chunk_tokens = max_chunk_tokens(self, options.cdsp)
             if isinstance(self.disagg_prefill_bootstrap_queue.kv_manager, HandshakeKVManager):
@@ -225,6 +234,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
             targets=targets,
             room=request.bootstrap_room,
             fits_owner=not self._is_too_long(request),
+            namespace=None if self.tree_cache.disable else prefix_namespace(request.extra_key, request.cache_salt),
         )
         trace = trace_of(request)
         if trace is not None:
@@ -236,13 +246,13 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         """A request that was shared goes on here."""
         if isinstance(outcome, Sendable):
             self._end(outcome)
-            return
-        if isinstance(outcome, Kept):
-            kept = self._kept.pop(outcome.request)
-            if outcome.slots.numel():
-                self._insert(kept, outcome.slots)
-            self.tree_cache.unlock(kept.lock)
-            return
+        elif isinstance(outcome, Released):
+            self.tree_cache.unlock(self._at_decode.pop(outcome.request).lock)
+        else:
+            self._take_over(outcome)
+
+    def _take_over(self, outcome: Declined | Collected) -> None:
+        """The pool leaves a request to this instance."""
         if outcome.request in self._ending and not self._has_come_back(outcome.request):
             if isinstance(outcome, Collected) and outcome.slots.numel():
                 # Decode has got all of it after all; what has been collected of it is a prefix of the next turn.
@@ -304,7 +314,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
             member.stream_failed(number)
             return
         self._ending[number] = self._shared.pop(number)
-        request.cached_tokens = request.cached_tokens_device = shared.cached_tokens
+        request.cached_tokens = request.cached_tokens_device = outcome.cached_tokens
         batch, result = sample(self, request, outcome.logits)
         self.process_batch_result_disagg_prefill(batch, result)
 
@@ -320,7 +330,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
                 if sender.conclude_state != KVPoll.Success:
                     member.withdraw(number)
                 elif member.transferred(number, *(sender.transfer_times or (0.0, 0.0))):
-                    self._kept[number] = shared
+                    self._at_decode[number] = shared
                     continue
                 self.tree_cache.unlock(shared.lock)
         numbers = list(self._ending)
@@ -437,7 +447,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         is_ours = (
             self._shared
             or self._ending
-            or self._kept
+            or self._at_decode
             or (member is not None and member.is_busy and not for_health_check)
         )
         return not is_ours and bool(super().is_fully_idle(for_health_check, *args, **kwargs))
@@ -451,7 +461,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
             if recv_req.abort_all or shared.request.rid.startswith(recv_req.rid):
                 self._withdraw(number)
         if recv_req.abort_all and self._member is not None:
-            for number in self._kept:
+            for number in self._at_decode:
                 self._member.withdraw(number)
         super().abort_request(recv_req)
 

@@ -14,11 +14,21 @@ from sglang_ext.long_pool.coordinator.pool_cost import PoolCosts
 from sglang_ext.long_pool.coordinator.pool_history import PrefillEnd
 from sglang_ext.long_pool.coordinator.pool_protocol import NewMember, PoolProtocol, PoolProtocolError
 from sglang_ext.long_pool.coordinator.pool_settings import PoolSettings
-from sglang_ext.long_pool.decide.orders import Collect, Decline, DeclineReason, Drop, MemberReport, RunChunk
+from sglang_ext.long_pool.decide.kept_prompts import KeptPrefix
+from sglang_ext.long_pool.decide.orders import (
+    Borrow,
+    Decline,
+    DeclineReason,
+    Drop,
+    DropKept,
+    Keep,
+    MemberReport,
+    RunChunk,
+)
 from sglang_ext.long_pool.decide.sharding import Interleaving, lay_out
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
 from sglang_ext.long_pool.link_frames import PeerAddress
-from sglang_ext.long_pool.member.pool_member import Declined, Kept, Sendable
+from sglang_ext.long_pool.member.pool_member import Declined, Released, Sendable
 from sglang_ext.long_pool.messages import (
     PROTOCOL_VERSION,
     AddressedMessage,
@@ -28,6 +38,7 @@ from sglang_ext.long_pool.messages import (
     Computed,
     Destination,
     Hello,
+    KeptLost,
     OfferMessage,
     StepDone,
     StepFailed,
@@ -183,9 +194,7 @@ def test_logits_that_the_prompts_own_member_has_computed_do_not_travel() -> None
     assert one.member.transferred(REQUEST, 2.0, 1.0), "its cached prefix is still wanted"
     assert sent(one, Transferred) == [Transferred(REQUEST, 2.0, 1.0)]
     one.link.inbox.append(Drop(REQUEST, (0,)))
-    (kept,) = one.member.turn()
-    assert isinstance(kept, Kept)
-    assert kept.slots.numel() == 0
+    assert one.member.turn() == [Released(REQUEST)]
     assert one.member.turn() == []
     assert (one.pool.free_tokens, one.member.is_busy) == (256, False)
 
@@ -199,28 +208,56 @@ def at_decode() -> MemoryMember:
     return one
 
 
-def collect(sequence: int, *, is_last: bool) -> CollectOrder:
-    return CollectOrder(Collect(sequence, REQUEST, 0, (0,), (), 0, is_last), ((PeerAddress("nowhere", 1),),))
-
-
-def test_what_is_kept_comes_with_the_last_step() -> None:
+def test_what_is_kept_is_there_for_the_next_prompt_and_for_nobody_else() -> None:
     one = at_decode()
-    one.link.inbox.append(collect(2, is_last=False))
+    one.link.inbox.append(Keep(REQUEST, (0,), 0, 24))
+    assert one.member.turn() == [Released(REQUEST)]
+    assert (one.member.is_busy, one.pool.free_tokens, one.member.kept.evictable_tokens) == (False, 256, 24)
+    other = pool_request(3, 1)
+    one.link.inbox.append(Borrow(other, (0,), (KeptPrefix(REQUEST, 16),), 0))
     assert one.member.turn() == []
-    one.link.inbox.append(collect(3, is_last=True))
-    (kept,) = one.member.turn()
-    assert isinstance(kept, Kept)
-    torch.testing.assert_close(one.pool.kv(kept.slots), kv_of(ids(30)), atol=1e-4, rtol=0)
-    one.link.inbox.append(Drop(REQUEST, (0,)))
+    assert (one.member.is_busy, one.member.kept.evictable_tokens) == (True, 0)
+    shard = one.member._shards[other]
+    torch.testing.assert_close(one.pool.kv(shard.slots), kv_of(ids(30))[:, :, :16], atol=1e-4, rtol=0)
+    one.link.inbox.append(DropKept(REQUEST, (0,)))
     assert one.member.turn() == []
+    assert one.pool.free_tokens == 256 - 24, "it is read"
+    one.link.inbox.append(Drop(other, (0,)))
+    assert one.member.turn() == []
+    assert (one.pool.free_tokens, one.member.is_busy) == (256, False)
+
+
+def test_the_pool_knows_what_has_made_way() -> None:
+    one = at_decode()
+    one.link.inbox.append(Keep(REQUEST, (0,), 0, 24))
+    one.member.turn()
+    assert one.member.kept.evict(1) == 24
+    assert sent(one, KeptLost) == [KeptLost((REQUEST,))]
+    other = pool_request(3, 1)
+    one.link.inbox.append(Borrow(other, (0,), (KeptPrefix(REQUEST, 16),), 0))
+    assert one.member.turn() == []
+    assert (one.pool.free_tokens, one.member.is_busy) == (256, False)
+
+
+def test_a_shard_that_is_gone_is_not_kept() -> None:
+    one = at_decode()
+    one.member._drop(REQUEST)
+    one.link.inbox.append(Keep(REQUEST, (0,), 0, 24))
+    assert one.member.turn() == [Released(REQUEST)]
+    assert sent(one, KeptLost) == [KeptLost((REQUEST,))]
 
 
 def test_what_is_kept_is_dropped_when_the_coordinator_goes() -> None:
     one = at_decode()
     one.link.welcome = None
-    (kept,) = one.member.turn()
-    assert isinstance(kept, Kept)
-    assert (kept.slots.numel(), one.pool.free_tokens) == (0, 256)
+    assert one.member.turn() == [Released(REQUEST)]
+    assert one.pool.free_tokens == 256
+    other = at_decode()
+    other.link.inbox.append(Keep(REQUEST, (0,), 0, 24))
+    other.member.turn()
+    other.link.welcome = None
+    assert other.member.turn() == []
+    assert other.pool.free_tokens == 256
 
 
 def test_only_what_the_pool_has_is_kept() -> None:

@@ -54,9 +54,9 @@ class ScriptedCoordinator:
         self.asked += 1
         return web.json_response(STATUS | {"recent": self.recent}) if self.is_well else web.Response(status=500)
 
-    def ended(self, outcome: str, kept_s: float | None = None) -> None:
+    def ended(self, outcome: str) -> None:
         """The prompt of the latest ticket has left the pool."""
-        ended = {"room": self.tickets[-1]["ticket"], "outcome": outcome, "kept_s": kept_s, "times": {}, "steps": []}
+        ended = {"room": self.tickets[-1]["ticket"], "outcome": outcome, "times": {}, "steps": []}
         self.recent = [ended]
 
 
@@ -295,7 +295,7 @@ async def test_a_prompt_is_cached_once_the_coordinator_says_so() -> None:
             coordinator.ended(outcome)
             await is_asked()
             assert not has_prefixes(served)
-        coordinator.ended("streamed", kept_s=1.0)
+        coordinator.ended("collected")
         await served.until(lambda: has_prefixes(served))
         await ask(served)
         assert len(coordinator.tickets) == 1  # it goes where its prefix is

@@ -18,12 +18,11 @@ from sglang_ext.long_pool.coordinator.pool_history import (
     PrefillEnd,
     PrefillRecord,
     PrefillTimes,
-    StepKind,
 )
 from sglang_ext.long_pool.coordinator.pool_protocol import NewMember, PoolProtocol, PoolProtocolError
 from sglang_ext.long_pool.coordinator.pool_settings import PoolSettings
-from sglang_ext.long_pool.decide.orders import Collect, Decline, Drop, GiveUp, MemberReport, RollBack, RunChunk
-from sglang_ext.long_pool.decide.sharding import Interleaving, KvMove, lay_out
+from sglang_ext.long_pool.decide.orders import Decline, Drop, GiveUp, MemberReport, RollBack, RunChunk
+from sglang_ext.long_pool.decide.sharding import Interleaving, lay_out
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
 from sglang_ext.long_pool.link_frames import PeerAddress
 from sglang_ext.long_pool.messages import (
@@ -169,26 +168,20 @@ def test_a_prompt_that_waits_and_a_step_that_fails() -> None:
     assert (first.times.failed_s, first.times.compute_s) == (3.0, 0.0)
 
 
-def busy_history(prompts: int, members: int, keep_steps: int) -> PoolHistory:
-    """Prompts that were streamed in two chunks, and kept in many steps."""
+def busy_history(prompts: int, members: int) -> PoolHistory:
+    """Prompts that were streamed in two chunks."""
     history, group = PoolHistory(), tuple(range(members))
+    layout, _ = lay_out({}, (range(5000),), group, Interleaving.ZIGZAG)
     for request in range(prompts):
         history.running[request] = PrefillRecord(request, 0, 10_000, 0, 100.0, room=2**62 + request)
-        (where, _), now_s = lay_out({}, (range(5000),), group, Interleaving.ZIGZAG), 100.0
-        orders: list[RunChunk | Collect] = [RunChunk(sequence, request, where, 0) for sequence in (1, 2)]
-        for number in range(keep_steps):
-            source = 1 + number % (members - 1)
-            moves = (KvMove(source, 0, 0, 64, (range(64),)),)
-            orders.append(Collect(3 + number, request, 0, (0, source), moves, 0, is_last=number == keep_steps - 1))
-        for number, order in enumerate(orders):
-            if number == 2:
-                history.record_keeping(request, now_s)
-            step, now_s = history.record_order(order, now_s), now_s + 0.05
+        now_s = 100.0
+        for sequence in (1, 2):
+            step, now_s = history.record_order(RunChunk(sequence, request, layout, 0), now_s), now_s + 0.05
             for instance in step.members:
                 step.record_times(instance, StepTimes(0.05, 0.01, 0.01), now_s)
             step.ended_s = now_s
             history.record_step_end(step)
-        history.record_kept(request, now_s)
+        history.note_end(request, PrefillEnd.STREAMED, now_s)
     return history
 
 
@@ -196,21 +189,8 @@ def status_of(history: PoolHistory, requests: tuple[PrefillRecord, ...] = ()) ->
     return PoolStatus(200.0, "model", (), requests, tuple(history.ended), 0, 0, 0, 0, 1.0, 0.0, ())
 
 
-def test_hundreds_of_steps_into_a_prefix_cache_are_shown_as_one() -> None:
-    history = busy_history(1, 8, 128)
-    (one,) = history.ended
-    assert [step.kind for step in one.steps] == [StepKind.CHUNK, StepKind.CHUNK, StepKind.KEEP]
-    kept = one.steps[-1]
-    assert (kept.members, kept.moved_tokens) == (tuple(range(8)), 128 * 64)
-    assert kept.ended_s == pytest.approx(100.0 + 130 * 0.05)
-    owner = kept.member_times[0]
-    assert (owner.instance, owner.began_s, owner.ended_s) == (0, pytest.approx(100.1), kept.ended_s)
-    assert owner.ring_s == pytest.approx(128 * 0.01)
-    assert one.kept_s == kept.ended_s
-
-
 def test_a_status_is_of_bounded_size_and_what_has_ended_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    history, encoder = busy_history(100, 8, 128), StatusEncoder()
+    history, encoder = busy_history(100, 8), StatusEncoder()
     whole = encoder.encode(status_of(history))
     assert len(whole) < 2**20
     encoded = []
@@ -223,11 +203,11 @@ def test_a_status_is_of_bounded_size_and_what_has_ended_is_encoded_once(monkeypa
 
 
 def test_a_router_gets_the_latest_prompts_as_far_as_they_fit_and_all_rooms() -> None:
-    history = busy_history(100, 8, 2)
+    history = busy_history(100, 8)
     answer = json.loads(StatusEncoder().encode(status_of(history), 50))
     assert [one["request"] for one in answer["recent"]] == list(range(50, 100))
     assert [one["room"] for one in answer["ended_rooms"]] == [2**62 + number for number in range(100)]
-    assert dict(cached_rooms(answer)) == {2**62 + number: True for number in range(100)}
+    assert dict(cached_rooms(answer)) == {2**62 + number: False for number in range(100)}
     for record in history.ended:
         record.steps = record.steps[:1] * 1000
     body = StatusEncoder().encode(status_of(history, tuple(history.ended)[:5]), 50)

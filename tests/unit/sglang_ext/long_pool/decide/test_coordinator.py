@@ -41,6 +41,7 @@ from sglang_ext.long_pool.decide.sharding import (
     compacted,
     count_tokens,
     positions_of,
+    tail,
 )
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
 
@@ -851,22 +852,24 @@ def test_a_chunk_of_which_one_member_has_sent_something_ends_the_streaming(sende
 class SimulatedCluster:
     """Instances with mailboxes; whatever they hold they really hold."""
 
-    def __init__(self, seed: int, keeps: str | None = None) -> None:
+    def __init__(self, seed: int, *, keeps_rows: bool | None = None) -> None:
         self.random = random.Random(seed)
-        keeps = keeps or self.random.choice(("nothing", "owner", "in place"))
+        if keeps_rows is None:
+            keeps_rows = self.random.random() < 0.7
         self.now_s = 0.0
         self.coordinator = Coordinator(
             schedule((1, 2, 3), 1, 1e-4),
             CoordinationSettings(
                 layers=2,
                 page_tokens=self.random.choice((1, 16)),
-                keeps_prefixes=keeps == "owner",
-                keeps_rows=keeps == "in place",
+                keeps_rows=keeps_rows,
             ),
         )
         self.rows: dict[tuple[int, int], Positions] = {}  # kept ones: by instance, kept prompt
         self.borrowed = 0
-        self.kept = 0
+        self.read: dict[int, set[int]] = {}  # by request: the kept prompts that it begins behind
+        self.evicted: set[tuple[int, int]] = set()  # instance, kept prompt
+        self.missed: set[tuple[int, int]] = set()  # instance, request: rows that it was to read were gone
         self.mail: dict[int, deque[Order]] = {}
         self.held: dict[tuple[int, int], tuple[KvSegment, ...]] = {}  # instance, request
         self.before: dict[tuple[int, int], tuple[KvSegment, ...]] = {}
@@ -986,10 +989,13 @@ class SimulatedCluster:
             self.borrow(instance, order)
         elif isinstance(order, Keep):
             segments = self.held.pop((instance, order.request))
-            owned = [part for one in segments if not one.is_borrowed for part in one.positions]
+            begins_behind_others = order.request in self.read
+            owned = [
+                part for one in segments if not (one.is_borrowed and begins_behind_others) for part in one.positions
+            ]
             self.rows[instance, order.request] = within(tuple(owned), order.start_tokens, order.end_tokens)
         elif isinstance(order, DropKept):
-            del self.rows[instance, order.request]
+            self.rows.pop((instance, order.request), None)
         elif isinstance(order, Drop):
             self.held.pop((instance, order.request), None)
         elif isinstance(order, RunChunk | Collect):
@@ -997,10 +1003,26 @@ class SimulatedCluster:
 
     def borrow(self, instance: int, order: Borrow) -> None:
         parts = [within(self.rows[instance, key], 0, end) for key, end in order.parts if (instance, key) in self.rows]
+        self.read[order.request] = {key for key, _ in order.parts}
+        if any((instance, key) in self.evicted for key, _ in order.parts):
+            self.missed.add((instance, order.request))
         self.held.pop((instance, order.request), None)
         if any(parts):
             self.held[instance, order.request] = tuple(KvSegment(part, is_borrowed=True) for part in parts if part)
         self.borrowed += 1
+
+    def evict(self) -> None:
+        """An instance frees the rows of a kept prompt that it knows of no reader of."""
+        free = [
+            (instance, prompt)
+            for instance, prompt in self.rows
+            if not any(prompt in self.read.get(request, ()) for holder, request in self.held if holder == instance)
+        ]
+        if free:
+            instance, prompt = self.random.choice(free)
+            del self.rows[instance, prompt]
+            self.evicted.add((instance, prompt))
+            self.deliver(self.coordinator.kept_lost(instance, (prompt,), self.now_s))
 
     def step(self, instance: int, order: RunChunk | Collect, may_fail: bool) -> None:
         key = instance, order.request
@@ -1019,7 +1041,8 @@ class SimulatedCluster:
                 self.mail[instance].appendleft(order)  # it blocks until everything has come
                 return
             self.arrived.add(order.sequence)
-        if order.sequence in self.broken or is_alone or (may_fail and self.random.random() < 0.1):
+        does_not_hold = key in self.missed and not self.holds_what_it_should(instance, order)
+        if does_not_hold or order.sequence in self.broken or is_alone or (may_fail and self.random.random() < 0.1):
             self.broken.add(order.sequence)
             unreachable = self.random.choice((None, *group))
             self.deliver(
@@ -1039,11 +1062,8 @@ class SimulatedCluster:
             assert positions_of(segments) == (*order.layout.history[group.index(instance)], *new)
         self.held[key] = tuple(segments)
         self.deliver(self.coordinator.done(instance, order.sequence, self.now_s))
-        if isinstance(order, Collect) and instance == order.owner and order.is_last:
-            if order.request not in self.ended:
-                self.finish(order)
-            elif key in self.held:
-                self.keep(order)
+        if isinstance(order, Collect) and instance == order.owner and order.request not in self.ended:
+            self.finish(order)
 
     def is_waiting(self, instance: int, sequence: int) -> bool:
         waiting = [order for order in self.mail.get(instance, ()) if isinstance(order, RunChunk | Collect)]
@@ -1057,12 +1077,19 @@ class SimulatedCluster:
         self.end(order.request, "whole" if have == list(range(one.tokens)) else "in part")
         del self.held[one.owner, order.request]
 
-    def keep(self, order: Collect) -> None:
-        """A prompt that is at decode has come to its owner's prefix cache: all of it, unless a member was lost."""
-        one = self.offers[order.request]
-        have = [p for part in positions_of(self.held.pop((one.owner, order.request))) for p in part]
-        assert sorted(have) == sorted(set(have)), "a position is held twice"
-        self.kept += {*have, *range(one.cached_tokens)} == {*range(one.tokens)}
+    def holds_what_it_should(self, instance: int, order: RunChunk | Collect) -> bool:
+        """As an instance sees it when a step begins."""
+        held = self.held.get((instance, order.request), ())
+        moves = order.layout.moves if isinstance(order, RunChunk) else order.moves
+        for move in moves:
+            if move.source == instance and (
+                move.segment >= len(held)
+                or tail(held[move.segment].positions, held[move.segment].tokens, move.tokens) != move.positions
+            ):
+                return False
+        moved = compacted(after_moves({instance: held}, [move for move in moves if move.source == instance]))
+        there = (*positions_of(moved[instance]), *(p for m in moves if m.target == instance for p in m.positions))
+        return isinstance(order, Collect) or there == order.layout.history[order.layout.group.index(instance)]
 
     def quiet_down(self) -> None:
         for _ in range(3000):
@@ -1093,6 +1120,8 @@ def test_any_history_ends(seed: int) -> None:
                 cluster.work(cluster.random.choice(busy), may_fail=True)
             if cluster.bound and cluster.random.random() < 0.3:
                 cluster.claim(cluster.random.choice(cluster.bound))
+            if cluster.random.random() < 0.1:
+                cluster.evict()
             if cluster.sending and cluster.random.random() < 0.1:
                 cluster.end_transfer(cluster.random.choice(sorted(cluster.sending)), may_fail=True)
         chance = cluster.random.random()
@@ -1135,7 +1164,7 @@ def test_rows_are_kept_until_something_else_wants_the_memory() -> None:
     # The next turn computes only what is new, on the members that hold the rest.
     longer = PromptBlocks(500, tuple(range(10)))
     borrow, run = one.offer(offer(2, owner=1, tokens=5000)._replace(is_streamed=True, blocks=longer), 2.0)
-    assert borrow == Borrow(2, (0, 1), (KeptPrefix(1, 4000),))
+    assert borrow == Borrow(2, (0, 1), (KeptPrefix(1, 4000),), 0)
     assert isinstance(run, RunChunk)
     assert sum(map(count_tokens, run.layout.history)) == 4000
     assert sum(map(count_tokens, run.layout.new)) == 1000
@@ -1153,7 +1182,7 @@ def test_an_owner_does_not_use_a_shorter_prefix_of_its_own() -> None:
     one.kept.keep(7, PromptBlocks(500, tuple(range(8))), {1: (range(4000),)})
     later = offer(2, owner=0, tokens=5000, cached=500)._replace(is_streamed=True)
     orders = one.offer(later._replace(blocks=PromptBlocks(500, tuple(range(10)))), 0.0)
-    assert orders[0] == Borrow(2, (0, 1), (KeptPrefix(7, 4000),))
+    assert orders[0] == Borrow(2, (0, 1), (KeptPrefix(7, 4000),), 500)
 
 
 @pytest.mark.parametrize(("backlog_s", "is_ordered"), [(0.1, True), (0.11, False)])
@@ -1168,7 +1197,7 @@ def test_members_wait_for_each_other_for_a_sixteenth_of_the_short_objective(back
 def test_prompts_begin_with_rows_that_were_kept_of_others() -> None:
     borrowed = 0
     for seed in range(20):
-        cluster = SimulatedCluster(seed, "in place")
+        cluster = SimulatedCluster(seed, keeps_rows=True)
         for request in range(1, 13):
             cluster.offer(request)
             cluster.quiet_down()
@@ -1188,15 +1217,25 @@ def test_most_requests_are_shared_when_nothing_fails() -> None:
     }
 
 
-def test_what_was_streamed_is_kept_when_nothing_else_is_done() -> None:
-    kept = {}
-    for seed in range(20):
-        cluster = SimulatedCluster(seed)
-        for request in range(1, 10):
-            cluster.offer(request)
-            cluster.quiet_down()
-        streamed = [how for request, how in cluster.ended.items() if how == "streamed"]
-        kept[seed] = cluster.kept, len(streamed)
-        assert not cluster.held
-    assert {count == len_ for count, len_ in kept.values() if count} == {True}
-    assert {count for count, _ in kept.values()} > {0}
+@pytest.mark.parametrize("is_running", [True, False])
+def test_rows_that_were_freed_before_their_reader_came_are_computed_again(is_running: bool) -> None:
+    one = coordinator(2)
+    blocks = PromptBlocks(500, tuple(range(10)))
+    one.kept.keep(7, PromptBlocks(500, blocks.hashes[:8]), {0: (range(2000),), 1: (range(2000, 4000),)})
+    if not is_running:
+        one.report(1, MemberReport(10.0, 100_000), 0.0)
+    orders = one.offer(offer(2, owner=0, tokens=5000)._replace(is_streamed=True, blocks=blocks), 0.0)
+    assert isinstance(orders[0], Borrow)
+    assert any(isinstance(order, RunChunk) for order in orders) is is_running
+    lost = one.kept_lost(1, (7,), 0.1)
+    assert lost[0] == DropKept(7, (0,))  # which reads its part still, and frees it afterwards
+    if is_running:
+        run = chunk_of(orders)
+        for instance in run.layout.group:
+            lost += one.failed(instance, run.sequence, 0.2, is_unsent=True)
+    else:
+        one.report(1, MemberReport(0.0, 100_000), 0.2)
+        lost += one.plan(0.2)
+    again = chunk_of(lost)
+    assert sum(map(count_tokens, again.layout.history)) == 2000
+    assert {p for part in again.layout.new for run_ in part for p in run_} <= set(range(2000, 5000))

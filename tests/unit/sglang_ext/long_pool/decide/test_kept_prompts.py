@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.long_pool.decide.kept_prompts import KeptPrefix, KeptPrompts, PromptBlocks, within
+from sglang_ext.long_pool.decide.kept_prompts import KeptPrefix, KeptPrompts, PromptBlocks, hash_blocks, within
 from sglang_ext.long_pool.decide.sharding import Interleaving, Positions, positions_of, split_positions
 
 BLOCK_TOKENS = 8
@@ -48,11 +49,14 @@ def test_what_was_used_least_recently_is_dropped_and_nothing_that_others_need() 
     keep(kept, 2, (1, 2, 3))
     keep(kept, 3, (7, 8))
     keep(kept, 4, (1, 2, 4))
-    kept.lock(KeptPrefix(2, 24))
+    read = kept.parts(KeptPrefix(2, 24))
+    kept.lock(read)
+    assert kept.locked_on(0) == 24
     assert kept.drop_for(0, 1) == [(3, (0,))]
     assert kept.drop_for(0, 1) == [(4, (0,))]
     assert kept.drop_for(0, 1) == []  # one is read, and the other is what it builds on
-    kept.unlock(KeptPrefix(2, 24))
+    kept.unlock(read)
+    assert kept.locked_on(0) == 0
     assert kept.drop_for(0, 9) == [(2, (0,)), (1, (0,))]
     assert (len(kept), kept.tokens_on(0)) == (0, 0)
 
@@ -80,6 +84,7 @@ events = st.one_of(
     st.tuples(st.just("unlock")),
     st.tuples(st.just("drop"), st.integers(0, 3), st.integers(1, 40)),
     st.tuples(st.just("lose"), st.integers(0, 3)),
+    st.tuples(st.just("lose rows"), st.integers(0, 3), st.integers(0, 9)),
 )
 
 
@@ -98,14 +103,14 @@ def test_any_order_of_events(order: list[tuple[object, ...]], asked: Text) -> No
             case ("lock", tuple() as text):
                 found = kept.match(blocks_of(text), 1000)
                 if found is not None:
-                    kept.lock(found)
-                    locks.append(found)
+                    locks.append(kept.parts(found))
+                    kept.lock(locks[-1])
             case ("unlock",) if locks:
                 kept.unlock(locks.pop())
             case ("drop", int() as instance, int() as tokens):
                 before = kept.tokens_on(instance)
                 for dropped, _ in kept.drop_for(instance, tokens):
-                    assert dropped not in {lock.prompt for lock in locks}
+                    assert dropped not in {part.prompt for lock in locks for part in lock}
                     rows.pop(dropped)
                 left = kept.tokens_on(instance)
                 assert before - left >= tokens or all(
@@ -115,7 +120,15 @@ def test_any_order_of_events(order: list[tuple[object, ...]], asked: Text) -> No
                 for lost, _ in kept.lose((instance,)):
                     rows.pop(lost)
                 assert kept.tokens_on(instance) == 0
-                locks = [lock for lock in locks if lock.prompt in rows]
+            case ("lose rows", int() as instance, int() as number) if rows:
+                prompt = sorted(rows)[number % len(rows)]
+                text = rows[prompt][0]
+                lost = dict(kept.lose_rows(instance, (prompt,)))
+                assert set(lost) <= {key for key, (other, _) in rows.items() if other[: len(text)] == text}
+                assert (prompt in lost) == (instance in rows[prompt][1])
+                assert instance not in lost.get(prompt, ())
+                for one in lost:
+                    rows.pop(one)
     known = {text[:end] for text, _ in rows.values() for end in range(1, len(text) + 1)}
     longest = max((end for end in range(1, len(asked) + 1) if asked[:end] in known), default=0)
     found = kept.match(blocks_of(asked), 1000)
@@ -125,6 +138,9 @@ def test_any_order_of_events(order: list[tuple[object, ...]], asked: Text) -> No
         assert sorted(there) == list(range(found.tokens))
     for instance in range(4):
         assert kept.tokens_on(instance) == sum(len(part) for _, own in rows.values() for part in own.get(instance, ()))
+        read = {part.prompt for lock in locks for part in lock if part.prompt in rows}
+        locked = sum(len(part) for prompt in read for part in rows[prompt][1].get(instance, ()))
+        assert kept.locked_on(instance) == locked
 
 
 @given(st.integers(0, 30), st.integers(1, 4), st.integers(1, 10), st.integers(0, 60), st.integers(0, 60))
@@ -132,3 +148,15 @@ def test_positions_within(first: int, step: int, count: int, start: int, end: in
     run = range(first, first + step * count, step)
     wanted = [position for position in run if start <= position < end]
     assert [position for part in within((run,), start, end) for position in part] == wanted
+
+
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=40), st.integers(1, 9), st.integers(0, 40))
+def test_blocks_are_equal_where_all_before_them_is(ids: list[int], block_tokens: int, changed: int) -> None:
+    first = hash_blocks(array("i", ids), block_tokens, "a")
+    assert len(first.hashes) == len(set(first.hashes)) == len(ids) // block_tokens
+    assert not set(first.hashes) & set(hash_blocks(array("i", ids), block_tokens, "b").hashes)
+    if changed < len(ids):
+        other = hash_blocks(array("i", [*ids[:changed], ids[changed] ^ 1, *ids[changed + 1 :]]), block_tokens, "a")
+        same = changed // block_tokens
+        assert other.hashes[:same] == first.hashes[:same]
+        assert not set(other.hashes[same:]) & set(first.hashes[same:])

@@ -29,7 +29,7 @@ from sglang_ext.transfer.decide.protocol import TransferOutcome
 from support.examples import examples
 from support.handshake_process import wait_until
 from support.memory_pool import MemoryPool, Wires
-from support.streaming_pool import HEADS, Decode, StreamingMember
+from support.streaming_pool import HEADS, Decode, StreamingMember, check_kept
 from support.toy_engine import LAYERS, ToyPool, kv_of, logits_of
 
 POOL_TOKENS = 640
@@ -184,7 +184,8 @@ def test_prompts_of_several_members_arrive_whatever_fails(make: Make, decode: De
         min_chunk_tokens=16,
         step_timeout_s=10.0,
         member_timeout_s=1e6,
-        keeps_prefixes=seed % 3 > 0,
+        keeps_rows=seed % 3 > 0,
+        block_tokens=16,
     )
     members = [make(instance, wires, page) for instance in range(3)]
     protocol = PoolProtocol(settings, costs)
@@ -219,16 +220,11 @@ def test_prompts_of_several_members_arrive_whatever_fails(make: Make, decode: De
     for one in members:
         for request, logits in one.logits.items():
             torch.testing.assert_close(logits, logits_of(one.offered[request][0]), atol=1e-4, rtol=0)
-        for request, kv in one.kept.items():
-            token_ids, prefix = one.offered[request]
-            assert kv.shape[2] == max(len(token_ids) // page * page, prefix.numel())
-            torch.testing.assert_close(kv, kv_of(token_ids)[:, :, : kv.shape[2]], atol=1e-4, rtol=0)
-    assert protocol.history.kept[True] == sum(len(one.kept) for one in members)
+        check_kept(one, {request: ids for member in members for request, (ids, _) in member.offered.items()})
     assert decode.pool.free_tokens == 4096
     assert decode.endpoint.totals().unsettled_permits == 0
-    assert not protocol.history.keeping
     if protocol.history.steps_failed == 0:
-        assert settings.keeps_prefixes == (protocol.history.kept[True] > 0)
+        assert settings.keeps_rows == (protocol.status(0.0).prompts_kept > 0)
         assert all(one.attempts == 1 for one in decode.requests.values())
         # Nothing goes to an owner but what it has computed itself, where it alone has begun a prompt and ends it.
         steps = [step for record in protocol.history.ended for step in record.steps if step.kind is StepKind.COLLECT]

@@ -1,0 +1,134 @@
+"""Rows of prompts that have ended remain on the members that computed them, and the next prompts begin behind them."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+import torch
+
+from sglang_ext.long_pool.coordinator.pool_cost import PoolCosts
+from sglang_ext.long_pool.coordinator.pool_protocol import PoolProtocol
+from sglang_ext.long_pool.coordinator.pool_settings import PoolSettings
+from sglang_ext.long_pool.decide.sharding import Interleaving
+from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
+from sglang_ext.transfer.decide.protocol import TransferOutcome
+from support.memory_pool import MemoryPool, Wires
+from support.streaming_pool import Decode, StreamingMember, check_kept
+from support.toy_engine import ToyPool, kv_of, logits_of
+
+MEMBERS = 3
+Make = Callable[..., list[StreamingMember]]
+
+
+@pytest.fixture
+def decode() -> Iterator[Decode]:
+    one = Decode()
+    yield one
+    one.endpoint.close()
+
+
+@pytest.fixture
+def make(decode: Decode) -> Iterator[Make]:
+    with ExitStack() as stack:
+
+        def members(wires: Wires, tokens: int, page: int) -> list[StreamingMember]:
+            made = [StreamingMember(one, wires, ToyPool(tokens, page), decode) for one in range(MEMBERS)]
+            for one in made:
+                stack.callback(one.close)
+            return made
+
+        yield members
+
+
+class Conversations:
+    """A pool, and prompts of which each goes on from an earlier one."""
+
+    def __init__(self, make: Make, decode: Decode, seed: int, pool_tokens: int, failure_rate: float = 0.0) -> None:
+        self.draw = random.Random(seed)
+        self.page = self.draw.choice((1, 4))
+        self.decode = decode
+        self.members = make(Wires(failure_rate, seed), pool_tokens, self.page)
+        self.pool_tokens = pool_tokens
+        costs = PoolCosts([SpCandidate(size, SpCost(0.0, 0.01 / size, 0.0, 0.0)) for size in (1, 2, 3)])
+        settings = PoolSettings(
+            self.draw.choice(list(Interleaving)),
+            min_chunk_tokens=16,
+            step_timeout_s=10.0,
+            member_timeout_s=1e6,
+            block_tokens=16,
+        )
+        self.protocol = PoolProtocol(settings, costs)
+        self.pool = MemoryPool(self.protocol, self.members, self.page)
+        self.rooms = 0
+        self.prompts: dict[int, tuple[tuple[int, ...], int]] = {}  # by room: token ids, and what decode has
+
+    def offer(self, owner: StreamingMember, token_ids: tuple[int, ...], cached_tokens: int = 0) -> None:
+        self.rooms += 1
+        first_token = self.draw.choice((0, 0, 4 * self.draw.randrange(len(token_ids) // 4)))
+        self.prompts[self.rooms] = token_ids, first_token
+        owner.offer_streamed(self.rooms, token_ids, cached_tokens, first_token)
+
+    def run(self) -> None:
+        def is_done() -> bool:
+            self.decode.turn()
+            ended = all(one.outcome is not None for one in self.decode.requests.values())
+            return ended and not self.protocol.history.running
+
+        self.pool.run(is_done, timeout_s=60)
+        for room, (token_ids, first_token) in self.prompts.items():
+            received = self.decode.requests[room]
+            assert received.outcome is TransferOutcome.COMPLETE
+            torch.testing.assert_close(received.kv, kv_of(token_ids)[:, :, first_token:], atol=1e-4, rtol=0)
+
+    def check(self) -> None:
+        """All memory is free or kept, and what is kept is what it should be."""
+        deadline_s = time.monotonic() + 20
+        while any(one.pool.free_tokens < self.pool_tokens for one in self.members) and time.monotonic() < deadline_s:
+            self.pool.deliver_messages()
+            for one in self.members:
+                one.turn()
+            time.sleep(0.01)
+        assert [one.pool.free_tokens for one in self.members] == [self.pool_tokens] * MEMBERS
+        prompts = {request: ids for one in self.members for request, (ids, _) in one.offered.items()}
+        for one in self.members:
+            check_kept(one, prompts)
+            assert not one.ending
+            for request, logits in one.logits.items():
+                torch.testing.assert_close(logits, logits_of(one.offered[request][0]), atol=1e-4, rtol=0)
+        core = self.protocol._pool
+        assert core is not None
+        self.pool.deliver_messages()
+        for one in self.members:
+            here = sum(part.rows.slots.numel() for part in one.member.kept._parts.values())
+            assert core.coordinator.kept.tokens_on(one.instance) == here
+            one.member.kept.flush()
+        self.pool.deliver_messages()
+        assert len(core.coordinator.kept) == 0
+        assert [len(one.pool._free) * self.page for one in self.members] == [self.pool_tokens] * MEMBERS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(16))
+def test_conversations_go_on_behind_what_is_kept_whatever_happens(make: Make, decode: Decode, seed: int) -> None:
+    """Three turns of several conversations on changing members, some of which share a beginning; in some runs steps
+    fail, in others memory is short, so that rows make way for new prompts."""
+    is_short, fails = seed % 4 == 1, seed % 4 == 2
+    one = Conversations(make, decode, seed, 320 if is_short else 1600, 0.004 if fails else 0.0)
+    draw = one.draw
+    system = tuple(draw.randrange(50) for _ in range(32))
+    texts = [(system if number else ()) + tuple(draw.randrange(50) for _ in range(90)) for number in range(3)]
+    for turn in range(3):
+        for number, text in enumerate(texts):
+            cached_tokens = draw.choice((0, 16, 4 * draw.randrange(len(text) // 4)))
+            one.offer(draw.choice(one.members), text, cached_tokens if turn < 2 else 0)
+            texts[number] = text + tuple(draw.randrange(50) for _ in range(4 * draw.randrange(1, 20)))
+        one.run()
+    history = one.protocol.history
+    if not (is_short or fails):
+        assert history.prefix_hits >= 3
+        assert not history.steps_failed
+    one.check()
