@@ -68,7 +68,8 @@ def test_the_next_turns_begin_behind_what_is_kept(pool: tuple[list[Pair], Coordi
     first = pairs[0].send(LONG, seed=300)
     assert (first.is_exact(), cached_tokens(first)) == (True, 0)
     settle(coordinator, 1)
-    assert [member["kept_tokens"] for member in coordinator.status()["members"]] == [blocks(LONG) // 2] * 2
+    kept = [member["kept_tokens"] for member in coordinator.status()["members"]]
+    assert (sum(kept), min(kept) > 0) == (blocks(LONG), True)
     again = pairs[1].send(LONG, seed=301, prefix=first.prompt)
     assert (again.is_exact(), cached_tokens(again)) == (True, blocks(LONG))
     longer = pairs[0].send(LONG + 617, seed=302, prefix=first.prompt)

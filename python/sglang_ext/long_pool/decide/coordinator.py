@@ -368,7 +368,7 @@ class Coordinator:
         promised = reserved_tokens(self._requests.values(), page_tokens)
         snapshot = self._members.snapshot(now_s, kept, promised, counts_backlog=counts_backlog)
         positions = self._members.positions
-        waiting = [prompt.pending(positions, page_tokens) for prompt in pending]
+        waiting = [prompt.pending(positions, self._room.kept_for(prompt, promised)) for prompt in pending]
         for announced in self._announced.values():
             self._match(announced)
         waiting += [prompt.pending(positions) for prompt in self._announced.values()]
@@ -432,6 +432,12 @@ class Coordinator:
         self, prefill: SharedPrefill, tokens: int, compute_s: float, group: tuple[int, ...], now_s: float
     ) -> list[Order]:
         settings = self._settings
+        largest = max(candidate.size for candidate in self._candidates)
+        room_tokens = self._room.first_part_tokens(prefill, group, largest)
+        if tokens < count_tokens(prefill.todo) and room_tokens < tokens:
+            tokens, compute_s = room_tokens, compute_s * room_tokens / tokens
+        if tokens < min(settings.page_tokens, count_tokens(prefill.todo)):
+            return self._wait_for_room(prefill, now_s)
         tokens, compute_s = self._members.fit_chunk(group, tokens, compute_s, settings.page_tokens)
         layout, after = lay_out(
             prefill.held, head(prefill.todo, tokens), group, settings.interleaving, settings.page_tokens
@@ -538,6 +544,8 @@ class Coordinator:
         if back:
             orders.append(RollBack(order.sequence, order.request, back))
         prefill.held = running.before
+        # Room is kept for a prompt where it holds a part: who holds none of it has room for all alike.
+        prefill.group = tuple(instance for instance in prefill.group if prefill.held.get(instance))
         prefill.attempts += 1
         if isinstance(order, Collect) or not running.is_unsent:
             prefill.stop_streaming()

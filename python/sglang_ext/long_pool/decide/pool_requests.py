@@ -188,12 +188,12 @@ class SharedPrefill:
             self.fastest_s = fastest_s(candidates, self.offer.tokens - left, left)
             self.work_s = min_work_s(candidates, self.offer.tokens - left, left)
 
-    def pending(self, positions: Mapping[int, int], page_tokens: int) -> PendingPrefill:
-        """Return the record that the schedule takes; `positions` maps instances to their positions in the snapshot."""
+    def pending(self, positions: Mapping[int, int], kept: Mapping[int, int]) -> PendingPrefill:
+        """Return the record that the schedule takes; `positions` maps instances to their positions in the snapshot,
+        `kept` to the tokens that are kept free there for this prompt."""
         offer = self.offer
         left = count_tokens(self.todo)
         holding = {instance for instance, segments in self.held.items() if segments}
-        kept = self.reserved_tokens(page_tokens)  # room that is kept for it is its own
         order = [*(instance for instance in self.group if instance in holding), *sorted(holding - {*self.group})]
         return PendingPrefill(
             offer.request,

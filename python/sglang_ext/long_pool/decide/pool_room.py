@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from sglang_ext.long_pool.decide.coordination_settings import CoordinationSettings
 from sglang_ext.long_pool.decide.pool_members import PoolMembers
@@ -12,7 +12,7 @@ from sglang_ext.long_pool.decide.pool_requests import (
     SharedPrefill,
     promised_tokens,
 )
-from sglang_ext.long_pool.decide.sharding import KvSegment
+from sglang_ext.long_pool.decide.sharding import KvSegment, count_tokens
 
 Held = dict[int, tuple[KvSegment, ...]]
 
@@ -34,6 +34,30 @@ class PoolRoom:
             owner, 0
         )
         return prefill.offer.fits_owner and promised <= self._members[owner].free_tokens
+
+    def first_part_tokens(self, prefill: SharedPrefill, group: Sequence[int], largest: int) -> int:
+        """Return the tokens of a chunk that is not the last one, so that each of its group has room for a share of the
+        rest as well, on the largest group.
+
+        What a member hands over to a growing group is free one chunk later.
+        """
+        page, size = self._settings.page_tokens, max(len(group), min(largest, len(self._members)))
+        todo = count_tokens(prefill.todo)
+        if len(group) == size:
+            return todo
+        free = min(self._members[instance].free_tokens for instance in group)
+        part = (free - 2 * page - todo / size) / (1 / len(group) - 1 / size)
+        return max(0, int(part)) // page * page
+
+    def kept_for(self, prefill: SharedPrefill, reserved: Mapping[int, int]) -> dict[int, int]:
+        """Return the tokens that are free on instances and reserved for this one; `reserved`: for all."""
+        kept = {}
+        for instance, tokens in prefill.reserved_tokens(self._settings.page_tokens).items():
+            if instance in self._members:
+                free = self._members[instance].free_tokens
+                for_others = max(0, free - reserved[instance])
+                kept[instance] = max(0, free - reserved[instance] + tokens) - for_others
+        return kept
 
     def may_come(
         self,

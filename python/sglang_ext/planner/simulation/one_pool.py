@@ -416,7 +416,7 @@ class OnePool:
         return MemberReport(
             # What has no memory does not run before others have ended.
             busy_s + self._queued_s(member, member.free_tokens),
-            max(0, member.free_tokens),
+            max(0, member.free_tokens - self.coordinator.kept.locked_on(member.number)),
             short_per_s=member.policy.laps.short_per_s(self._loop.now_s),
             short_slo_s=short_slo_s if short_slo_s < math.inf else None,
             short_work_s=member.policy.laps.short_work_s(self._loop.now_s),

@@ -1239,3 +1239,28 @@ def test_rows_that_were_freed_before_their_reader_came_are_computed_again(is_run
     again = chunk_of(lost)
     assert sum(map(count_tokens, again.layout.history)) == 2000
     assert {p for part in again.layout.new for run_ in part for p in run_} <= set(range(2000, 5000))
+
+
+def test_a_chunk_that_failed_for_want_of_room_is_ordered_again_once_there_is_some() -> None:
+    one = coordinator(2)
+    for instance in range(2):
+        one.report(instance, MemberReport(0.0, 640), 0.0)
+    first = chunk_of(one.offer(offer(1, tokens=700)._replace(is_streamed=True, fits_owner=False), 0.0))
+    assert set(first.layout.group) == {0, 1}
+    one.failed(0, first.sequence, 0.1, None, 256, is_unsent=True)  # others have taken it meanwhile
+    assert one.failed(1, first.sequence, 0.1, 0, 640, is_unsent=True) == []
+    one.report(0, MemberReport(0.0, 640), 3.0)
+    assert set(chunk_of(one.plan(3.0)).layout.group) == {0, 1}
+
+
+def test_room_that_was_kept_for_a_prompt_and_is_gone_is_not_counted_upon() -> None:
+    one = coordinator(2)
+    one.report(0, MemberReport(9.0, 640), 0.0)
+    one.report(1, MemberReport(0.0, 640), 0.0)
+    long = offer(1, owner=1, tokens=700)._replace(is_streamed=True, fits_owner=False)
+    first = chunk_of(one.offer(long, 0.0))
+    assert (first.layout.group, sum(map(count_tokens, first.layout.new))) == ((1,), 576)
+    orders = one.done(1, first.sequence, 1.0, 0)
+    assert not any(isinstance(order, RunChunk) for order in orders), "nothing more fits there"
+    one.report(0, MemberReport(0.0, 640), 3.0)
+    assert set(chunk_of(one.plan(3.0)).layout.group) == {0, 1}
