@@ -63,7 +63,7 @@ def status(**changes: object) -> dict[str, Any]:
         StepRecord(StepKind.CHUNK, (1,), 2000, 0, 118.0),
     ]
     never = PrefillRecord(3, 1, 2000, 0, 90.0, ended_s=91.0, outcome=PrefillEnd.CANCELLED)
-    members = tuple(MemberStatus(number, name, "n", 0.0, 10, 0, 0.0, True) for number, name in ((0, "a"), (1, "b")))
+    members = tuple(MemberStatus(number, name, "n", 0.0, 10, 0, 0, 0.0, True) for number, name in ((0, "a"), (1, "b")))
     former = (FormerMember(2, "c", 117.0, "was killed"), FormerMember(9, "x", 1.0, "long ago"))
     pool = PoolProtocol(PoolSettings(), PoolCosts(prior_candidates((1, 2)))).status(120.0)
     full = PoolStatus(
