@@ -15,7 +15,7 @@ import torch
 
 from sglang_ext.identifiers import TransferId, next_attempt
 from sglang_ext.long_pool.member.kv_streams import Target
-from sglang_ext.long_pool.member.pool_member import Collected, Outcome, PoolMember, Released, Sendable
+from sglang_ext.long_pool.member.pool_member import Collected, Concluded, Outcome, PoolMember, Sendable
 from sglang_ext.long_pool.member.ring_attention import as_tensor
 from sglang_ext.long_pool.messages import Destination
 from sglang_ext.transfer.decide.options import HandshakeOptions
@@ -187,7 +187,7 @@ class StreamingMember(MemoryMember):
             self.pool.free(self.offered[request][1])
 
     def _go_on(self, outcome: Outcome) -> None:
-        if isinstance(outcome, Released):
+        if isinstance(outcome, Concluded):
             self.pool.free(self.offered[outcome.request][1])
             return
         if isinstance(outcome, Sendable):

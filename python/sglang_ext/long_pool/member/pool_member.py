@@ -103,13 +103,13 @@ class Sendable(NamedTuple):
     cached_tokens: int  # of it, that were not computed
 
 
-class Released(NamedTuple):
+class Concluded(NamedTuple):
     """The pool needs nothing more of a request that went to decode: its cached prefix need not stay valid."""
 
     request: int
 
 
-Outcome = Declined | Collected | Sendable | Released
+Outcome = Declined | Collected | Sendable | Concluded
 
 
 class PoolMember:
@@ -227,7 +227,7 @@ class PoolMember:
     def transferred(self, request: int, transfer_s: float, exposed_s: float) -> bool:
         """All KV of a request that was offered is at decode; see `Transferred`.
 
-        Whether the pool still has it: then its cached prefix must stay valid until the outcome, which is `Released`.
+        Whether the pool still has it: then its cached prefix must stay valid until the outcome, which is `Concluded`.
         """
         was_offered = request in self._cached_tokens
         self._forget(request)
@@ -286,7 +286,7 @@ class PoolMember:
             Declined(request, DeclineReason.NOT_A_MEMBER, self._streamed.get(request))
             for request in self._cached_tokens
         ]
-        return [*declined, *map(Released, sorted(self._at_decode))]
+        return [*declined, *map(Concluded, sorted(self._at_decode))]
 
     def _take(self, order: ToMember) -> list[Outcome]:
         if isinstance(order, ChunkOrder | CollectOrder):
@@ -342,7 +342,7 @@ class PoolMember:
         if request not in self._at_decode:
             return []
         self._at_decode.discard(request)
-        return [Released(request)]
+        return [Concluded(request)]
 
     def _keep(self, order: Keep) -> None:
         """The rows of a prompt that has ended remain here."""

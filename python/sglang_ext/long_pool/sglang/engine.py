@@ -7,21 +7,26 @@ one "sequence" is this member's rows, and with an attention backend that asks th
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, EvictParams, EvictResult
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from sglang_ext.long_pool.decide.orders import MemberReport
+from sglang_ext.long_pool.member.kept_rows import KeptRows
 from sglang_ext.long_pool.member.kv_streams import OpenTarget, Target
 from sglang_ext.long_pool.member.pool_link import PoolLink, ReplicatedLink, TcpLink
 from sglang_ext.long_pool.member.pool_member import PoolMember
@@ -102,6 +107,44 @@ class SchedulerKvPool:
     def empty_block(self, tokens: int) -> torch.Tensor:
         buffer = self._pool.get_key_buffer(0)
         return buffer.new_empty((2, tokens, *buffer.shape[1:]))
+
+
+def share_memory(tree: Any, kept: KeptRows) -> None:
+    """Let SGLang's prefix cache `tree` evict kept rows, too, and count them among what it could evict.
+
+    What has been used least recently goes first, of both together.
+    """
+    stock_evictable_size, stock_reset = tree.evictable_size, tree.reset
+    kept.others_tokens = stock_evictable_size
+
+    def with_kept_rows(stock_evict: Callable[..., EvictResult]) -> Callable[..., EvictResult]:
+        def evict(params: EvictParams, **kwargs: Any) -> EvictResult:
+            wanted = params.num_tokens
+            freed = kept.evict_outlived(wanted)
+            result = stock_evict(replace(params, num_tokens=max(0, wanted - freed)), **kwargs)
+            kept.others_evicted_tokens += result.num_tokens_evicted
+            freed += result.num_tokens_evicted
+            result.num_tokens_evicted = freed + kept.evict(wanted - freed)
+            return result
+
+        return evict
+
+    def reset() -> None:
+        kept.flush()
+        stock_reset()
+
+    # Where it is the base class's, it calls `evict`.
+    has_its_own = type(tree).evict_for_alloc is not BasePrefixCache.evict_for_alloc
+    if has_its_own:
+        tree.evict_for_alloc = with_kept_rows(tree.evict_for_alloc)
+    tree.evict = with_kept_rows(tree.evict)
+    tree.evictable_size = lambda: stock_evictable_size() + kept.evictable_tokens
+    tree.reset = reset
+
+
+def prefix_namespace(extra_key: str | None, cache_salt: str | None) -> str:
+    """Return what prompts that may share a prefix have in common, in one line."""
+    return hashlib.blake2b(json.dumps([extra_key, cache_salt]).encode(), digest_size=16).hexdigest()
 
 
 class SchedulerEngine:

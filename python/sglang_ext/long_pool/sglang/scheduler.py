@@ -41,16 +41,15 @@ from sglang_ext.long_pool.decide.orders import MemberReport
 from sglang_ext.long_pool.member.kv_streams import Target
 from sglang_ext.long_pool.member.pool_member import (
     Collected,
+    Concluded,
     Declined,
     Outcome,
     PoolMember,
-    Released,
     Sendable,
 )
 from sglang_ext.long_pool.messages import Destination
 from sglang_ext.long_pool.sglang.ending import sample, take_back
-from sglang_ext.long_pool.sglang.engine import build_member, max_chunk_tokens
-from sglang_ext.long_pool.sglang.kept_memory import prefix_namespace, share_memory
+from sglang_ext.long_pool.sglang.engine import build_member, max_chunk_tokens, prefix_namespace, share_memory
 from sglang_ext.transfer.sglang.manager import HandshakeKVManager
 from sglang_ext.transfer.sglang.sender import HandshakeKVSender
 from sglang_ext.types import LengthClass
@@ -246,7 +245,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         """A request that was shared goes on here."""
         if isinstance(outcome, Sendable):
             self._end(outcome)
-        elif isinstance(outcome, Released):
+        elif isinstance(outcome, Concluded):
             self.tree_cache.unlock(self._at_decode.pop(outcome.request).lock)
         else:
             self._take_over(outcome)

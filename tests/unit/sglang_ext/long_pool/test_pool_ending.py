@@ -28,7 +28,7 @@ from sglang_ext.long_pool.decide.orders import (
 from sglang_ext.long_pool.decide.sharding import Interleaving, lay_out
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
 from sglang_ext.long_pool.link_frames import PeerAddress
-from sglang_ext.long_pool.member.pool_member import Declined, Released, Sendable
+from sglang_ext.long_pool.member.pool_member import Concluded, Declined, Sendable
 from sglang_ext.long_pool.messages import (
     PROTOCOL_VERSION,
     AddressedMessage,
@@ -194,7 +194,7 @@ def test_logits_that_the_prompts_own_member_has_computed_do_not_travel() -> None
     assert one.member.transferred(REQUEST, 2.0, 1.0), "its cached prefix is still wanted"
     assert sent(one, Transferred) == [Transferred(REQUEST, 2.0, 1.0)]
     one.link.inbox.append(Drop(REQUEST, (0,)))
-    assert one.member.turn() == [Released(REQUEST)]
+    assert one.member.turn() == [Concluded(REQUEST)]
     assert one.member.turn() == []
     assert (one.pool.free_tokens, one.member.is_busy) == (256, False)
 
@@ -211,7 +211,7 @@ def at_decode() -> MemoryMember:
 def test_what_is_kept_is_there_for_the_next_prompt_and_for_nobody_else() -> None:
     one = at_decode()
     one.link.inbox.append(Keep(REQUEST, (0,), 0, 24))
-    assert one.member.turn() == [Released(REQUEST)]
+    assert one.member.turn() == [Concluded(REQUEST)]
     assert (one.member.is_busy, one.pool.free_tokens, one.member.kept.evictable_tokens) == (False, 256, 24)
     other = pool_request(3, 1)
     one.link.inbox.append(Borrow(other, (0,), (KeptPrefix(REQUEST, 16),), 0))
@@ -243,14 +243,14 @@ def test_a_shard_that_is_gone_is_not_kept() -> None:
     one = at_decode()
     one.member._drop(REQUEST)
     one.link.inbox.append(Keep(REQUEST, (0,), 0, 24))
-    assert one.member.turn() == [Released(REQUEST)]
+    assert one.member.turn() == [Concluded(REQUEST)]
     assert sent(one, KeptLost) == [KeptLost((REQUEST,))]
 
 
 def test_what_is_kept_is_dropped_when_the_coordinator_goes() -> None:
     one = at_decode()
     one.link.welcome = None
-    assert one.member.turn() == [Released(REQUEST)]
+    assert one.member.turn() == [Concluded(REQUEST)]
     assert one.pool.free_tokens == 256
     other = at_decode()
     other.link.inbox.append(Keep(REQUEST, (0,), 0, 24))

@@ -25,7 +25,7 @@ class Memory:
         from sglang.srt.mem_cache.cache_init_params import CacheInitParams
         from sglang.srt.mem_cache.radix_cache import RadixCache
 
-        from sglang_ext.long_pool.sglang.kept_memory import share_memory
+        from sglang_ext.long_pool.sglang.engine import share_memory
 
         self.allocator = TokenToKVPoolAllocator(TOKENS, torch.float32, "cpu", None, need_sort=False)
         parameters = CacheInitParams(
@@ -102,7 +102,7 @@ def test_a_flush_takes_both() -> None:
 
 @pytest.mark.parametrize("other", [("a", None), (None, "b"), ("b", "a"), ("ab", None), (None, None)])
 def test_namespaces(other: tuple[str | None, str | None]) -> None:
-    from sglang_ext.long_pool.sglang.kept_memory import prefix_namespace
+    from sglang_ext.long_pool.sglang.engine import prefix_namespace
 
     assert (prefix_namespace("a", "b") == prefix_namespace(*other)) == (other == ("a", "b"))
     assert prefix_namespace("\n", "\u2028").isalnum()
