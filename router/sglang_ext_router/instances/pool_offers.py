@@ -19,7 +19,7 @@ from sglang_ext_router.instances.long_pool import LongPoolMonitor, cached_rooms
 from sglang_ext_router.instances.workers import Worker
 from sglang_ext_router.observe.metrics import RouterMetrics
 from sglang_ext_router.request.prepared_request import PreparedRequest
-from sglang_ext_router.request.prompt import Prompt
+from sglang_ext_router.request.prompt import Prompt, beginnings
 from sglang_ext_router.request.request_ids import RoomAllocator
 from sglang_ext_router.request.routing import PoolPlace, RoutePlanner
 
@@ -108,6 +108,8 @@ class PoolOffers:
             "tokens": request.prompt_tokens,
             "waited_s": waited_s,
             "online": request.is_online,
+            # For what members have kept of prompts that begin like it.
+            "prefixes": beginnings(request.prompt, request.prompt_tokens),
         }
         # Else the coordinator sets it, which knows what a prompt of this length takes.
         if request.headers.ttft_slo_s is not None:

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import orjson
 from pydantic import TypeAdapter, ValidationError
 
-from sglang_ext_router.decide.prefix_index import block_hashes
+from sglang_ext_router.decide.prefix_index import BLOCK_ENDS, block_hashes
 
+ID_BYTES = 8  # of a token id where hashes are made
 MAX_SEQUENCES = 4096  # of one request: each takes a bootstrap room on both instances
 IMAGES_OF_VIDEO = 16
 _IMAGE_PARTS = ("image_url", "input_image", "image")
@@ -39,6 +40,14 @@ class Prompt(NamedTuple):
     images: int = 0  # the tokens that a processor makes of them are not known here
     audios: int = 0
     max_new_tokens: int = 0  # of the longest reply; 0 where the client leaves it to the instance
+
+
+def beginnings(prompt: Prompt, tokens: int) -> list[tuple[int, int]]:
+    """Return the hash of each block's text and all before it, and about how many tokens that is, of a single prompt of
+    `tokens`."""
+    whole_bytes = prompt.longest_bytes or ID_BYTES * tokens
+    ends = (end * tokens // whole_bytes for end in BLOCK_ENDS)
+    return list(zip(prompt.hashes, ends, strict=False))
 
 
 def parse_body(raw: bytes | bytearray) -> dict[str, Any]:

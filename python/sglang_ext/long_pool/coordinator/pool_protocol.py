@@ -306,6 +306,7 @@ class PoolProtocol:
             announcement.cached_tokens,
             now_s - announcement.waited_s,
             deadline_s,
+            announcement.text,
         )
         try:
             orders = pool.coordinator.announce(ticket, now_s)

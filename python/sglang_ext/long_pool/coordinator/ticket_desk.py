@@ -13,16 +13,20 @@ from collections.abc import Callable, Iterable, Sequence
 from http import HTTPStatus
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from sglang_ext.identifiers import BootstrapRoom
 from sglang_ext.long_pool.coordinator.pool_protocol import PoolProtocol
 from sglang_ext.long_pool.coordinator.tickets import Announcement, BoundPrompt, TicketError, TicketProblem
+from sglang_ext.long_pool.decide.kept_prompts import PromptText
 from sglang_ext.long_pool.messages import AddressedMessage
+from sglang_ext.long_pool.wire_types import Count
 
 TICKETS_PATH = "/tickets"
 _ROOM_BITS = 63  # of SGLang's
 _MOST_TOKENS = 2**31
+_MOST_PREFIXES = 1024
 _STATUSES = {
     TicketProblem.BAD: HTTPStatus.BAD_REQUEST,
     TicketProblem.NO_POOL: HTTPStatus.SERVICE_UNAVAILABLE,
@@ -84,7 +88,7 @@ def read_announcement(body: bytes) -> Announcement:
         raise TicketError(TicketProblem.BAD, "the body is not JSON") from None
     if not isinstance(fields, dict):
         raise TicketError(TicketProblem.BAD, "the body is not an object")
-    known = ("ticket", "tokens", "cached_tokens", "waited_s", "slack_s", "online")
+    known = ("ticket", "tokens", "cached_tokens", "waited_s", "slack_s", "online", "prefixes")
     for name in fields:
         if name not in known:
             raise TicketError(TicketProblem.BAD, f"{name!r} is no field of a ticket ({', '.join(known)})")
@@ -102,7 +106,20 @@ def read_announcement(body: bytes) -> Announcement:
         waited_s,
         None if fields.get("slack_s") is None else _seconds(fields, "slack_s", 0.0),
         is_online,
+        _text(fields.get("prefixes")),
     )
+
+
+def _text(prefixes: Any) -> PromptText | None:
+    if prefixes is None:
+        return None
+    try:
+        pairs = msgspec.convert(prefixes, list[tuple[Count, Count]])
+    except msgspec.ValidationError as error:
+        raise TicketError(TicketProblem.BAD, f"prefixes must be pairs of a hash and tokens ({error})") from None
+    if len(pairs) > _MOST_PREFIXES:
+        raise TicketError(TicketProblem.BAD, f"{len(pairs)} prefixes, at most {_MOST_PREFIXES} are taken")
+    return PromptText(tuple(text_hash for text_hash, _ in pairs), tuple(tokens for _, tokens in pairs))
 
 
 def _count(fields: dict[str, Any], name: str, least: int, most: int, default: int | None = None) -> int:

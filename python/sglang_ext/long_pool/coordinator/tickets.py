@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from sglang_ext.identifiers import BootstrapRoom
+from sglang_ext.long_pool.decide.kept_prompts import PromptText
 
 MAX_WAITING = 4096  # announced prompts without an instance
 _FORGET_S = 60.0  # long after the coordinator no longer waits for the offer of a prompt
@@ -52,6 +53,7 @@ class Announcement(NamedTuple):
     waited_s: float  # since it came
     slack_s: float | None  # until its client's deadline, below 0 where that has passed; None: it has sent none
     is_online: bool = True  # whether it has a deadline, by the pool's objective, where its client has sent none
+    text: PromptText | None = None
 
 
 class BoundPrompt(NamedTuple):

@@ -23,7 +23,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from sglang_ext.long_pool.decide.chunk_length import NO_SHORT_LOAD
 from sglang_ext.long_pool.decide.coordination_settings import CoordinationSettings
-from sglang_ext.long_pool.decide.kept_prompts import KeptPrefix, KeptPrompts, PromptBlocks
+from sglang_ext.long_pool.decide.kept_prompts import KeptPrefix, KeptPrompts, PromptText
 from sglang_ext.long_pool.decide.orders import (
     Bind,
     Borrow,
@@ -218,7 +218,7 @@ class Coordinator:
         del self._announced[ticket]
         deadline_s = prompt.deadline_s if prompt.deadline_s < math.inf else offer.deadline_s
         offer = offer._replace(arrival_s=prompt.ticket.arrival_s, deadline_s=deadline_s)
-        return self._admit(offer, now_s, is_new=False)
+        return self._admit(offer, now_s, is_new=False, text=prompt.ticket.text)
 
     def withdraw(self, ticket: int, now_s: float) -> list[Order]:
         """The client of an announced prompt has gone, or its router goes another way with it."""
@@ -228,12 +228,14 @@ class Coordinator:
         if offer.request in self._requests or not 0 <= offer.cached_tokens < offer.tokens:
             raise ValueError(f"request {offer.request} is offered twice, or with {offer.cached_tokens} cached tokens")
 
-    def _admit(self, offer: Offer, now_s: float, *, is_new: bool) -> list[Order]:
+    def _admit(self, offer: Offer, now_s: float, *, is_new: bool, text: PromptText | None = None) -> list[Order]:
         if offer.owner not in self._members:
             return [Decline(offer.request, offer.owner, DeclineReason.NOT_A_MEMBER)]
         if not self._requests and not self._announced:
             self._quiet_s = now_s
-        prefix = self._find_kept(offer.blocks, offer.tokens, offer.cached_tokens)
+        prefix = None if offer.blocks is None else self.kept.match(offer.blocks, offer.tokens - 1)
+        if not self._is_worth(prefix, offer.tokens, offer.cached_tokens):
+            prefix = None
         rows: Held = {}
         parts: tuple[KeptPrefix, ...] = ()
         orders: list[Order] = []
@@ -243,6 +245,7 @@ class Coordinator:
             members = tuple(sorted({offer.owner, *rows}))
             orders = [Borrow(offer.request, members, parts, offer.cached_tokens)]
         candidate = self._requests[offer.request] = SharedPrefill.of(offer, self._candidates, parts, rows)
+        candidate.text = text
         if is_new:
             self._schedule.record_arrival(now_s, candidate.work_s)
         return [*orders, *self.plan(now_s)]
@@ -580,21 +583,20 @@ class Coordinator:
 
     # -- kept prompts ------------------------------------------------------------------------------------------------
 
-    def _find_kept(self, blocks: PromptBlocks | None, tokens: int, cached_tokens: int) -> KeptPrefix | None:
-        """Return the kept prefix of a prompt that it is worth to begin behind, where `cached_tokens` are there anyway.
+    def _is_worth(self, prefix: KeptPrefix | None, tokens: int, cached_tokens: int) -> bool:
+        """Return whether a prompt had better begin behind a kept prefix, where `cached_tokens` are there anyway.
 
         It takes a group of all its holders: a larger one than the prompt needs, perhaps, to compute less.
         """
-        prefix = None if blocks is None else self.kept.match(blocks, tokens - 1)
         if prefix is None or prefix.tokens <= cached_tokens:
-            return None
+            return False
         holders = self.kept.rows(prefix)
         if not all(instance in self._members for instance in holders):
-            return None
+            return False
         least = len(holders)
         in_place = [candidate for candidate in self._candidates if candidate.size >= least]
         if not in_place:
-            return None
+            return False
         price = self._schedule.price
 
         def least_cost_s(candidates: Sequence[SpCandidate], cached: int) -> float:
@@ -603,15 +605,17 @@ class Coordinator:
                 for candidate in candidates
             )
 
-        is_worth = least_cost_s(in_place, prefix.tokens) < least_cost_s(self._candidates, cached_tokens)
-        return prefix if is_worth else None
+        return least_cost_s(in_place, prefix.tokens) < least_cost_s(self._candidates, cached_tokens)
 
     def _match(self, prompt: AnnouncedPrompt) -> None:
         """Find again what is kept of an announced prompt."""
         ticket = prompt.ticket
-        if ticket.blocks is None or not self._settings.keeps_rows:
+        if ticket.text is None or prompt.matched_version == self.kept.version:
             return
-        prefix = self._find_kept(ticket.blocks, ticket.tokens, ticket.cached_tokens)
+        prompt.matched_version = self.kept.version
+        prefix = self.kept.match_text(ticket.text, ticket.tokens - 1)
+        if not self._is_worth(prefix, ticket.tokens, ticket.cached_tokens):
+            prefix = None
         if prefix != prompt.prefix:
             prompt.prefix = prefix
             rows = {} if prefix is None else self.kept.rows(prefix)
@@ -639,7 +643,7 @@ class Coordinator:
             )
             for instance, segments in prefill.held.items()
         }
-        kept = self.kept.keep(request, blocks, held)
+        kept = self.kept.keep(request, blocks, held, prefill.text)
         dropped = self._forget(prefill)
         if not kept:
             return dropped

@@ -25,6 +25,13 @@ class PromptBlocks(NamedTuple):
     hashes: tuple[int, ...]
 
 
+class PromptText(NamedTuple):
+    """A prompt as a router knows it, which has no token ids: hashes of its beginnings, and their tokens by estimate."""
+
+    hashes: tuple[int, ...]  # from the shortest on
+    end_tokens: tuple[int, ...]
+
+
 def hash_blocks(token_ids: array[int], block_tokens: int, namespace: str) -> PromptBlocks:
     """Return the full blocks of a prompt, each by 128 bits of BLAKE2b over all before it and its int32 token ids.
 
@@ -53,10 +60,16 @@ class _KeptPrompt:
     parent: _KeptPrompt | None
     start_tokens: int  # its own rows are behind these
     hashes: tuple[int, ...]  # of its own blocks
+    block_tokens: int
+    text: tuple[int, ...]  # hashes of its text's beginnings, as far as they are known
     held: dict[int, Positions]  # its own rows, ascending, by instance
     children: int = 0
     readers: int = 0
     used: int = 0  # number of its last use
+
+    @property
+    def end_tokens(self) -> int:
+        return self.start_tokens + len(self.hashes) * self.block_tokens
 
     @property
     def is_free(self) -> bool:
@@ -69,6 +82,8 @@ class KeptPrompts:
     def __init__(self) -> None:
         self._prompts: dict[int, _KeptPrompt] = {}
         self._by_block: dict[int, _KeptPrompt] = {}  # by hash: the prompt that keeps the block's rows
+        self._by_text: dict[int, _KeptPrompt] = {}  # by hash of a text's beginning: the first prompt that has it
+        self.version = 0  # another number whenever another prompt is kept, or not any more
         self._tokens: dict[int, int] = {}  # by instance
         self._locked: dict[int, int] = {}  # of these, those that a request reads
         self._uses = 0
@@ -97,6 +112,15 @@ class KeptPrompts:
             else:
                 high = middle - 1
         return KeptPrefix(self._by_block[blocks.hashes[low - 1]].key, low * blocks.block_tokens) if low else None
+
+    def match_text(self, text: PromptText, most_tokens: int) -> KeptPrefix | None:
+        """Return about what `match` would, for a prompt whose token ids are not known."""
+        for text_hash, end_tokens in zip(reversed(text.hashes), reversed(text.end_tokens), strict=True):
+            prompt = self._by_text.get(text_hash)
+            if prompt is not None:
+                tokens = min(end_tokens, most_tokens, prompt.end_tokens) // prompt.block_tokens * prompt.block_tokens
+                return KeptPrefix(prompt.key, tokens) if tokens else None
+        return None
 
     def parts(self, prefix: KeptPrefix) -> tuple[KeptPrefix, ...]:
         """Return whose rows make up a prefix, and up to where, from its start to its end."""
@@ -137,9 +161,12 @@ class KeptPrompts:
                 if not prompt.readers:
                     self._count(self._locked, prompt, -1)
 
-    def keep(self, key: int, blocks: PromptBlocks, held: Mapping[int, Positions]) -> dict[int, Positions]:
+    def keep(
+        self, key: int, blocks: PromptBlocks, held: Mapping[int, Positions], text: PromptText | None = None
+    ) -> dict[int, Positions]:
         """Keep what a request has computed, under a key of its own; `held` are its rows by instance, ascending.
 
+        With its `text`, prompts that begin alike are found before their token ids are known.
         Returns the rows that are kept of it: those of full blocks that no other prompt keeps. None are where some are
         missing, as of a prefix that came from an instance's own cache.
         """
@@ -150,12 +177,17 @@ class KeptPrompts:
         if not kept or sum(map(count_tokens, kept.values())) < length - start:
             return {}
         parent = None if there is None else self._prompts[there.prompt]
-        prompt = _KeptPrompt(key, parent, start, blocks.hashes[start // blocks.block_tokens :], kept)
+        own = blocks.hashes[start // blocks.block_tokens :]
+        text_hashes = () if text is None else text.hashes
+        prompt = _KeptPrompt(key, parent, start, own, blocks.block_tokens, text_hashes, kept)
         if parent is not None:
             parent.children += 1
         self._prompts[key] = prompt
         for block in prompt.hashes:
             self._by_block[block] = prompt
+        for text_hash in prompt.text:
+            self._by_text.setdefault(text_hash, prompt)
+        self.version += 1
         self._count(self._tokens, prompt, 1)
         self._use(prompt)
         return kept
@@ -223,6 +255,10 @@ class KeptPrompts:
             prompt.parent.children -= 1
         for block in prompt.hashes:
             del self._by_block[block]
+        for text_hash in prompt.text:
+            if self._by_text.get(text_hash) is prompt:
+                del self._by_text[text_hash]
+        self.version += 1
         self._count(self._tokens, prompt, -1)
         if prompt.readers:
             self._count(self._locked, prompt, -1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import NamedTuple
 
-from sglang_ext.long_pool.decide.kept_prompts import KeptPrefix, PromptBlocks
+from sglang_ext.long_pool.decide.kept_prompts import KeptPrefix, PromptBlocks, PromptText
 from sglang_ext.long_pool.decide.sharding import ChunkLayout, KvMove
 from sglang_ext.long_pool.wire_types import Count, Positive, Rate, Seconds
 
@@ -32,7 +32,7 @@ class PromptTicket(NamedTuple):
     cached_tokens: int  # of them, that the instance which gets it is expected to have
     arrival_s: float
     deadline_s: float | None  # absolute; infinity: there is none; None: by the pool's objective
-    blocks: PromptBlocks | None = None  # as far as the router knows them
+    text: PromptText | None = None  # None: what the pool has kept of it is known once an instance offers it
 
 
 class MemberReport(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sglang_ext.long_pool.decide.coordination_settings import CoordinationSettings
-from sglang_ext.long_pool.decide.kept_prompts import KeptPrefix
+from sglang_ext.long_pool.decide.kept_prompts import KeptPrefix, PromptText
 from sglang_ext.long_pool.decide.on_time_order import PendingPrefill
 from sglang_ext.long_pool.decide.orders import Collect, Offer, PromptTicket, RunChunk
 from sglang_ext.long_pool.decide.pool_schedule import fastest_s, min_work_s
@@ -81,6 +81,7 @@ class SharedPrefill:
     no_room_s: float | None = None  # since when no group can hold it
     planned: NextChunk | None = None
     prefix: tuple[KeptPrefix, ...] = ()  # kept by the pool, that it began behind; in parts
+    text: PromptText | None = None  # where a router had announced it
 
     @classmethod
     def of(
@@ -225,7 +226,8 @@ class AnnouncedPrompt:
     no_room_s: float | None = None
     fits_owner: bool = True  # as far as is known
     deadline_s: float = math.inf
-    prefix: KeptPrefix | None = None  # kept by the pool, as was found last
+    prefix: KeptPrefix | None = None  # kept by the pool, as was found last, and
+    matched_version: int = -1  # what was kept then
     holders: tuple[tuple[int, int], ...] = ()  # of it: instance and tokens
 
     @property

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from sglang_ext.laps.decide.cost_model import IterationSample
 from sglang_ext.long_pool.decide.coordination_settings import CoordinationSettings
 from sglang_ext.long_pool.decide.coordinator import Coordinator
-from sglang_ext.long_pool.decide.kept_prompts import PromptBlocks
+from sglang_ext.long_pool.decide.kept_prompts import PromptBlocks, PromptText
 from sglang_ext.long_pool.decide.on_time_order import OnTimeOptions, OnTimeOrder
 from sglang_ext.long_pool.decide.orders import (
     Bind,
@@ -397,7 +397,7 @@ class OnePool:
         self._next_ticket -= 1
         self._shared[request.key] = _SharedPrompt(request, ticket=self._next_ticket)
         self._tickets[self._next_ticket] = request.key
-        ticket = PromptTicket(self._next_ticket, request.prompt_tokens, 0, request.arrival_s, None, _blocks_of(request))
+        ticket = PromptTicket(self._next_ticket, request.prompt_tokens, 0, request.arrival_s, None, _text_of(request))
         self._report_all()
         self._carry_out(self.coordinator.announce(ticket, self._loop.now_s))
 
@@ -696,3 +696,11 @@ class OnePool:
 def _blocks_of(request: SimRequest) -> PromptBlocks | None:
     prefix = request.prefix
     return None if prefix is None else PromptBlocks(prefix.block_tokens, prefix.blocks)
+
+
+def _text_of(request: SimRequest) -> PromptText | None:
+    prefix = request.prefix
+    if prefix is None:
+        return None
+    count, block_tokens = len(prefix.blocks), prefix.block_tokens
+    return PromptText(prefix.blocks, tuple(range(block_tokens, (count + 1) * block_tokens, block_tokens)))

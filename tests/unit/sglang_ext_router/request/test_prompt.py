@@ -13,6 +13,7 @@ from sglang_ext_router.decide.prefix_index import BLOCK_BYTES
 from sglang_ext_router.request.prompt import (
     MAX_SEQUENCES,
     BadRequestError,
+    beginnings,
     measure,
     parse_body,
 )
@@ -314,3 +315,14 @@ VIDEO = {"type": "video_url", "video_url": {"url": "http://x/y"}}
 def test_images_and_audio_are_counted(path: bytes, body: dict[str, Any], images: int, audios: int) -> None:
     prompt = measure(path, body)
     assert (prompt.images, prompt.audios) == (images, audios)
+
+
+def test_beginnings_of_texts_and_of_token_ids() -> None:
+    text = measure(b"/generate", {"text": "a" * 1100})
+    assert [tokens for _, tokens in beginnings(text, 220)] == [51, 102, 153, 204]
+    ids = measure(b"/generate", {"input_ids": [7] * 100})
+    assert [tokens for _, tokens in beginnings(ids, 100)] == [32, 64, 96]
+    longer = measure(b"/generate", {"text": "a" * 1024 + "b" * 500})
+    assert beginnings(longer, 300)[:4] == [
+        (text_hash, 256 * n * 300 // 1524) for n, text_hash in enumerate(text.hashes, 1)
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 
 import aiohttp
@@ -13,7 +14,9 @@ from sglang_ext.long_pool.coordinator.coordinator_server import CoordinatorServe
 from sglang_ext.long_pool.coordinator.pool_cost import PoolCosts, prior_candidates
 from sglang_ext.long_pool.coordinator.pool_protocol import PoolProtocol
 from sglang_ext.long_pool.coordinator.pool_settings import PoolSettings
+from sglang_ext.long_pool.coordinator.ticket_desk import read_announcement
 from sglang_ext.long_pool.coordinator.tickets import TicketEnd
+from sglang_ext.long_pool.decide.kept_prompts import PromptText
 from sglang_ext.long_pool.decide.orders import MemberReport
 from sglang_ext.long_pool.messages import PROTOCOL_VERSION, Hello
 from support.pool_key import join_pool
@@ -146,6 +149,10 @@ def test_no_turn_will_come() -> None:
     [
         (b"nonsense", 400, "bad_ticket"),
         (b'{"ticket": 1}', 400, "bad_ticket"),
+        (b'{"ticket": 1, "tokens": 9, "prefixes": [[1]]}', 400, "bad_ticket"),
+        (b'{"ticket": 1, "tokens": 9, "prefixes": [[1, -1]]}', 400, "bad_ticket"),
+        (b'{"ticket": 1, "tokens": 9, "prefixes": {"1": 2}}', 400, "bad_ticket"),
+        (json.dumps({"ticket": 1, "tokens": 9, "prefixes": [[1, 2]] * 1025}).encode(), 400, "bad_ticket"),
         (b'{"ticket": 1, "tokens": 63}', 422, "too_short"),
     ],
 )
@@ -156,3 +163,9 @@ def test_refused(body: bytes, status: int, code: str) -> None:
             assert (reply.status, (await reply.json())["error"]["code"]) == (status, code)
 
     serve(test)
+
+
+def test_beginnings_of_a_text() -> None:
+    body = json.dumps({"ticket": 1, "tokens": 9000, "prefixes": [[2**64 - 1, 60], [0, 120]]}).encode()
+    assert read_announcement(body).text == PromptText((2**64 - 1, 0), (60, 120))
+    assert read_announcement(b'{"ticket": 1, "tokens": 9000}').text is None

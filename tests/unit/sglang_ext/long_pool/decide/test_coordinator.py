@@ -11,7 +11,7 @@ import pytest
 
 from sglang_ext.long_pool.decide.coordination_settings import CoordinationSettings
 from sglang_ext.long_pool.decide.coordinator import Coordinator
-from sglang_ext.long_pool.decide.kept_prompts import KeptPrefix, PromptBlocks, within
+from sglang_ext.long_pool.decide.kept_prompts import KeptPrefix, PromptBlocks, PromptText, within
 from sglang_ext.long_pool.decide.orders import (
     Bind,
     Borrow,
@@ -928,7 +928,9 @@ class SimulatedCluster:
         one = one._replace(is_streamed=is_streamed, blocks=blocks if is_known else None)
         if self.random.random() < 0.4:
             self.announced[-request] = one._replace(cached_tokens=0)
-            ticket = PromptTicket(-request, tokens, 0, self.now_s, math.inf, one.blocks)
+            ends = tuple(200 * (end + 1) for end in range(len(text)))
+            known_text = None if one.blocks is None else PromptText(one.blocks.hashes, ends)
+            ticket = PromptTicket(-request, tokens, 0, self.now_s, math.inf, known_text)
             self.deliver(self.coordinator.announce(ticket, self.now_s))
             return
         self.accept(one)
@@ -1264,3 +1266,22 @@ def test_room_that_was_kept_for_a_prompt_and_is_gone_is_not_counted_upon() -> No
     assert not any(isinstance(order, RunChunk) for order in orders), "nothing more fits there"
     one.report(0, MemberReport(0.0, 640), 3.0)
     assert set(chunk_of(one.plan(3.0)).layout.group) == {0, 1}
+
+
+def test_an_announced_prompt_is_planned_behind_what_is_kept_of_its_text() -> None:
+    one = coordinator(2)
+    first = PromptTicket(-1, 4000, 0, 0.0, math.inf, PromptText((71, 72), (1000, 3990)))
+    assert [type(order) for order in one.announce(first, 0.0)] == [Bind]
+    blocks = PromptBlocks(500, tuple(range(8)))
+    order = chunk_of(one.claim(-1, offer(1)._replace(is_streamed=True, blocks=blocks), 0.1))
+    for instance in order.layout.group:
+        one.done(instance, order.sequence, 1.0)
+    one.transferred(1, 1.1)
+    known, other = PromptText((71, 72, 73), (1000, 3990, 4990)), PromptText((71, 75), (1000, 4990))
+    fresh = PromptTicket(-2, 5000, 0, 2.0, math.inf, PromptText((99,), (4990,)))
+    for ticket, kept in ((fresh, 0), (fresh._replace(ticket=-3, text=known), 3500), (fresh._replace(text=other), 1000)):
+        one.announce(ticket._replace(ticket=ticket.ticket - 10), 2.0)
+        prompt = one._announced[ticket.ticket - 10]
+        assert prompt.cached_tokens == kept
+        assert sum(tokens for _, tokens in prompt.holders) == kept
+        one.withdraw(ticket.ticket - 10, 2.0)

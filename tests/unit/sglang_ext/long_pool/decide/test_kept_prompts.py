@@ -8,7 +8,14 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.long_pool.decide.kept_prompts import KeptPrefix, KeptPrompts, PromptBlocks, hash_blocks, within
+from sglang_ext.long_pool.decide.kept_prompts import (
+    KeptPrefix,
+    KeptPrompts,
+    PromptBlocks,
+    PromptText,
+    hash_blocks,
+    within,
+)
 from sglang_ext.long_pool.decide.sharding import Interleaving, Positions, positions_of, split_positions
 
 BLOCK_TOKENS = 8
@@ -160,3 +167,20 @@ def test_blocks_are_equal_where_all_before_them_is(ids: list[int], block_tokens:
         same = changed // block_tokens
         assert other.hashes[:same] == first.hashes[:same]
         assert not set(other.hashes[same:]) & set(first.hashes[same:])
+
+
+def test_a_text_is_found_as_long_as_a_prompt_that_has_it_is_kept() -> None:
+    kept = KeptPrompts()
+    kept.keep(1, blocks_of((1, 2)), rows_of((1, 2), (0,)), PromptText((11, 12), (7, 15)))
+    kept.keep(2, blocks_of((1, 2, 3)), rows_of((1, 2, 3), (0,), 16), PromptText((11, 12, 13), (7, 15, 30)))
+    asked = PromptText((11, 12, 13, 14), (7, 15, 30, 40))
+    assert kept.match_text(asked, 1000) == KeptPrefix(2, 24)  # no more than is kept
+    assert kept.match_text(asked, 23) == KeptPrefix(2, 16)
+    assert kept.match_text(PromptText((11, 99), (9, 40)), 1000) == KeptPrefix(1, 8)
+    assert kept.match_text(PromptText((11, 99), (7, 40)), 1000) is None  # less than a block
+    version = kept.version
+    kept.lose_rows(0, (2,))
+    assert kept.match_text(asked, 1000) == KeptPrefix(1, 8)
+    assert kept.version != version
+    kept.lose((0,))
+    assert kept.match_text(asked, 1000) is None
