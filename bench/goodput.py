@@ -520,23 +520,30 @@ def _rounded(times: Figures) -> dict[str, float]:
 
 
 def worst(results: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    """Return the least favourable ratio of all settings, and of those whose prompts share prefixes."""
+    """Return the least favourable ratio of all settings, of those whose prompts share prefixes, and of each trace."""
     shared = [result for result in results if result["setting"]["trace"] in SHARED_PREFIXES]
     others = [result for result in results if result not in shared]
-
-    def least(part: Sequence[Mapping[str, object]]) -> float | None:
-        return min((over for result in part if (over := result["goodput_over_best"]) is not None), default=None)
-
+    by_trace: dict[str, list[Mapping[str, object]]] = {}
+    for result in results:
+        by_trace.setdefault(result["setting"]["trace"], []).append(result)
     return {
-        "goodput_over_best": least(results),
+        **_worst_of(results),
         "no_other_is_good": [str(Setting(**one["setting"])) for one in results if one["goodput_over_best"] is None],
-        "goodput_over_best_with_prefixes": least(shared),
-        "goodput_over_best_without_prefixes": least(others),
-        **{
-            f"{name}_over_best": max(ratio for result in results for ratio in result[f"{name}_over_best"].values())
-            for name in ("short_p99", "long_p90", "long_p50")
-        },
+        "goodput_over_best_with_prefixes": _worst_of(shared)["goodput_over_best"],
+        "goodput_over_best_without_prefixes": _worst_of(others)["goodput_over_best"],
+        "traces": {trace: _worst_of(part) for trace, part in by_trace.items()},
     }
+
+
+def _worst_of(results: Sequence[Mapping[str, object]]) -> dict[str, float | None]:
+    goodputs = [over for result in results if (over := result["goodput_over_best"]) is not None]
+    worst_ratios = {
+        f"{name}_over_best": max(
+            (ratio for result in results for ratio in result[f"{name}_over_best"].values()), default=None
+        )
+        for name in ("short_p99", "long_p90", "long_p50")
+    }
+    return {"goodput_over_best": min(goodputs, default=None), **worst_ratios}
 
 
 def _show(result: Mapping[str, object]) -> str:
@@ -575,9 +582,9 @@ def main() -> int:
     parser.add_argument("--engines", nargs="+", choices=list(SHORT_TOKENS), default=list(SHORT_TOKENS))
     parser.add_argument("--host-ms", nargs="+", type=float, default=list(HOST_MS))
     parser.add_argument("--instances", nargs="+", type=int, help="default: 8; with --full 8 and 32")
-    parser.add_argument("--requests", type=int, help="of a run (default: 1000; with --full 4000), more of short traces")
-    parser.add_argument("--seeds", nargs="+", type=int, help="of the loads (default: 0; with --full 0 1 2)")
-    parser.add_argument("--full", action="store_true", help="8 and 32 instances, three seeds, longer runs")
+    parser.add_argument("--requests", type=int, help="of a run (default: 600; with --full 4000), more of short traces")
+    parser.add_argument("--seeds", nargs="+", type=int, help="of the loads (default: 0 1 2)")
+    parser.add_argument("--full", action="store_true", help="8 and 32 instances, longer runs")
     parser.add_argument("--data", type=Path, default=DATA, help="folder with the workload data")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path, help="write the result into this file too")
@@ -585,8 +592,8 @@ def main() -> int:
     args = parser.parse_args()
     if not args.data.is_dir():
         give_up(f"--data: {args.data} is not there")
-    requests = args.requests or (4000 if args.full else 1000)
-    seeds = tuple(args.seeds or ((0, 1, 2) if args.full else (0,)))
+    requests = args.requests or (4000 if args.full else 600)
+    seeds = tuple(args.seeds or (0, 1, 2))
     began_s = time.monotonic()
     tasks = [
         Task(Setting(trace, engine, host_ms, instances), args.data, requests, seeds)

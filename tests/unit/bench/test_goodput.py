@@ -90,6 +90,14 @@ def test_the_worst_setting_counts() -> None:
     assert least["goodput_over_best"] == 1.1
     assert least["goodput_over_best_with_prefixes"] == 1.4
     assert least["short_p99_over_best"] == 1.2
+    assert least["traces"]["mooncake"]["short_p99_over_best"] == 1.2
+    assert least["traces"]["mooncake"]["goodput_over_best"] is None
+    assert least["traces"]["sharegpt"] == {
+        "goodput_over_best": 1.4,
+        "short_p99_over_best": 0.5,
+        "long_p90_over_best": 0.5,
+        "long_p50_over_best": 0.5,
+    }
     assert least["no_other_is_good"] == ["mooncake h200-llama3-8b host 8 ms"]
 
 
