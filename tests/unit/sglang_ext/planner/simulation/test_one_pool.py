@@ -16,7 +16,7 @@ from sglang_ext.laps.decide.round_plan import InstanceLimits
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
 from sglang_ext.planner.simulation.cluster_spec import ClusterSpec, Failure
 from sglang_ext.planner.simulation.decode import DecodeSpec
-from sglang_ext.planner.simulation.events import EventLoop, PrefillListener, Prefix, SimRequest
+from sglang_ext.planner.simulation.events import EventLoop, PrefillListener, Prefix, ServedPrefill, SimRequest
 from sglang_ext.planner.simulation.instances import InstancePool, InstancesSpec, router_policy
 from sglang_ext.planner.simulation.iteration_policies import LapsPolicy
 from sglang_ext.planner.simulation.long_pool import LongPool, LongPoolOptions
@@ -188,6 +188,34 @@ def test_prompts_wait_for_memory_until_decode_has_those_before() -> None:
     assert len(run.outcome.finished) == 4
     assert [served.first_token_s > 9.0 for served in run.outcome.served] == [False, False, False, True]
     assert run.free_tokens == [1300]
+
+
+def test_what_has_no_memory_is_no_backlog() -> None:
+    """It would never end: a shared prompt may hold the memory, and wait for the member to have no backlog."""
+    loop = EventLoop()
+    spec = InstancesSpec((Role.BOTH,), COST, 1300, BOUNDARY)
+    served: list[int] = []
+
+    class Listener:
+        def on_first_token(self, prefill: ServedPrefill) -> None:
+            served.append(prefill.request.key)
+
+        def on_refused(self, request: SimRequest) -> None:
+            raise AssertionError(request)
+
+    pool = OnePool(loop, spec, CANDIDATES[:1], policy, OnePoolOptions(), Listener(), False)
+    pool.keep_until_transferred()
+    requests = [SimRequest(key, 0.0, 1000, 1) for key in range(2)]
+    for request in requests:
+        pool.arrive(request)
+    (member,) = pool._members
+    assert pool._report_of(member).backlog_s > 0.0
+    loop.run()
+    assert (served, list(pool.unfinished())) == ([0], [requests[1]])
+    assert pool._report_of(member).backlog_s == 0.0
+    pool.transferred(requests[0])
+    loop.run()
+    assert served == [0, 1]
 
 
 def test_a_failure_of_an_instance_that_does_not_exist_is_refused() -> None:
