@@ -1,7 +1,7 @@
 """One pool in simulation: every instance batches short prefills, takes part in shared long ones, and keeps a prefix
 cache.
 
-    arrive ──short──▶ the instance that would end it first ──▶ batches of LAPS
+    arrive ──short──▶ the instance where it costs least ────▶ batches of LAPS
            ──long───▶ Coordinator ──RunChunk──▶ all members of a group, each when its batch has ended
                                   ──Decline───▶ batches of LAPS on a single instance
 
@@ -39,7 +39,7 @@ from sglang_ext.long_pool.decide.orders import (
     PromptTicket,
     RunChunk,
 )
-from sglang_ext.long_pool.decide.pool_schedule import PoolSchedule
+from sglang_ext.long_pool.decide.pool_schedule import PoolLoad, PoolSchedule
 from sglang_ext.long_pool.decide.price_planner import PriceOptions, PricePlanner
 from sglang_ext.long_pool.decide.sharding import KvMove, count_tokens
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate
@@ -176,6 +176,7 @@ class OnePool:
             keeps_rows=options.keeps_rows,
         )
         self.coordinator = Coordinator(PoolSchedule(planner, OnTimeOrder(OnTimeOptions())), settings)
+        self._load = PoolLoad()  # of batches
         self._caches = PrefixCaches(self._kv_tokens)
         self._members = [_PoolInstance(number, policy(role), self._kv_tokens) for number, role in enumerate(spec.roles)]
         self._shared: dict[int, _SharedPrompt] = {}  # by request
@@ -218,9 +219,11 @@ class OnePool:
         if self._is_shared(request, max(cached)):
             self._announce(request)
         else:
+            price = self._batch_price(alive)
             member, tokens = min(
-                zip(alive, cached, strict=True), key=lambda choice: self._end_s(choice[0], request, choice[1])
+                zip(alive, cached, strict=True), key=lambda choice: self._cost_s(choice[0], request, choice[1], price)
             )
+            self._load.record_arrival(self._loop.now_s, self._item_s(request.prompt_tokens - tokens, tokens))
             self._queue(request._replace(cached_tokens=tokens), member)
             self._plan()
 
@@ -260,11 +263,18 @@ class OnePool:
         kept = None if blocks is None else self.coordinator.kept.match(blocks, request.prompt_tokens - 1)
         return 2 * cached_tokens < request.prompt_tokens or (kept is not None and kept.tokens > cached_tokens)
 
-    def _end_s(self, member: _PoolInstance, request: SimRequest, cached_tokens: int) -> float:
-        """Return when a member would have computed a prompt, from now, behind what it has."""
-        coefficients = self._own_costs.coefficients
-        own_s = self._item_s(request.prompt_tokens - cached_tokens, cached_tokens) + coefficients.kappa_s
-        return self._busy_s(member) + self._queued_s(member) + own_s
+    def _batch_price(self, alive: Sequence[_PoolInstance]) -> float:
+        """Return what a second of an instance's time costs the prompts that arrive until what is queued has gone."""
+        left_s = sum(self._busy_s(member) + self._queued_s(member) for member in alive)
+        return self._load.arrivals_until_empty(self._loop.now_s, left_s, len(alive)) / len(alive)
+
+    def _cost_s(self, member: _PoolInstance, request: SimRequest, cached_tokens: int, price: float) -> float:
+        """Return when a member would have computed a prompt behind what it has, from now, and what that costs others.
+
+        Where a prefix is cached a prompt takes less of the time that others wait for.
+        """
+        own_s = self._item_s(request.prompt_tokens - cached_tokens, cached_tokens)
+        return self._busy_s(member) + self._queued_s(member) + (1 + price) * own_s
 
     def _queue(self, request: SimRequest, member: _PoolInstance) -> None:
         item = WorkItem(request, request.new_tokens, request.cached_tokens, member.computed_tokens)
