@@ -166,20 +166,19 @@ def test_a_later_turn_finds_what_was_computed() -> None:
     assert later.ttft_s < 0.3 * next(served.ttft_s for served in dropped.outcome.served if served.request.key == 1)
 
 
-@pytest.mark.parametrize(("before", "instance"), [(0, 1), (1600, 0)])
+@pytest.mark.parametrize(("before", "instance"), [(0, 1), (2000, 0)])
 def test_under_load_a_short_prompt_goes_where_its_prefix_is(before: int, instance: int) -> None:
     """Although another instance would end it sooner: what is cached costs nobody time."""
     turns = [Prefix(BLOCK, tuple(range(blocks))) for blocks in (16, 19)]
     requests = [SimRequest(0, 0.0, 16 * BLOCK, 1, 0, turns[0])]
-    # Two at a time fill both instances to 0.65 of their time, for a minute.
-    arrivals_s = [0.5 + 0.075 * (number // 2) for number in range(before)]
+    # Two at a time fill both instances to 0.73 of their time, for a minute.
+    arrivals_s = [0.5 + 0.06 * (number // 2) for number in range(before)]
     requests += [SimRequest(1 + key, at_s, 2000, 1) for key, at_s in enumerate(arrivals_s)]
-    now_s = 0.5 + 0.075 * (before // 2)
+    now_s = 0.5 + 0.06 * (before // 2)
     # The first goes to instance 0, as everything is equal there; what it has is still in its cache.
-    requests += [SimRequest(1000, now_s, 2000, 1), SimRequest(1001, now_s + 0.018, 19 * BLOCK, 1, 0, turns[1])]
+    requests += [SimRequest(5000, now_s, 2000, 1), SimRequest(5001, now_s + 0.018, 19 * BLOCK, 1, 0, turns[1])]
     run = Run(requests, instances=2, is_recorded=True)
-    (batch,) = [busy for busy in run.outcome.timeline if busy.key == 1001]
-    assert batch.instance == instance
+    assert {busy.instance for busy in run.outcome.timeline if 5001 in (busy.key, *busy.others)} == {instance}
 
 
 def test_history_on_its_way_takes_time_that_computing_does_not_hide() -> None:
