@@ -18,15 +18,22 @@ class LengthClass(StrEnum):
 
 
 class Role(StrEnum):
-    """Describes what an instance serves. `both` takes short and long prefills in turn."""
+    """Describes what an instance serves. `both` takes short and long prefills in turn, `plain` whole requests."""
 
     SHORT = "short"
     LONG = "long"
     BOTH = "both"
     DECODE = "decode"
+    PLAIN = "plain"
 
     @property
     def is_prefill(self) -> bool:
+        """Return whether it prefills for a decode instance."""
+        return self is not Role.DECODE and self is not Role.PLAIN
+
+    @property
+    def computes_prompts(self) -> bool:
+        """Return whether it prefills, for a decode instance or for itself, and so has a prefix cache."""
         return self is not Role.DECODE
 
     def serves(self, length_class: LengthClass) -> bool:

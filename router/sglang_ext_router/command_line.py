@@ -64,6 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             help=f"{what}; repeat for more. The bootstrap port is read from the instance if not given",
         )
     parser.add_argument("--decode", action="append", default=[], metavar="URL", help="decode instance; repeat for more")
+    parser.add_argument(
+        "--plain", action="append", default=[], metavar="URL", help="undivided instance, for prefill and decode; repeat"
+    )
     settings.add_arguments(parser, SETTINGS)
     for entry in fields(RouterConfig):
         if entry.name == "workers" or "section" in entry.metadata:
@@ -99,6 +102,7 @@ def config_from_arguments(arguments: argparse.Namespace, environment: Mapping[st
             url = parse_worker_url(values[0], option)
             workers.append(WorkerAddress(url, role, _bootstrap_port(values[1], option) if len(values) == 2 else None))
     workers += [WorkerAddress(parse_worker_url(url, "--decode"), Role.DECODE) for url in arguments.decode]
+    workers += [WorkerAddress(parse_worker_url(url, "--plain"), Role.PLAIN) for url in arguments.plain]
     for name, known in _POLICIES.items():
         if getattr(arguments, name) is None:
             default = RouterConfig.__dataclass_fields__[name].default

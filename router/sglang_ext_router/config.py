@@ -88,6 +88,11 @@ class RouterConfig:
     )
     prefill_policy: str = _option("predicted_wait", "how a prefill instance is chosen", choices=PREFILL_POLICIES)
     decode_policy: str = _option("freeness", "how a decode instance is chosen", choices=DECODE_POLICIES)
+    max_local_prefill_length: int = _option(
+        0,
+        "most new tokens that an undivided instance (--plain) prefills where the request can be divided; 0: those of a "
+        "short prompt",
+    )
     pool_spill: bool = _option(
         True,
         "serve a request in the other prefill pool while its own has no instance that can be used, or overflows",
@@ -551,7 +556,7 @@ _MAY_BE_OFF = (
     "pool_overflow_share",
 )  # by 0
 _NOT_NEGATIVE = (
-    *("length_boundary_tokens", "image_tokens", "audio_tokens"),
+    *("length_boundary_tokens", "max_local_prefill_length", "image_tokens", "audio_tokens"),
     *("metrics_port", "ui_port", "peer_port", "service_discovery_port"),
     *("otlp_sample_ratio", "retry_budget_ratio", "retry_budget_min_per_sec"),
     *("max_concurrent_requests", "queue_size", "retry_max_retries", "retry_initial_backoff_ms"),

@@ -449,7 +449,7 @@ class Router:
     def adopt_worker(self, address: WorkerAddress) -> Worker:
         """Add an instance here only."""
         worker = self.registry.add(address)
-        if worker.role.is_prefill:
+        if worker.role.computes_prompts:
             self.planner.index.add_worker(worker.id)
         self.prober.watch(worker)
         logger.info("worker %s (%s) added", worker.url, worker.role)
@@ -467,7 +467,7 @@ class Router:
     def drop_worker(self, worker: Worker) -> None:
         """Remove an instance here only; what it is serving runs to its end."""
         self.registry.remove(worker)
-        if worker.role.is_prefill:
+        if worker.role.computes_prompts:
             self.planner.index.remove_worker(worker.id)
         self.prober.forget(worker)
         self.services.pools.drop(worker)
@@ -495,12 +495,12 @@ class Router:
 
     def forget_prefixes(self) -> None:
         for worker in self.registry:
-            if worker.role.is_prefill:
+            if worker.role.computes_prompts:
                 self.planner.index.clear(worker.id)
 
     def _on_worker_lost(self, worker: Worker) -> None:
         worker.rate.forget()
-        if worker.role.is_prefill:
+        if worker.role.computes_prompts:
             self.planner.index.clear(worker.id)
 
     def _compare_boundary(self, worker: Worker) -> None:

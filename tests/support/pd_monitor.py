@@ -83,6 +83,7 @@ class Monitor:
     legs: list[LegRecord] | None = None
     attempt: int = -1
     is_waiting: bool = False  # for an instance
+    is_undivided: bool = False  # this attempt
     scheduled: int = -1  # highest back-off index asked for
     restarts: int = 0  # attempts that are no retries
     losses: int = 0  # legs that an instance had, or may have had
@@ -95,7 +96,7 @@ class Monitor:
     @property
     def served_by(self) -> Leg:
         """The leg whose success the client is shown."""
-        return Leg.DECODE if self.needs_decode else Leg.PREFILL
+        return Leg.DECODE if self.needs_decode and not self.is_undivided else Leg.PREFILL
 
     def _fresh_legs(self) -> list[LegRecord]:
         return [LegRecord(), LegRecord() if self.needs_decode else LegRecord(is_closed=True, is_judged=True)]
@@ -111,6 +112,7 @@ class Monitor:
             legs,
             self.attempt,
             self.is_waiting,
+            self.is_undivided,
             self.scheduled,
             self.restarts,
             self.losses,
@@ -134,7 +136,7 @@ class Monitor:
                     assert self.is_waiting
                     assert attempt == self.attempt, "waiting is no attempt"
                     assert self.legs is None
-                    self.is_waiting = False
+                    self.is_waiting = self.is_undivided = False
                     self.legs = self._fresh_legs()
                 case StartLegs(attempt, is_restart):
                     self.restarts += is_restart
@@ -147,6 +149,7 @@ class Monitor:
                     assert attempt == 0 or is_restart or self.scheduled == attempt - 1, "a retry that was not scheduled"
                     self._check_nothing_leaks()
                     self.attempt = attempt
+                    self.is_undivided = False
                     self.legs = self._fresh_legs()
                 case AbortLeg(leg):
                     record = self._leg(leg)
@@ -214,6 +217,10 @@ class Monitor:
             if untouched and self.scheduled < self.attempt:
                 self.legs = None
                 self.is_waiting = event.name == "on_no_instance_yet"
+        is_unsent = self.legs is not None and self.legs == self._fresh_legs() and self.scheduled < self.attempt
+        if event.name == "serve_undivided" and event.age == 0 and is_unsent:
+            self.is_undivided = True
+            self.legs = [LegRecord(), LegRecord(is_closed=True, is_judged=True)]
         if event.leg is None or event.age or self.legs is None:
             return
         record = self.legs[event.leg]

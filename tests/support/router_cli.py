@@ -20,6 +20,7 @@ from support.engines import Engine, Reply, free_port
 
 ADMIN_KEY = "admin-key-of-the-tests"
 _OPTION = {Role.SHORT: "--prefill-short", Role.LONG: "--prefill-long", Role.BOTH: "--prefill", Role.DECODE: "--decode"}
+_OPTION[Role.PLAIN] = "--plain"
 
 
 @dataclass

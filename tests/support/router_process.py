@@ -121,6 +121,7 @@ class Cluster(RunningRouter):
         self.long = engines[Role.LONG]
         self.both = engines[Role.BOTH]
         self.decode = engines[Role.DECODE]
+        self.plain = engines.get(Role.PLAIN, [])
         self.engines = all_engines
 
     async def extra_engine(self, role: Role) -> ScriptedEngine:
@@ -167,10 +168,17 @@ async def running_router(
 
 @asynccontextmanager
 async def cluster(
-    *, short: int = 1, long: int = 1, both: int = 0, decode: int = 1, base: RouterConfig = FAST, **options: Any
+    *,
+    short: int = 1,
+    long: int = 1,
+    both: int = 0,
+    decode: int = 1,
+    plain: int = 0,
+    base: RouterConfig = FAST,
+    **options: Any,
 ) -> AsyncIterator[Cluster]:
     """Engines of each role and a router over them; `options` are fields of RouterConfig."""
-    counts = {Role.SHORT: short, Role.LONG: long, Role.BOTH: both, Role.DECODE: decode}
+    counts = {Role.SHORT: short, Role.LONG: long, Role.BOTH: both, Role.DECODE: decode, Role.PLAIN: plain}
     engines = {role: [ScriptedEngine(role) for _ in range(count)] for role, count in counts.items()}
     all_engines = [engine for group in engines.values() for engine in group]
     for engine in all_engines:

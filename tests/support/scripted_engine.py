@@ -263,7 +263,7 @@ class ScriptedEngine:
         self.liveness_delay_s: float | None = 0.0  # None: no answer at all
         self.liveness_checks = 0
         self.info: object = {
-            "disaggregation_mode": "decode" if role is Role.DECODE else "prefill",
+            "disaggregation_mode": {Role.DECODE: "decode", Role.PLAIN: "null"}.get(role, "prefill"),
             "served_model_name": MODEL,
             "max_total_num_tokens": 1 << 20,
             "context_length": CONTEXT_TOKENS,

@@ -163,6 +163,10 @@ class PoolsConfig:
         default=_EMPTY_POOL,
     )
     decode: PoolConfig = field(metadata=_help("decode"), default=_EMPTY_POOL)
+    plain: PoolConfig = field(
+        metadata=_help("undivided: each instance prefills and decodes whole requests, beside the other pools or alone"),
+        default=_EMPTY_POOL,
+    )
 
     @property
     def member_count(self) -> int:
@@ -175,18 +179,21 @@ class PoolsConfig:
         yield Role.LONG, self.long
         yield Role.BOTH, self.both
         yield Role.DECODE, self.decode
+        yield Role.PLAIN, self.plain
 
     def __post_init__(self) -> None:
-        if self.decode.count < 1:
+        prefills = sum(pool.count for role, pool in self.by_role() if role.is_prefill)
+        is_divided = bool(prefills or self.decode.count or not self.plain.count)
+        if is_divided and self.decode.count < 1:
             raise ConfigError("decode.count", "a cluster needs at least one decode instance")
-        if not any(pool.count for role, pool in self.by_role() if role.is_prefill):
+        if is_divided and not prefills:
             raise ConfigError("short.count", "a cluster needs at least one prefill instance (short, long or both)")
-        if self.decode.bootstrap_ports:
-            raise ConfigError("decode.bootstrap_ports", "only prefill instances have a bootstrap server")
-        if self.decode.pp > 1:
-            raise ConfigError("decode.pp", "only prefill runs in pipeline stages")
         for role, pool in self.by_role():
-            if role.is_prefill and pool.dcp > 1:
+            if pool.bootstrap_ports and not role.is_prefill:
+                raise ConfigError(f"{role}.bootstrap_ports", "only prefill instances have a bootstrap server")
+            if pool.pp > 1 and not role.is_prefill:
+                raise ConfigError(f"{role}.pp", "only prefill runs in pipeline stages")
+            if pool.dcp > 1 and role is not Role.DECODE:
                 raise ConfigError(f"{role}.dcp", "only decode divides KV among ranks")
 
 

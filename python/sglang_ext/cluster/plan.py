@@ -192,7 +192,7 @@ def make_plan(
                         pool.threads or threads,
                         port,
                         bootstrap_port,
-                        (*transfer_options, *member_options) if role.serves(LengthClass.LONG) else transfer_options,
+                        _pool_options(role, transfer_options, member_options),
                         _memory_share(max((gpu_users[gpu] for gpu in gpus_of.get((role, index), ())), default=1)),
                     ),
                     env=env,
@@ -263,6 +263,13 @@ def _worker_command(
     return (*command, *memory_share, *config.args, *pool.args)
 
 
+def _pool_options(role: Role, transfer: tuple[str, ...], member: tuple[str, ...]) -> tuple[str, ...]:
+    """Return what instances of a role need besides: to transfer KV, and to share long prompts."""
+    if role is Role.PLAIN:
+        return ()
+    return (*transfer, *member) if role.serves(LengthClass.LONG) else transfer
+
+
 def _memory_share(users: int) -> tuple[str, ...]:
     """Arguments of SGLang with which `users` instances fit on one GPU; each takes its share of what is free when it
     starts."""
@@ -305,8 +312,8 @@ def _router(
     command += ["--host", config.router.host, "--port", str(port), "--pd-disaggregation"]
     for instance in instances:
         assert instance.role is not None
-        if instance.role is Role.DECODE:
-            command += ["--decode", instance.url]
+        if not instance.role.is_prefill:
+            command += [f"--{instance.role}", instance.url]
         else:
             command += [_PREFILL_OPTIONS[instance.role], instance.url, str(instance.bootstrap_port)]
     if coordinator is not None:

@@ -23,7 +23,8 @@ from sglang_ext.cluster.supervisor import StartError
 from sglang_ext.cpu.models.smollm2 import ModelError
 from sglang_ext.long_pool.sglang.cdsp_options import architecture_conflict
 
-ROLES = ("short", "long", "decode")
+ROLES = ("short", "long", "decode", "plain")
+_KINDS = {"decode": "decode", "plain": "undivided"}  # prefill of a class otherwise
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="prefill instances that serve all prompts, and share the long ones among them",
     )
     for role in ROLES:
-        kind = "decode" if role == "decode" else f"prefill ({role})"
+        kind = _KINDS.get(role, f"prefill ({role})")
         otherwise = "; 1 where only prefill instances are given" if role == "decode" else ""
         parser.add_argument(f"--{role}", type=int, metavar="N", default=absent, help=f"{kind} instances{otherwise}")
     parser.add_argument(
@@ -99,7 +100,7 @@ def config_from_arguments(args: argparse.Namespace) -> ClusterConfig:
         _share_long_prompts(settings)
     elif not has_pools_in_file:
         pools = settings["pools"]
-        if isinstance(pools, dict):
+        if isinstance(pools, dict) and pools.keys() - {"plain"}:
             pools.setdefault("decode", {}).setdefault("count", 1)
     settings.setdefault("model", DEMONSTRATION_MODEL)
     return read_record(ClusterConfig, settings)

@@ -159,9 +159,10 @@ def _laps_options(worker: WorkerOptions, machine: MachineFacts) -> LapsOptions |
 
 def _common_flags(worker: WorkerOptions, machine: MachineFacts) -> Iterable[str]:
     yield from ("--model-path", worker.model_path, "--host", worker.host, "--port", str(worker.port))
-    yield from ("--disaggregation-mode", "prefill" if worker.role.is_prefill else "decode")
-    backend = worker.transfer_backend or default_backend(machine.device)
-    yield from ("--disaggregation-transfer-backend", backend)
+    if worker.role is not Role.PLAIN:
+        yield from ("--disaggregation-mode", "prefill" if worker.role.is_prefill else "decode")
+        backend = worker.transfer_backend or default_backend(machine.device)
+        yield from ("--disaggregation-transfer-backend", backend)
     if worker.role.is_prefill:
         yield from ("--disaggregation-bootstrap-port", str(worker.bootstrap_port))
     yield from ("--enable-metrics", "--enable-cache-report")
@@ -179,7 +180,7 @@ def _cpu_flags(worker: WorkerOptions, model: ModelFacts | None) -> Iterable[str]
     yield from (CHUNK_FLAG, str(CPU_CHUNK_TOKENS))
     yield from ("--max-running-requests", str(CPU_MAX_RUNNING_REQUESTS))
     yield from ("--max-total-tokens", str(_cpu_kv_tokens(worker.kv_memory_mib, model)))
-    if not worker.role.is_prefill:
+    if worker.role is Role.DECODE:
         # The default keeps retracted KV in a host pool, which needs pinned memory.
         yield from ("--disaggregation-decode-retraction-backup", "cpu_tensor")
 
@@ -293,7 +294,7 @@ def decode_context_problem(worker: WorkerOptions, device: Device) -> str | None:
         or _PREFILL_OF_DECODE_ATTENTION.get(decode_attention or "")
     )
     reason = None
-    if worker.role.is_prefill:
+    if worker.role is not Role.DECODE:
         reason = "only decode shares out its KV among ranks; a prefill instance has --tp-size and --pp-size"
     elif device is not Device.CUDA:
         reason = "SGLang has it only for GPUs"

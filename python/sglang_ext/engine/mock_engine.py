@@ -25,6 +25,9 @@ _BYTES_PER_TOKEN = 4
 _CHAT, _TEXT, _GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 
 
+_MODES = {Role.DECODE: "decode", Role.PLAIN: "null"}  # of other roles prefill
+
+
 class MockEngine:
     """The state of one mock instance, and its handlers."""
 
@@ -55,7 +58,7 @@ class MockEngine:
     async def _server_info(self, request: web.Request) -> web.Response:
         return web.json_response(
             {
-                "disaggregation_mode": "prefill" if self.role.is_prefill else "decode",
+                "disaggregation_mode": _MODES.get(self.role, "prefill"),
                 "served_model_name": self.model,
                 "max_total_num_tokens": KV_TOKENS,
                 "context_length": CONTEXT_TOKENS,
@@ -98,6 +101,8 @@ class MockEngine:
         """Return what is wrong with the fields by which prefill and decode find each other, or None."""
         if not isinstance(body, dict):
             return "the body must be an object"
+        if self.role is Role.PLAIN:
+            return None
         room, port = body.get("bootstrap_room"), body.get("bootstrap_port")
         rooms = room if isinstance(room, list) else [room]
         if not rooms or not all(type(number) is int and 0 <= number < 1 << 63 for number in rooms):

@@ -25,7 +25,7 @@ from sglang_ext.live.stream_client import (
     stream_messages,
 )
 
-POOLS = ("short", "long", "both", "decode")
+POOLS = ("short", "long", "both", "decode", "plain")
 RETRY_S = 2.0
 RATE_WINDOW_S = 10.0
 BAR = 10  # characters of a busy bar

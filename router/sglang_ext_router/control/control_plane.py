@@ -32,7 +32,7 @@ from sglang_ext_router.decide.pd_actions import FailureReason
 from sglang_ext_router.http import replies
 from sglang_ext_router.http.access import ALIVE_PATHS, READY_PATHS
 from sglang_ext_router.http.instance_paths import INSTANCE_PATHS, Handling
-from sglang_ext_router.instances.registry import WorkerRegistry
+from sglang_ext_router.instances.registry import WorkerRegistry, kind_of
 from sglang_ext_router.instances.workers import Worker
 from sglang_ext_router.observe.live_page import read_page
 from sglang_ext_router.request.prompt import BadRequestError, parse_body
@@ -117,9 +117,10 @@ def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:
     }
     if worker.role.is_prefill:
         described["bootstrap_port"] = worker.bootstrap_port
+    if worker.role.computes_prompts:
         described["pending_tokens"] = worker.pending_tokens
         described["prefill_tokens_per_s"] = round(worker.rate.tokens_per_s, 1)
-    else:
+    if not worker.role.is_prefill:
         described["free_kv_tokens"] = worker.reported_free_kv_tokens if worker.has_info else None
         described["reserved_kv_tokens"] = worker.virtual_tokens
     return described
@@ -234,12 +235,12 @@ def build_app(router: Router) -> FastAPI:
 
         A request that two instances have taken and not answered is not sent to a third: it may be what ends them.
         """
-        workers = (*registry.ready_prefill, *registry.ready_decode)
+        workers = (*registry.ready_prefill, *registry.ready_decode, *registry.ready_plain)
         if model:
             found = registry.find_model(model)
             if found is None:
                 return _unknown_model(registry, model)
-            workers = (*found.ready_prefill, *found.ready_decode)
+            workers = (*found.ready_prefill, *found.ready_decode, *found.ready_plain)
         lost = 0
         for worker in workers:
             try:
@@ -287,7 +288,7 @@ def build_app(router: Router) -> FastAPI:
         format: Literal["json"] | None = None,
     ) -> Response:
         """Return what every ready instance reports of its load, as SGLang does, each with its `url` and `role`."""
-        workers = (*registry.ready_prefill, *registry.ready_decode)
+        workers = (*registry.ready_prefill, *registry.ready_decode, *registry.ready_plain)
         path = f"/v1/loads?{request.url.query}"
         asked = await asyncio.gather(
             *(router.prober.ask(worker, path, None) for worker in workers), return_exceptions=True
@@ -334,12 +335,12 @@ def build_app(router: Router) -> FastAPI:
     async def server_info() -> Response:
         """Return every ready instance's own description, by role."""
         described: dict[str, list[Any]] = {"prefill": [], "decode": []}
-        for worker in (*registry.ready_prefill, *registry.ready_decode):
+        for worker in (*registry.ready_prefill, *registry.ready_decode, *registry.ready_plain):
             try:
                 info = await router.prober.get_json(worker, "/server_info")
             except (aiohttp.ClientError, TimeoutError, ValueError):
                 continue
-            described["prefill" if worker.role.is_prefill else "decode"].append(without_secrets(info, own_keys))
+            described.setdefault(kind_of(worker.role), []).append(without_secrets(info, own_keys))
         return _json(described)
 
     @app.get("/flush_cache", dependencies=admin, include_in_schema=False)
@@ -400,8 +401,8 @@ def build_app(router: Router) -> FastAPI:
             url = parse_worker_url(new.url, "url")
         except RouterConfigError as error:
             raise HTTPException(400, str(error)) from None
-        if new.role is Role.DECODE and new.bootstrap_port is not None:
-            raise HTTPException(400, "bootstrap_port: a decode instance has none")
+        if not new.role.is_prefill and new.bootstrap_port is not None:
+            raise HTTPException(400, f"bootstrap_port: a {new.role} instance has none")
         if registry.find(url) is not None:
             raise HTTPException(409, f"{url} is a worker already")
         address = WorkerAddress(url, new.role, new.bootstrap_port, new.revision, new.topology)

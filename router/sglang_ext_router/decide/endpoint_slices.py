@@ -26,6 +26,7 @@ _ROLES = {
     "prefill-long": Role.LONG,
     "prefill": Role.BOTH,
     "decode": Role.DECODE,
+    "plain": Role.PLAIN,
 }
 
 

@@ -19,7 +19,8 @@ ignored.
   once. That is no retry, as every instance can refuse so only once, and no failure.
 * A leg that an instance has taken and lost (or may have taken, see `on_leg_stale`) is sent again only once: a request
   that ends the instances that serve it must not visit them all.
-* Where prefill serves without decode, its leg is relayed instead of decode's, which counts as ended from the start.
+* Where prefill serves without decode, or an undivided instance serves an attempt, that leg is relayed instead of
+  decode's, which counts as ended from the start. The next attempt may be divided again.
 * Where no instance is there and one may return, the request waits in the same attempt (`waiting`); that is no failure.
 * Each started leg of each attempt gets exactly one verdict (`RecordFailure`, `RecordSuccess` or `ReleaseTrial`) and
   ends completed, lost or aborted; each request ends with exactly one `RequestFinished`, and nothing comes after it.
@@ -159,6 +160,7 @@ class PDProtocol:
     __slots__ = (
         "_attempt",
         "_has_lost",
+        "_is_divided",
         "_legs",
         "_phase",
         "_relayed",
@@ -182,6 +184,7 @@ class PDProtocol:
         self.is_stream = is_stream
         self.is_single_sequence = is_single_sequence
         self.needs_decode = needs_decode
+        self._is_divided = needs_decode  # this attempt has a decode leg
         self._relayed = _DECODE if needs_decode else _PREFILL
         self._attempt = 0
         self._restarts = 0  # attempts that are no retries
@@ -211,7 +214,7 @@ class PDProtocol:
         if self._phase is not _NEW:
             return NOTHING
         self._phase = _OPEN
-        self._legs = self._fresh_legs()
+        self._open_legs()
         return _START_FIRST
 
     def on_no_instance(self, attempt: int) -> Actions:
@@ -233,8 +236,16 @@ class PDProtocol:
         if attempt != self._attempt or self._phase is not _WAITING:
             return NOTHING
         self._phase = _OPEN
-        self._legs = self._fresh_legs()
+        self._open_legs()
         return (StartLegs(attempt),)
+
+    def serve_undivided(self, attempt: int) -> Actions:
+        """The attempt goes to an undivided instance: its leg is the prefill leg, and there is no decode leg."""
+        if attempt == self._attempt and self._is_unsent:
+            self._is_divided = False
+            self._relayed = _PREFILL
+            self._legs[_DECODE] = _ENDED
+        return NOTHING
 
     def on_leg_head(self, leg: Leg, attempt: int, status: int) -> Actions:
         """A response head has arrived. Informational ones (1xx) are ignored."""
@@ -291,7 +302,7 @@ class PDProtocol:
             return self._rejection_complete(leg) if state is _REJECTED else self._leg_gone(leg)
         legs[leg] = _ENDED
         phase = self._phase
-        if not self.needs_decode:
+        if not self._is_divided:
             self._phase = _OVER
             relay = NOTHING if phase is _RELAYING else RELAY_PREFILL
             return relay + PREFILL_SUCCEEDED_AND_FINISHED
@@ -366,7 +377,7 @@ class PDProtocol:
         verdicts = self._settle() if self._phase is _SETTLING else NOTHING
         self._attempt += 1
         self._phase = _OPEN
-        self._legs = self._fresh_legs()
+        self._open_legs()
         return (*verdicts, StartLegs(self._attempt))
 
     @property
@@ -381,8 +392,13 @@ class PDProtocol:
         """Start both legs again at once: no instance has failed."""
         self._restarts += 1
         self._attempt += 1
-        self._legs = self._fresh_legs()
+        self._open_legs()
         return (*actions, StartLegs(self._attempt, on_new_connections))
+
+    def _open_legs(self) -> None:
+        self._legs = self._fresh_legs()
+        self._is_divided = self.needs_decode
+        self._relayed = _DECODE if self.needs_decode else _PREFILL
 
     def _fresh_legs(self) -> list[_LegState]:
         return [_SENT, _SENT if self.needs_decode else _ENDED]

@@ -318,7 +318,7 @@ class SharedState:
         router = self._router
         for url, hashes in prefixes:
             worker = router.registry.find(url)
-            if worker is not None and worker.role.is_prefill:
+            if worker is not None and worker.role.computes_prompts:
                 router.planner.index.record(worker.id, hashes)
 
     def _replace_state(self, index: int, state: TellerState | None) -> None:

@@ -21,7 +21,7 @@ from sglang_ext.types import Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress, may_be_forwarded
 from sglang_ext_router.decide.served_models import AUTO, PairingFacts, pairing_refusal
 from sglang_ext_router.decide.signs_of_life import FailedChecks, Judgement, Silence, judge_checks, judge_silence
-from sglang_ext_router.instances.registry import WorkerRegistry
+from sglang_ext_router.instances.registry import WorkerRegistry, kind_of
 from sglang_ext_router.instances.workers import UNKNOWN_CAPACITY_TOKENS, Worker
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,7 @@ LATE_LOAD_TIMEOUT_S = 1.0  # for the load report of an instance that is late wit
 RETURN_S = 60.0  # for which an ejected instance may come back to the others of its model as it was
 REGISTRATION_TIMEOUT_S = 2.0  # for an instance that is being added to say what it is
 EXTENSION_KEY = "sglang_ext"
+_MODES = {Role.DECODE: "decode", Role.PLAIN: "null"}  # of SGLang's --disaggregation-mode; of other roles prefill
 LAPS_PATH = "/laps"
 PARALLEL_SAMPLES_HOOK = "parallel-samples"
 ABORT_FAMILY_HOOK = "abort-family"
@@ -234,14 +235,18 @@ class Prober:
         back.
         """
         mode = info.get("disaggregation_mode")
-        wanted = "decode" if role is Role.DECODE else "prefill"
+        wanted = _MODES.get(role, "prefill")
         if isinstance(mode, str) and mode in {"prefill", "decode", "null"} and mode != wanted:
-            return f"it runs with --disaggregation-mode {mode}, but was given to the router as {wanted}"
+            return f"it runs with --disaggregation-mode {mode}, but was given to the router as {kind_of(role)}"
+        if role is Role.PLAIN:  # no KV passes between it and another one
+            return None
         counted_s = asyncio.get_running_loop().time() - RETURN_S
         serving = (
             worker
             for worker in self._registry
-            if worker.serves_facts and (worker.has_info or worker.out_since_s > counted_s)
+            if worker.role is not Role.PLAIN
+            and worker.serves_facts
+            and (worker.has_info or worker.out_since_s > counted_s)
         )
         return pairing_refusal(facts, (instance.facts for instance in serving if instance.facts is not None))
 

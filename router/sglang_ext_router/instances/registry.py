@@ -10,6 +10,7 @@ from sglang_ext_router.config import RouterConfig, WorkerAddress
 from sglang_ext_router.decide.pool_choice import FixedBoundary
 from sglang_ext_router.decide.served_models import ADAPTER_SEPARATOR, find_model
 from sglang_ext_router.decide.token_estimate import TokenEstimator
+from sglang_ext_router.decide.way_choice import WayCost
 from sglang_ext_router.instances.workers import (
     PRIOR_TOKENS_PER_S,
     UNKNOWN_CAPACITY_TOKENS,
@@ -18,6 +19,7 @@ from sglang_ext_router.instances.workers import (
 )
 from sglang_ext_router.request.tokenising import PromptTokeniser
 
+PLAIN_KIND = "plain"
 SHOWN_FOR_S = 1.0  # how long the sums over a pool are used
 
 
@@ -32,6 +34,8 @@ class ModelPools:
         self.name = name  # empty: its instances report no name
         self.ready_prefill: tuple[Worker, ...] = ()
         self.ready_decode: tuple[Worker, ...] = ()
+        self.ready_plain: tuple[Worker, ...] = ()  # undivided ones
+        self.plain_cost, self.divided_cost = WayCost(), WayCost()
         self.prefill_roles: tuple[Role, ...] = ()
         self.has_revisions = False  # ready instances are of several
         self.silent_kinds: frozenset[str] = frozenset()  # of which an instance is silent and keeps its place
@@ -51,6 +55,8 @@ class ModelPools:
 
         Where there is no pair at all, none is left out: requests without a decode leg can be served.
         """
+        self.ready_plain = tuple(worker for worker in ready if worker.role is Role.PLAIN)
+        ready = [worker for worker in ready if worker.role is not Role.PLAIN]
         decode_revisions = {worker.revision for worker in ready if not worker.role.is_prefill}
         pairs = {worker.revision for worker in ready if worker.role.is_prefill and worker.revision in decode_revisions}
         self.silent_kinds = frozenset(kind_of(worker.role) for worker in silent)
@@ -72,6 +78,8 @@ class ModelPools:
 
         An instance that is silent and keeps its place is not lacking: requests wait until it is heard.
         """
+        if self.ready_plain or PLAIN_KIND in self.silent_kinds:
+            return []
         missing = [] if self.ready_prefill or "prefill" in self.silent_kinds else ["prefill"]
         if not self.ready_decode:
             return missing if "decode" in self.silent_kinds else [*missing, "decode"]
@@ -99,6 +107,7 @@ class WorkerRegistry:
         self._next_id = 0
         self.ready_prefill: tuple[Worker, ...] = ()  # of all models
         self.ready_decode: tuple[Worker, ...] = ()
+        self.ready_plain: tuple[Worker, ...] = ()
         self.models: dict[str, ModelPools] = {}  # by the names under which instances serve them
         self._by_name: dict[str, ModelPools] = {}  # these, and their aliases
         self._for_any_name: ModelPools | None = None  # where there is no choice
@@ -149,7 +158,8 @@ class WorkerRegistry:
         """Recompute the ready lists; call after any change of health, draining, moving, role or membership."""
         ready = [worker for worker in self._by_id.values() if worker.is_ready]
         self.ready_prefill = tuple(worker for worker in ready if worker.role.is_prefill)
-        self.ready_decode = tuple(worker for worker in ready if not worker.role.is_prefill)
+        self.ready_decode = tuple(worker for worker in ready if worker.role is Role.DECODE)
+        self.ready_plain = tuple(worker for worker in ready if worker.role is Role.PLAIN)
         silent = [worker for worker in self._by_id.values() if worker.is_healthy and worker.is_silent]
         by_model: dict[str, list[Worker]] = {worker.model: [] for worker in self._by_id.values() if worker.model}
         for worker in ready:
@@ -198,16 +208,27 @@ class WorkerRegistry:
         return all(worker.is_checked for worker in self._by_id.values())
 
     def peers(self, worker: Worker) -> list[Worker]:
-        """Return the ready instances that could serve what this one serves."""
-        is_prefill, spills = worker.role.is_prefill, self._config.pool_spill
-        return [
+        """Return the ready instances that could serve what this one serves.
+
+        Undivided instances serve everything; a prefill and a decode instance together serve what one of these serves.
+        """
+        role, spills = worker.role, self._config.pool_spill
+        ready = [
             other
             for other in self._by_id.values()
-            if other is not worker
-            and other.is_ready
-            and other.role.is_prefill is is_prefill
-            and (other.model, other.revision) == (worker.model, worker.revision)
-            and (spills or other.role in (worker.role, Role.BOTH))
+            if other is not worker and other.is_ready and other.model == worker.model
+        ]
+        peers = [other for other in ready if other.role is Role.PLAIN]
+        if role is Role.PLAIN:
+            decodes = [other for other in ready if other.role is Role.DECODE]
+            return peers + ([other for other in ready if other.role.is_prefill] if decodes else [])
+        return peers + [
+            other
+            for other in ready
+            if other.role.is_prefill is role.is_prefill
+            and other.role is not Role.PLAIN
+            and other.revision == worker.revision
+            and (spills or other.role in (role, Role.BOTH))
         ]
 
     def may_return(self, model: ModelPools, kind: str) -> bool:
@@ -217,7 +238,7 @@ class WorkerRegistry:
             and not worker.is_draining
             and not worker.is_refused
             and worker.model in ("", model.name)
-            and kind in ("", kind_of(worker.role))
+            and (kind in ("", kind_of(worker.role)) or worker.role is Role.PLAIN)
             for worker in self._by_id.values()
         )
 
@@ -248,7 +269,9 @@ class WorkerRegistry:
 
 
 def kind_of(role: Role) -> str:
-    """Return the kind of instance that a model cannot be served without, to which this role belongs."""
+    """Return the kind of an instance of this role: others of the kind serve the same."""
+    if role is Role.PLAIN:
+        return PLAIN_KIND
     return "prefill" if role.is_prefill else "decode"
 
 

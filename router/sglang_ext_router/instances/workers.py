@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-from sglang_ext.types import DecodeLoad, PrefillLoad, Role
+from sglang_ext.types import DecodeLoad, PrefillLoad
 from sglang_ext_router.config import RouterConfig, WorkerAddress
 from sglang_ext_router.decide.circuit_breaker import CircuitBreaker
 from sglang_ext_router.decide.prefill_progress import PrefillProgress
@@ -132,7 +132,7 @@ class Worker:
         self.name = self.url.partition("://")[2]  # in paths, and for people: `host:port`
         self.host_header = self.name.encode()
         self.request_heads: dict[bytes, bytes] = {}
-        kind = "decode" if self.role is Role.DECODE else "prefill"
+        kind = "prefill" if self.role.is_prefill else self.role.value
         self.route_header = f"x-sglang-ext-{kind}: {self.url}\r\n".encode()
         self.set_bootstrap_port(self.bootstrap_port)
 

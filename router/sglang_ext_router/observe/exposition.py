@@ -90,7 +90,7 @@ def worker_families(registry: WorkerRegistry, now_s: float, siblings: Sequence[M
         up.add_metric(key, float(worker.is_ready))
         load.add_metric(key, worker.in_flight + worker.sibling_in_flight)
         circuit.add_metric(key, float(worker.breaker.state(now_s) is not CircuitState.CLOSED))
-        if worker.role.is_prefill:
+        if worker.role.computes_prompts:
             tokens.add_metric(key, worker.pending_tokens + worker.sibling_tokens)
             rate.add_metric(key, worker.rate.tokens_per_s)
         legs = [other.worker_legs.get(worker.url, (0, 0)) for other in siblings]
@@ -117,7 +117,7 @@ def pool_families(registry: WorkerRegistry, controller: PoolController) -> Itera
         for role in Role:
             members = [worker for worker in registry if worker.role is role and worker.model == model]
             sizes.add_metric((model, role.value), len(members))
-            if members and role.is_prefill:
+            if members and role.computes_prompts:
                 tokens = sum(worker.pending_tokens + worker.sibling_tokens for worker in members)
                 pending.add_metric((model, role.value), tokens)
                 rate = sum(worker.rate.tokens_per_s for worker in members) / len(members)

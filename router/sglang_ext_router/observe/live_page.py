@@ -297,7 +297,7 @@ class LivePage:
         report = controller.monitor.reports.get(worker.id)
         pool = pool_of(worker)
         pending = worker.virtual_tokens
-        if worker.role.is_prefill:
+        if worker.role.computes_prompts:
             pending = worker.pending_tokens + worker.foreign_tokens + worker.sibling_tokens
         has_kv = worker.has_info and worker.kv_capacity_tokens > 0
         return SeenInstance(

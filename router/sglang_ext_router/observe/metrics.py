@@ -130,6 +130,7 @@ class RouterMetrics:
         self.tokenised = 0
         self.spilled = 0
         self.waited_for_instance = 0
+        self.plain = 0
         self.cached_tokens = 0
         self.prompt_tokens = 0
 
@@ -151,6 +152,8 @@ class RouterMetrics:
         route.prefill.sent_legs += 1
         if route.decode is not None:
             route.decode.sent_legs += 1
+        elif route.is_plain:
+            self.plain += 1
         if route.is_spilled:
             self.spilled += 1
 
@@ -231,6 +234,7 @@ class RouterMetrics:
                 (("tokenised",), self.tokenised),
                 (("spilled",), self.spilled),
                 (("waited_for_instance",), self.waited_for_instance),
+                (("plain",), self.plain),
             ],
         )
         yield (

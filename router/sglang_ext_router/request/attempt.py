@@ -28,6 +28,7 @@ class Attempt:
 
     __slots__ = (
         "_has_first_byte",
+        "_is_prefilling",
         "_legs",
         "_new_tokens",
         "_record",
@@ -46,6 +47,7 @@ class Attempt:
         self._record = record
         self.started_s = record.sent_s = now_s
         self._has_first_byte = False
+        self._is_prefilling = True  # its new tokens count as pending at the prefill instance
         self._legs: list[UpstreamConnection | None] = [None, None]
         self.route = record.route = route
         prompt, prompt_tokens = request.prompt, request.prompt_tokens
@@ -82,7 +84,9 @@ class Attempt:
             services.learn_prefix(request.prompt, route.prefill)
         self._record.room_id = made_id = request.made_id(room)
         decode_worker = route.decode
-        bootstrap_json = WITHOUT_DECODE_JSON if decode_worker is None else route.prefill.bootstrap_json
+        bootstrap_json = route.prefill.bootstrap_json
+        if decode_worker is None:
+            bootstrap_json = b"" if route.is_plain else WITHOUT_DECODE_JSON
         head, body, tail = request.message(bootstrap_json, room, made_id, self.started_s)
         target = request.target
         start = services.pools.start
@@ -148,21 +152,37 @@ class Attempt:
             if request.prompt.is_stream:
                 record.first_token_s = now_s
                 services.metrics.of(self.route.decision.length_class).ttft_s.observe(now_s - record.started_s)
+                if request.model.ready_plain:
+                    model = request.model
+                    way = model.divided_cost if decode is not None else model.plain_cost
+                    way.observe(now_s - self.started_s, self.predicted_s, now_s)
+                if self.route.is_plain:
+                    self._record_prefilled(now_s)
+                    self._release_prefill()
+
+    def _record_prefilled(self, now_s: float) -> None:
+        """The prefill has ended: learn how long it took."""
+        services, request, record = self._services, self._request, self._record
+        record.prefilled_s = now_s
+        services.metrics.of(self.route.decision.length_class).record_prefill(now_s - self.started_s, self.predicted_s)
+        if request.is_online:
+            services.online_waits.record(self.route.prefill.url, self.waited_s(now_s), now_s)
 
     def learn_from_prefill(self, leg: UpstreamConnection) -> None:
-        """Prefill's reply is whole: learn how long it took, and how many tokens the prompt had."""
+        """Prefill's reply is whole: learn how long it took, and how many tokens the prompt had.
+
+        That of an undivided instance is the whole reply, of which only a stream's first byte tells when prefill ended.
+        """
         services, request, record = self._services, self._request, self._record
-        record.prefilled_s = now_s = leg.received_s
+        now_s = leg.received_s
         if not request.prompt.is_stream:
             record.first_token_s = now_s
-        metrics = services.metrics.of(self.route.decision.length_class)
-        metrics.record_prefill(now_s - self.started_s, self.predicted_s)
+        if not self.route.is_plain:
+            self._record_prefilled(now_s)
         if services.planner.wants_token_count():
             tokens = find_int(leg.raw, b'"prompt_tokens":')
             if tokens:
                 services.planner.learn_tokens(request.model, request.prompt, tokens)
-        if request.is_online:
-            services.online_waits.record(self.route.prefill.url, self.waited_s(now_s), now_s)
 
     def learn_from_reply(self, leg: UpstreamConnection) -> None:
         """The reply that the client gets is whole: count its tokens, and the pauses of a stream."""
@@ -237,13 +257,24 @@ class Attempt:
     def _release(self, leg: Leg, worker: Worker) -> None:
         worker.in_flight -= 1
         if leg is _PREFILL:
-            worker.pending_tokens -= self._new_tokens
-            worker.progress.begin(self._services.loop.time(), worker.pending_tokens)
+            self._release_prefill()
         elif not self._has_first_byte:
             worker.reserved_tokens -= self._request.prompt_tokens
 
+    def _release_prefill(self) -> None:
+        if self._is_prefilling:
+            self._is_prefilling = False
+            worker = self.route.prefill
+            worker.pending_tokens -= self._new_tokens
+            worker.progress.begin(self._services.loop.time(), worker.pending_tokens)
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Return whether its prefill has not ended, as far as is known."""
+        return self._is_prefilling
+
     def _learn_not_prefilled(self, leg: Leg, worker: Worker) -> None:
-        if leg is _PREFILL:
+        if leg is _PREFILL and not (self._has_first_byte and self.route.is_plain):
             request = self._request
             held_tokens = self.route.decision.cached_tokens
             self._services.planner.learn_not_prefilled(request.prompt, worker, held_tokens, request.prompt_tokens)

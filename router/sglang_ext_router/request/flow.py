@@ -327,6 +327,7 @@ class RequestFlow:
                 now_s,
                 not request.scores.is_prefill_only,
                 place,
+                not (request.scores.is_prefill_only or request.scores.is_joined),
             )
         except NoInstanceError as error:
             if self._wait_for_instance(error, now_s):
@@ -344,8 +345,11 @@ class RequestFlow:
         if self._is_waiting:
             self._stop_waiting()
         decode = route.decode
+        self._relayed = Leg.PREFILL if decode is None else _DECODE
         record.error_status = record.prefilled_s = record.first_token_s = None
-        if prompt.samples_per_prompt > 1 and not (
+        if route.is_plain:
+            protocol.serve_undivided(number)
+        elif prompt.samples_per_prompt > 1 and not (
             route.prefill.serves_parallel_samples and decode is not None and decode.serves_parallel_samples
         ):
             relay.answer_error(400, "n > 1 needs instances started by `sglang-ext worker`", "n")
@@ -726,7 +730,7 @@ class RequestFlow:
     def online_wait(self, now_s: float) -> tuple[str, float] | None:
         """Return the prefill instance and the time waited there, while an online client waits for its prefill."""
         attempt = self._attempt
-        if attempt is None or not self._request.is_online or attempt.leg(Leg.PREFILL) is None:
+        if attempt is None or not self._request.is_online or not attempt.is_prefilling:
             return None
         return attempt.route.prefill.url, max(0.0, attempt.waited_s(now_s))
 

@@ -266,21 +266,25 @@ def _media_count(data: Any) -> int:
     return sum(_media_count(item) for item in data)
 
 
-_LIMIT_FIELDS = {
-    b"/v1/chat/completions": ("max_completion_tokens", "max_tokens"),  # in the order in which SGLang looks at them
-    b"/v1/responses": ("max_output_tokens",),
-}
-
-
 def max_new_tokens(path: bytes, body: dict[str, Any]) -> int:
     """Return how many tokens the client asks for at most in one sequence; 0 where it leaves that to the instance."""
+    limit: Any
     if path == b"/generate":
         parameters = body.get("sampling_params")
-        items = parameters if type(parameters) is list else [parameters]
-        limits = [item.get("max_new_tokens") for item in items if type(item) is dict]
+        if type(parameters) is list:
+            return max([_limit(item) for item in parameters], default=0)
+        return _limit(parameters)
+    if path == b"/v1/chat/completions":
+        limit = body.get("max_completion_tokens")
+        limit = body.get("max_tokens") if limit is None else limit
     else:
-        limits = [body.get(field) for field in _LIMIT_FIELDS.get(path, ("max_tokens",))]
-    return max([limit for limit in limits if type(limit) is int], default=0)
+        limit = body.get("max_output_tokens" if path == b"/v1/responses" else "max_tokens")
+    return limit if type(limit) is int else 0
+
+
+def _limit(parameters: Any) -> int:
+    limit = parameters.get("max_new_tokens") if type(parameters) is dict else None
+    return limit if type(limit) is int else 0
 
 
 def _samples(path: bytes, body: dict[str, Any]) -> int:

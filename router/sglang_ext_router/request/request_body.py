@@ -58,12 +58,16 @@ def clean_body(raw: bytes | bytearray, body: dict[str, Any], has_id: bool = True
 def body_end(clean: CleanBody, own: bytes, bootstrap_json: bytes, room: int, made_id: bytes) -> bytes:
     """Return the text that replaces the body's last brace: a member `own`, the bootstrap fields, and a request id.
 
-    `bootstrap_json` ends in `"bootstrap_room":`. The text is extended, as writing all of it again would take longer.
+    `bootstrap_json` ends in `"bootstrap_room":`; it is empty for an undivided instance, which has no such fields. The
+    text is extended, as writing all of it again would take longer.
     """
     start = b"" if clean.is_empty else b","
     if own:
         start += own + b","
     given = clean.request_ids
+    if not bootstrap_json:
+        ids = b'"%b"' % made_id if given is None else dump(unique_ids(given, made_id))
+        return b'%b"%b":%b}' % (start, clean.id_field, ids)
     if given is None:
         return b'%b%b%d,"%b":"%b"}' % (start, bootstrap_json, room, clean.id_field, made_id)
     return b'%b%b%d,"%b":%b}' % (start, bootstrap_json, room, clean.id_field, dump(unique_ids(given, made_id)))

@@ -11,9 +11,10 @@ from sglang_ext.types import LengthClass, PrefillLoad, Role, RouteDecision
 from sglang_ext_router.config import RouterConfig
 from sglang_ext_router.decide.decode_choice import decode_policy
 from sglang_ext_router.decide.pairing import choose_revision, nearest
-from sglang_ext_router.decide.pool_choice import FixedBoundary, PoolChoice, choose_pool, is_in_doubt
+from sglang_ext_router.decide.pool_choice import FixedBoundary, PoolChoice, choose_pool, classify, is_in_doubt
 from sglang_ext_router.decide.prefill_choice import choose_helper, predicted_wait_s, prefill_policy
 from sglang_ext_router.decide.prefix_index import BLOCK_BYTES, BLOCK_ENDS, PrefixIndex
+from sglang_ext_router.decide.way_choice import PlainLoad, choose_plain
 from sglang_ext_router.instances.registry import ModelPools, WorkerRegistry
 from sglang_ext_router.instances.workers import Worker
 from sglang_ext_router.request.prompt import Prompt
@@ -28,6 +29,11 @@ class Route(NamedTuple):
     prefill: Worker
     decode: Worker | None  # None: no decode leg
     is_spilled: bool
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether an undivided instance serves the request."""
+        return self.prefill.role is Role.PLAIN
 
 
 class PoolPlace(NamedTuple):
@@ -99,12 +105,13 @@ class RoutePlanner:
             LengthClass.LONG: config.pool_overflow_share * config.controller_long_slo_secs if may_overflow else inf,
         }
         self._shares_long = bool(config.coordinator_url)
+        self._max_local_tokens = config.max_local_prefill_length
         self._prefers_near = config.prefer_same_topology
         self._use_breakers = not config.disable_circuit_breaker
         self._replies_seen = 0
         self.index = PrefixIndex(config.prefix_index_blocks * BLOCK_BYTES, BLOCK_ENDS)
         for worker in registry:
-            if worker.role.is_prefill:
+            if worker.role.computes_prompts:
                 self.index.add_worker(worker.id)
 
     # -- size of the prompt -----------------------------------------------------------------------------
@@ -155,12 +162,99 @@ class RoutePlanner:
         now_s: float,
         needs_decode: bool = True,
         place: PoolPlace | None = None,
+        may_be_plain: bool = True,
     ) -> Route:
         """Choose pool, prefill instance and, if it is needed, decode instance; NoInstanceError if there is none.
 
         Excluded instances (by id) have failed this request before: they are used only if nothing else is left.
-        The prefill instance of a `place` in the long pool is taken if it is a candidate.
+        The prefill instance of a `place` in the long pool is taken if it is a candidate. With `may_be_plain` an
+        undivided instance is taken where it is the better way, or the only one; it is the `prefill` of the route.
         """
+        if not model.ready_plain or not may_be_plain:
+            return self._divided(
+                model, prompt, prompt_tokens, prefill_excluded, decode_excluded, now_s, needs_decode, place
+            )
+        try:
+            divided = self._divided(
+                model, prompt, prompt_tokens, prefill_excluded, decode_excluded, now_s, needs_decode, place
+            )
+        except NoInstanceError:
+            plain = self._plain(model, prompt, prompt_tokens, prefill_excluded, now_s, None)
+            if plain is None:
+                raise
+            return plain
+        if place is not None:
+            return divided
+        largest = max([worker.max_prompt_tokens for worker in model.ready_plain])
+        is_held = self._holds(divided, prompt_tokens) or prompt_tokens > largest
+        alternative = divided if is_held else None
+        return self._plain(model, prompt, prompt_tokens, prefill_excluded, now_s, alternative) or divided
+
+    def _plain(
+        self,
+        model: ModelPools,
+        prompt: Prompt,
+        prompt_tokens: int,
+        excluded: Set[int],
+        now_s: float,
+        divided: Route | None,
+    ) -> Route | None:
+        """Return the route to an undivided instance; None where the request is to be divided.
+
+        An instance that has failed the request, or cannot hold it, is taken only where the request cannot be divided.
+        """
+        total_tokens = prompt_tokens + prompt.max_new_tokens
+        plains: Sequence[Worker] = [
+            worker
+            for worker in model.ready_plain
+            if prompt_tokens <= worker.max_prompt_tokens and total_tokens <= worker.context_tokens
+        ]
+        if self._use_breakers:
+            plains = [worker for worker in plains if worker.breaker.can_try(now_s)]
+        plains = [worker for worker in plains if worker.id not in excluded]
+        if not plains and divided is None:
+            plains = self._usable(_with_context(model.ready_plain, total_tokens), excluded, now_s)
+        if not plains:
+            return None
+        cached = self._cached_tokens(prompt, prompt_tokens, plains)
+        loads = [worker.prefill_load(tokens, now_s) for worker, tokens in zip(plains, cached, strict=True)]
+        boundary = self.boundary(model)
+        chosen = choose_plain(
+            [PlainLoad(load, worker.reported_free_kv_tokens) for worker, load in zip(plains, loads, strict=True)],
+            None if divided is None else divided.prefill.prefill_load(divided.decision.cached_tokens, now_s),
+            prompt_tokens,
+            prompt.max_new_tokens,
+            prompt.sequence_count,
+            self._max_local_tokens or boundary.new_tokens_limit(max(cached)),
+            model.plain_cost.cost_s(now_s),
+            model.divided_cost.cost_s(now_s),
+        )
+        if chosen is None:
+            return None
+        load = loads[chosen]
+        new_tokens = prompt_tokens - load.cached_tokens
+        decision = RouteDecision(
+            classify(new_tokens, load.cached_tokens, boundary),
+            load.worker_id,
+            None,
+            predicted_wait_s(load),
+            new_tokens,
+            load.cached_tokens,
+        )
+        return Route(decision, plains[chosen], None, False)
+
+    def _divided(
+        self,
+        model: ModelPools,
+        prompt: Prompt,
+        prompt_tokens: int,
+        prefill_excluded: Set[int],
+        decode_excluded: Set[int],
+        now_s: float,
+        needs_decode: bool,
+        place: PoolPlace | None,
+    ) -> Route:
+        """Choose a prefill and, if it is needed, a decode instance; NoInstanceError if there is none."""
         ready_prefill: Sequence[Worker] = model.ready_prefill
         ready_decode: Sequence[Worker] = model.ready_decode
         roles: Sequence[Role] = model.prefill_roles
@@ -305,6 +399,13 @@ class RoutePlanner:
         longest_tokens = min(prompt_tokens, max([worker.max_prompt_tokens for worker in ready]))
         return [worker for worker in ready if worker.max_prompt_tokens >= longest_tokens or self._is_member(worker)]
 
+    def _holds(self, route: Route, prompt_tokens: int) -> bool:
+        """Return whether both instances of a route hold a prompt."""
+        prefill, decode = route.prefill, route.decode
+        if prompt_tokens > prefill.max_prompt_tokens and not self._is_member(prefill):
+            return False
+        return decode is None or prompt_tokens <= decode.max_prompt_tokens
+
     def _is_member(self, worker: Worker) -> bool:
         """Return whether it holds long prompts together with others."""
         return self._shares_long and worker.role.serves(LengthClass.LONG)
@@ -314,7 +415,7 @@ class RoutePlanner:
 
         `refused` are the ids of the instances of its kind that have failed the request before.
         """
-        ready = model.ready_prefill if refuser.role.is_prefill else model.ready_decode
+        ready = (*model.ready_prefill, *model.ready_plain) if refuser.role.computes_prompts else model.ready_decode
         is_member = self._is_member(refuser)
         smaller = {
             worker.id
@@ -374,7 +475,7 @@ class RoutePlanner:
     def learn_capacity(self, prefill: Worker) -> None:
         """Learn the size of an instance's KV cache: it cannot hold more prefixes than that."""
         model = self._registry.models.get(prefill.model)
-        if prefill.role.is_prefill and model is not None:
+        if prefill.role.computes_prompts and model is not None:
             size_bytes = prefill.kv_capacity_tokens * model.estimator.bytes_per_token
             self.index.set_capacity(prefill.id, max(BLOCK_BYTES, int(size_bytes)))
 

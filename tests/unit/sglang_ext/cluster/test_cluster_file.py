@@ -39,6 +39,7 @@ def test_the_example_is_valid() -> None:
         ("long", 1),
         ("both", 0),
         ("decode", 1),
+        ("plain", 0),
     ]
     assert config.pools.short.args == ("--chunked-prefill-size", "512")
 
@@ -55,7 +56,7 @@ def test_the_example_is_valid() -> None:
         ),
         (
             "model: m\npools: {both: {}, decode: {}, xyz: {}}",
-            "pools.xyz: unknown setting; known are short, long, both, decode",
+            "pools.xyz: unknown setting; known are short, long, both, decode, plain",
         ),
         ("model: m\npools: {both: {}, decode: {tp: two}}", "pools.decode.tp: must be a whole number, not 'two'"),
         ("model: m\npools: {both: {}, decode: {tp: 1.5}}", "pools.decode.tp: must be a whole number, not 1.5"),

@@ -18,6 +18,7 @@ import pytest
 from sglang_ext.cluster.cluster import Cluster
 from sglang_ext.cluster.config import ClusterConfig, ConfigError
 from sglang_ext.cluster.up import add_arguments, arrange_arguments, config_from_arguments, run
+from sglang_ext.types import Role
 from support.stand_in_cluster import stand_in_plan, wait_until_gone
 
 FILE = """
@@ -39,7 +40,8 @@ def config_of(*words: str) -> ClusterConfig:
 
 
 def counts(config: ClusterConfig) -> dict[str, int]:
-    return {str(role): pool.count for role, pool in config.pools.by_role()}
+    """The instances of each role; undivided ones only where there are any."""
+    return {str(role): pool.count for role, pool in config.pools.by_role() if pool.count or role is not Role.PLAIN}
 
 
 def test_without_options_the_demonstration_cluster() -> None:
@@ -47,6 +49,21 @@ def test_without_options_the_demonstration_cluster() -> None:
     assert config.model == "smollm2"
     assert counts(config) == {"short": 0, "long": 0, "both": 2, "decode": 1}
     assert config.coordinator.enabled
+
+
+def test_undivided_instances_beside_the_others_or_alone() -> None:
+    beside = config_of("m", "--prefill", "2", "--plain", "1")
+    assert counts(beside) == {"short": 0, "long": 0, "both": 2, "decode": 1, "plain": 1}
+    alone = config_of("m", "--plain", "2")
+    assert counts(alone) == {"short": 0, "long": 0, "both": 0, "decode": 0, "plain": 2}
+    for words, problem in (
+        (("--plain", "1", "--decode", "1"), "at least one prefill instance"),
+        (("--plain", "1", "--prefill", "1", "--decode", "0"), "at least one decode instance"),
+        (("--plain", "1", "--set", "pools.plain.pp=2"), "only prefill runs in pipeline stages"),
+        (("--plain", "1", "--set", "pools.plain={tp: 2, dcp: 2}"), "only decode divides KV"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            config_of("m", *words)
 
 
 def test_options_alone() -> None:

@@ -36,6 +36,11 @@ def test_prefill_roles(role: Role) -> None:
     assert "--disaggregation-decode-retraction-backup" not in argv
 
 
+def test_an_undivided_instance_is_a_stock_server() -> None:
+    argv = build_launch(replace(SHORT, role=Role.PLAIN), CPU).argv
+    assert not [word for word in argv if word.startswith("--disaggregation")]
+
+
 def test_decode_role() -> None:
     argv = build_launch(replace(SHORT, role=Role.DECODE), CPU).argv
     assert value_of(argv, "--disaggregation-mode") == "decode"

@@ -39,6 +39,11 @@ def test_decode_answers_with_the_tokens_that_are_asked_for() -> None:
     assert generated["meta_info"]["finish_reason"]["type"] == "length"
 
 
+def test_an_undivided_one_needs_no_partner() -> None:
+    status, text = asyncio.run(post(Role.PLAIN, "/generate", {"text": "x", "sampling_params": {"max_new_tokens": 2}}))
+    assert (status, json.loads(text)["text"]) == (200, " mock mock")
+
+
 def test_prefill_answers_with_one_token() -> None:
     reply = answer(Role.SHORT, "/v1/completions", {"prompt": "a" * 400, "max_tokens": 9})
     assert reply["choices"][0]["text"] == " mock"

@@ -16,7 +16,7 @@ LEG_EVENTS = ("on_first_body", "on_leg_complete", "on_leg_connect_failed", "on_l
 EVENTS = (
     *(Event(name) for name in ("start", "on_client_gone", "on_timeout")),
     *(Event(name, age=age) for name in ("on_no_instance", "on_retry_timer", "on_retry_refused") for age in (0, 1)),
-    *(Event(name, age=age) for name in ("on_no_instance_yet", "on_instance_back") for age in (0, 1)),
+    *(Event(name, age=age) for name in ("on_no_instance_yet", "on_instance_back", "serve_undivided") for age in (0, 1)),
     *(Event(name, leg, age=age) for name in LEG_EVENTS for leg in Leg for age in (0, 1)),
     *(Event("on_leg_head", leg, status) for leg in Leg for status in STATUSES),
     *(Event("on_error_event", leg, status) for leg in Leg for status in (400, 429, 500)),
@@ -68,6 +68,7 @@ def explore(
                 next_protocol._statuses,
                 next_protocol._has_lost,
                 next_protocol._restarts,
+                next_protocol._is_divided,
                 next_monitor.key(),
             )
             if key not in seen:
