@@ -104,7 +104,8 @@ def test_layouts_are_printed_and_written(
     assert config.model == "org/made-up"
     assert config.router.length_boundary_tokens == best["boundary_tokens"]
     assert {role.value: pool.count for role, pool in config.pools.by_role()} == {
-        name: best[name] for name in ("short", "long", "both", "decode")
+        **{name: best[name] for name in ("short", "long", "both", "decode")},
+        "plain": 0,
     }
     values = yaml.safe_load((out / "values.yaml").read_text(encoding="utf-8"))
     assert values["boundaryTokens"] == best["boundary_tokens"]
