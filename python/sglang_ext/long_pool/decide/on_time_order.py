@@ -1,10 +1,11 @@
 """The order in which waiting long prefills take instances: by deadline; a prompt that costs others theirs is put back.
 
 Moore's and Hodgson's rule: in the order of deadlines, while all prefills so far would be on time; where one would not,
-the longest so far is put back. So that no prefill pays for that without bound, the number of prefills put back
-is a share of the arrivals, and a prefill that has waited for two deadlines comes first. Without a deadline it comes
-last, until it has waited for a minute: then it comes first in its turn among its like, one of them for every fifty
-arrivals.
+the longest so far is put back. The number of prefills put back is a share of the arrivals. Behind those that can be on
+time come the others, late or put back, the one with the least work left first: then a queue that cannot be on time as
+a whole ends soonest, and most that arrive next are on time again. So that no prefill pays for that without bound, one
+that has waited for ten deadlines, which grow with its work, comes first. Without a deadline it comes last, until it has
+waited for a minute: then it comes first in its turn among its like, one of them for every fifty arrivals.
 
 What is late on any group is placed only by the price, as if it had no deadline: if each of several such took its
 fastest group, which takes the most instance-seconds, the queue would grow by that, and more would be late. A lone one
@@ -34,7 +35,7 @@ class OnTimeOptions:
     )
     due_share: float = 0.95  # of the time to a deadline: later ends cost
     put_back_due_share: float = 2.85  # the same for a prefill that is put back
-    promoted_after: float = 2.0  # deadlines: then it comes first
+    promoted_after: float = 10.0  # deadlines: then it comes first
     max_hurrying: int = 1  # late on any group, of which each still takes its fastest one
     age_s: float = 60.0  # after which one without a deadline comes first,
     arrivals_per_aged: int = 50  # one for this many arrivals
@@ -108,15 +109,11 @@ class OnTimeOrder:
             key=lambda waiting_prompt: (waiting_prompt.deadline_s, waiting_prompt.arrival_s, waiting_prompt.key),
         )
         late = {prefill.key for prefill in by_deadline if now_s + prefill.fastest_s > prefill.deadline_s}
-        # Who has waited this long goes first, and who has KV already: to wait any longer would keep it.
         first = [
             prefill
             for prefill in by_deadline
             if prefill.key in late
-            and (
-                prefill.is_started
-                or now_s - prefill.arrival_s > options.promoted_after * (prefill.deadline_s - prefill.arrival_s)
-            )
+            and now_s - prefill.arrival_s > options.promoted_after * (prefill.deadline_s - prefill.arrival_s)
         ]
         self._record_aged(now_s, by_deadline)
         first += [prefill for prefill in by_deadline if prefill.key in self._aged]
@@ -133,7 +130,8 @@ class OnTimeOrder:
             *first,
             *(prefill for prefill in by_deadline if prefill.key not in behind and prefill.key not in are_first),
         ]
-        turns += [prefill for prefill in by_deadline if prefill.key in behind and prefill.key not in are_first]
+        left_behind = [prefill for prefill in by_deadline if prefill.key in behind and prefill.key not in are_first]
+        turns += sorted(left_behind, key=lambda prefill: prefill.work_s)
         shares = options.due_share, options.put_back_due_share
         due_s = [turn.arrival_s + shares[turn.key in behind] * (turn.deadline_s - turn.arrival_s) for turn in turns]
         is_lost = [now_s + turn.fastest_s > due for turn, due in zip(turns, due_s, strict=True)]

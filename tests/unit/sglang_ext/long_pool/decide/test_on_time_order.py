@@ -83,23 +83,32 @@ def test_in_time_it_is_the_order_of_deadlines() -> None:
     assert keys(order, 0.0, prefill(1, 1.0, 50.0), prefill(2, 1.0, 20.0), prefill(3, 1.0, math.inf)) == [2, 1, 3]
 
 
-def test_the_longest_makes_way_and_comes_first_after_two_deadlines() -> None:
+def test_the_longest_makes_way_and_comes_first_after_ten_deadlines() -> None:
     order = OnTimeOrder(OnTimeOptions())
     long, shorts = prefill(0, 9.0, 10.0), [prefill(key, 2.0, 10.0, 0.5) for key in (1, 2, 3)]
     assert keys(order, 0.5, long, *shorts) == [1, 2, 3, 0]
     assert {*order.put_back} == {0}
     (*_, last) = order.order(0.5, [long, *shorts], 1, 0.0)
     assert last.due_s == pytest.approx(28.5)
-    assert keys(order, 19.9, long, prefill(4, 2.0, 40.0, 19.0)) == [4, 0]
-    assert keys(order, 20.1, long, prefill(4, 2.0, 40.0, 19.0)) == [0, 4]
+    assert keys(order, 99.9, long, prefill(4, 2.0, 140.0, 99.0)) == [4, 0]
+    assert keys(order, 100.1, long, prefill(4, 2.0, 140.0, 99.0)) == [0, 4]
 
 
-def test_what_has_started_is_not_put_back_and_first_once_it_is_late() -> None:
+def test_of_those_that_cannot_be_on_time_the_one_with_the_least_work_left_comes_first() -> None:
+    order = OnTimeOrder(OnTimeOptions())
+    late = [prefill(0, 9.0, 10.0), prefill(1, 3.0, 11.0), prefill(2, 5.0, 12.0, is_started=True)]
+    assert keys(order, 20.0, *late, prefill(3, 8.0, 60.0, 15.0)) == [3, 1, 2, 0]
+    # One that is put back is among them.
+    order = OnTimeOrder(OnTimeOptions())
+    timely = [prefill(3, 8.0, 60.0, 15.0), prefill(4, 45.0, 61.0, 15.0)]
+    assert keys(order, 20.0, *late, *timely) == [3, 1, 2, 0, 4]
+
+
+def test_what_has_started_is_not_put_back() -> None:
     order = OnTimeOrder(OnTimeOptions())
     started, other = prefill(0, 7.0, 10.0, is_started=True), prefill(1, 2.0, 9.9, 0.5)
     assert keys(order, 0.5, started, other) == [0, 1]
     assert {*order.put_back} == {1}
-    assert keys(OnTimeOrder(OnTimeOptions()), 4.0, started, prefill(2, 2.0, 7.0, 3.0)) == [0, 2]
     shorter = started._replace(fastest_s=6.0, work_s=6.0)
     assert keys(OnTimeOrder(OnTimeOptions()), 0.5, shorter, prefill(2, 1.0, 4.0, 0.0)) == [2, 0]
 

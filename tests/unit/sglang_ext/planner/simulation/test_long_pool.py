@@ -56,16 +56,32 @@ class Overload:
 
 @pytest.mark.slow
 def test_the_pool_recovers_from_a_burst() -> None:
-    late, at_the_end = Overload(1200, 0.75, extra=300).late()
+    late, at_the_end = Overload(1800, 0.75, extra=500).late()
     assert late >= 300  # else there was no overload
     assert at_the_end == 0
 
 
 @pytest.mark.slow
 def test_the_pool_recovers_from_the_loss_of_half_of_its_instances() -> None:
-    late, at_the_end = Overload(1600, 0.76).late(tuple(Failure(instance, 30.0, 90.0) for instance in range(8)))
+    late, at_the_end = Overload(3200, 0.76).late(tuple(Failure(instance, 30.0, 170.0) for instance in range(8)))
     assert late >= 300
     assert at_the_end == 0
+
+
+def test_nobody_waits_longer_than_ten_deadlines_for_shorter_prompts() -> None:
+    """Of 1.25 times what two instances can carry together, one prompt is eight times as long as all others."""
+    together = (SpCandidate(2, SpCost(0.0, 1e-3, 0.0, 0.0)),)
+    requests = [SimRequest(0, 0.0, 1000, 1), SimRequest(1, 0.0, 8000, 1)]
+    requests += [SimRequest(2 + key, 0.8 * key, 1000, 1) for key in range(600)]
+    options = LongPoolOptions(slo_s=2.0, slo_stretch=1e-9)
+    outcome = simulate(
+        requests, lambda loop, listener: LongPool(loop, ClusterSpec(2), together, options, listener, False)
+    )
+    ttft_s = {served.request.key: served.ttft_s for served in outcome.served}
+    # Then comes what runs, and then its own 8 s.
+    assert 10 * 2.0 < ttft_s[1] <= 10 * 2.0 + 1.0 + 8.0
+    # Until then those that can be on time come first.
+    assert sum(ttft_s[key] <= 2.0 for key in range(2, 26)) >= 18
 
 
 def test_it_is_simulated_with_the_settings_that_serve() -> None:
