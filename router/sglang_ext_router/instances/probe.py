@@ -315,6 +315,8 @@ class Prober:
             for _ in range(LIVENESS_STEPS):
                 if not asking.done():
                     await asyncio.wait({asking}, timeout=step_s)
+                if not worker.is_healthy:  # a health check has taken it out
+                    return 0.0
                 if asking.done() and asking.result():
                     self._hear(worker)
                     return 0.0
@@ -325,8 +327,7 @@ class Prober:
                     continue
                 is_unreachable = is_unreachable or asking.done()  # without an answer: there is no way to it
                 silent_s += config.liveness_timeout_secs if asking.done() else step_s
-                self._judge(worker, silent_s, limit_s, is_unreachable)
-                if not worker.is_healthy:
+                if not self._stays(worker, silent_s, limit_s, is_unreachable):
                     return 0.0
                 if asking.done():
                     break
@@ -334,10 +335,10 @@ class Prober:
         finally:
             asking.cancel()
 
-    def _judge(self, worker: Worker, silent_s: float, limit_s: float, is_unreachable: bool) -> None:
-        """Do what follows from the silence of an instance."""
+    def _stays(self, worker: Worker, silent_s: float, limit_s: float, is_unreachable: bool) -> bool:
+        """Do what follows from the silence of an instance; return whether it stays."""
         if silent_s < limit_s:
-            return
+            return True
         now_s = asyncio.get_running_loop().time()
         silence = Silence(
             silent_s,
@@ -354,7 +355,8 @@ class Prober:
             worker.last_error = f"it is frozen: no answer of any kind for {silent_s:.1f} s"
             self._take_out(worker, worker.last_error)
             self._on_frozen(worker)
-        elif judgement is Judgement.SILENT and not worker.is_silent:
+            return False
+        if judgement is Judgement.SILENT and not worker.is_silent:
             worker.is_silent = True
             worker.last_error = f"it is silent: no answer of any kind for {silent_s:.1f} s"
             self._registry.refresh()
@@ -362,6 +364,7 @@ class Prober:
                 "worker %s (%s) is silent, and no other could serve in its place: it keeps its requests, new ones wait",
                 *(worker.url, worker.role),
             )
+        return True
 
     def _hear(self, worker: Worker) -> None:
         """Something has come from the instance."""
