@@ -164,6 +164,7 @@ def test_roles() -> None:
     assert rules.role_of({"app": "a", "tier": "b", "sglang-ext.io/role": "decode"}) is Role.LONG
     assert rules.role_of({"app": "a", "sglang-ext.io/role": "decode"}) is Role.DECODE
     assert rules.role_of({"llm-d.ai/role": "prefill"}) is Role.BOTH
+    assert rules.role_of({"sglang-ext.io/role": "plain"}) is Role.PLAIN
     assert rules.role_of({"sglang-ext.io/role": "something"}) is None
     for wrong in ("", "a", "a=", "=b", "a=b,"):
         with pytest.raises(ValueError, match="not of the form KEY=VALUE"):
