@@ -43,7 +43,7 @@ def helm_values(layout: ClusterLayout, model: DeployedModel, targets: SloTargets
         pool: dict[str, object] = {"role": _CHART_POOLS[role], "replicas": count, "tp": _tp(layout, role)}
         if layout.pp(role) > 1:
             pool["pp"] = layout.pp(role)
-        if layout.is_ring and role is Role.LONG:
+        if layout.shares(role):
             pool["sharesLongPrompts"] = True
         if role.is_prefill:
             pool["args"] = [f"{option}={value}" for option, value in _laps_options(targets)]

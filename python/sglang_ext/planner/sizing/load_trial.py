@@ -31,6 +31,7 @@ from sglang_ext.planner.simulation.events import EventLoop, ServedPrefill, SimRe
 from sglang_ext.planner.simulation.instances import InstancePool, InstancesSpec, router_policy
 from sglang_ext.planner.simulation.iteration_policies import LapsPolicy
 from sglang_ext.planner.simulation.long_pool import LongPool, LongPoolOptions
+from sglang_ext.planner.simulation.one_pool import OnePool, OnePoolOptions
 from sglang_ext.planner.simulation.run import RecordedStage
 from sglang_ext.planner.simulation.scenario import SplitStage
 from sglang_ext.types import Role
@@ -53,7 +54,7 @@ class ClusterLayout(NamedTuple):
     both: int  # that serve all lengths; then there is no short and no long pool
     decode: int
     long_pp: int = 1  # stages of an instance that serves long prompts, or all
-    is_ring: bool = False  # instances of the long pool share their prompts
+    is_ring: bool = False  # instances of the long pool, or of the only one, share long prompts
 
     @property
     def gpus(self) -> int:
@@ -75,7 +76,11 @@ class ClusterLayout(NamedTuple):
 
     def _describe(self, role: Role, count: int) -> str:
         shape = f" of PP {self.pp(role)}" if self.pp(role) > 1 else ""
-        return f"{count} {role}{' (ring)' if self.is_ring and role is Role.LONG else shape}"
+        return f"{count} {role}{' (ring)' if self.shares(role) else shape}"
+
+    def shares(self, role: Role) -> bool:
+        """Return whether instances of this role share long prompts."""
+        return self.is_ring and role in (Role.LONG, Role.BOTH)
 
 
 class ServiceObjective(StrEnum):
@@ -280,17 +285,24 @@ def _prefill_stage(
 
     if not layout.is_ring:
         return instances(roles, policy)
+    ring = [candidate for candidate in engine.ring if candidate.size <= max(layout.long, layout.both)]
+    if layout.both:
+        spec = InstancesSpec(
+            roles, engine.costs.coefficients, engine.kv_tokens, layout.boundary_tokens, engine.costs.iteration
+        )
+        one_pool = OnePoolOptions(targets.short_ttft_s, targets.long_stretch, targets.short_ttft_s, keeps_rows=False)
+        return OnePool(loop, spec, ring, policy, one_pool, meter, False)
     # An instance that serves both serves everything the router sends: only short prompts get there.
     short = instances((Role.BOTH,) * layout.short, lambda _: policy(Role.SHORT))
-    ring = LongPool(
+    long = LongPool(
         loop,
         ClusterSpec(layout.long, kv_tokens=engine.kv_tokens),
-        [candidate for candidate in engine.ring if candidate.size <= layout.long],
+        ring,
         LongPoolOptions(targets.short_ttft_s, targets.long_stretch),
         meter,
         False,
     )
-    return SplitStage(layout.boundary_tokens, short, ring, layout.short)
+    return SplitStage(layout.boundary_tokens, short, long, layout.short)
 
 
 def _with_instances(spec: DecodeSpec, instances: int) -> DecodeSpec:
@@ -343,8 +355,9 @@ class _Meter:
         request = served.request
         deadline_s, objective = self._deadlines_s[request.key]
         ended_s = served.first_token_s + self._front_end.return_delay_s(request.prompt_tokens)
-        role = served.role or Role.LONG
-        if self._trial.layout.is_ring and role is Role.BOTH:
+        layout = self._trial.layout
+        role = served.role or (Role.BOTH if layout.both else Role.LONG)
+        if layout.is_ring and layout.short and role is Role.BOTH:
             role = Role.SHORT
         self._roles[request.key] = role
         if ended_s - self._sent_s[request.key] > deadline_s:

@@ -98,7 +98,7 @@ SETTINGS = (
         "pipeline stages of instances that serve long prompts, or all (1, and what the profile has)",
         is_list=True,
     ),
-    _SEARCH("ring", bool, False, "also try long pools whose instances share prompts (a coordinator)"),
+    _SEARCH("ring", bool, False, "also try pools whose instances share long prompts (a coordinator)"),
     _SEARCH("show", int, 5, "layouts to print; more are searched for longer"),
     _SEARCH("processes", int, None, "simulations at a time (one per core)"),
     _INSTANCES("kv_tokens", int, None, "KV tokens of a prefill instance (the profile's)"),
@@ -324,8 +324,8 @@ def _families(args: argparse.Namespace, setup: TrialSetup, decode_tp: int) -> tu
             counts = args.long_pp or (1, *(pipeline.stages.count for pipeline in engine.pipelines))
             for boundary in of:
                 families += [LayoutFamily(boundary, tp, decode_tp, is_split, count) for count in sorted(set(counts))]
-                if is_split and engine.ring:
-                    families.append(LayoutFamily(boundary, tp, decode_tp, True, is_ring=True))
+                if engine.ring:
+                    families.append(LayoutFamily(boundary, tp, decode_tp, is_split, is_ring=True))
     return tuple(families)
 
 

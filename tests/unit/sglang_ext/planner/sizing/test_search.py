@@ -151,6 +151,7 @@ def test_the_gpus_of_a_family_are_those_of_its_layouts() -> None:
         (True, 1, True),
         (False, 1, False),
         (False, 4, False),
+        (False, 1, True),
     ):
         family = LayoutFamily(512, 2, 3, is_split, pp, is_ring)
         sizes = (5, 3, 2) if is_split else (5, 2)

@@ -43,6 +43,7 @@ SPLIT = ClusterLayout(1024, 2, 1, 1, 3, 0, 4)
 ONE_POOL = ClusterLayout(512, 1, 2, 0, 0, 3, 1)
 PIPELINES = ClusterLayout(1024, 2, 1, 1, 2, 0, 4, long_pp=4)
 RING = ClusterLayout(1024, 1, 1, 1, 4, 0, 2, is_ring=True)
+SHARED = ClusterLayout(1024, 1, 1, 0, 0, 4, 2, is_ring=True)
 LAYOUTS = {"split pools": SPLIT, "one pool for all lengths": ONE_POOL, "pipelines": PIPELINES}
 
 
@@ -181,11 +182,12 @@ def test_an_objective_that_no_instance_holds_alone_takes_a_pipeline_or_a_ring(
     assert main([*arguments, *objective, *shapes]) == 0
     layouts = json.loads((out / "layouts.json").read_text(encoding="utf-8"))["layouts"]
     assert {one["long_pp"] for one in layouts if not one["is_ring"]} == {4}
-    assert any(one["is_ring"] for one in layouts)
+    assert {bool(one["both"]) for one in layouts if one["is_ring"]} == {False, True}
     best = layouts[0]
     config = load_cluster(out / "cluster.yaml")
     assert config.coordinator.enabled == best["is_ring"]
     assert config.pools.long.pp == (best["long_pp"] if best["long"] else 1)
+    assert config.pools.both.count == best["both"]
     # In the chart CPU engines alone share prompts.
     assert (out / "values.yaml").exists() != best["is_ring"]
 
@@ -242,6 +244,12 @@ def test_a_ring_is_a_coordinator_and_its_members() -> None:
     shared = {name for name, pool in values["pools"].items() if pool is not None and "sharesLongPrompts" in pool}
     assert shared == {"prefill-long"}
     assert RING.describe() == "1 short + 4 long (ring) + 2 decode, boundary 1024, TP 1"
+    values = helm_values(SHARED, model, TARGETS)
+    assert [name for name, pool in values["pools"].items() if pool is not None and "sharesLongPrompts" in pool] == [
+        "prefill"
+    ]
+    assert cluster_config(SHARED, model, TARGETS).coordinator.enabled
+    assert SHARED.describe() == "4 both (ring) + 2 decode, boundary 1024, TP 1"
     assert PIPELINES.describe() == "1 short + 2 long of PP 4 + 4 decode, boundary 1024, TP 2"
     assert PIPELINES.gpus == 2 * (1 + 2 * 4) + 4
 
