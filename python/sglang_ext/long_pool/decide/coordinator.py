@@ -376,7 +376,8 @@ class Coordinator:
             self._match(announced)
         waiting += [prompt.pending(positions) for prompt in self._announced.values()]
         shorts = self._members.short_load(now_s)
-        return self._schedule.turns(now_s, snapshot, waiting, sum(snapshot.queue_delays_s), shorts)
+        closed = self._members.closed(now_s, kept)
+        return self._schedule.turns(now_s, snapshot, waiting, sum(snapshot.queue_delays_s), shorts, closed)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 

@@ -232,6 +232,16 @@ class PoolMembers:
             for instance, member in self._members.items()
         )
 
+    def closed(self, now_s: float, kept: Collection[int]) -> tuple[int, ...]:
+        """Return the positions of the instances in which no step may begin now: in one, `kept`, or not reached."""
+        return tuple(
+            position
+            for position, instance in enumerate(self._order)
+            if (member := self._members[instance]).step is not None
+            or instance in kept
+            or now_s < member.shunned_until_s
+        )
+
     def snapshot(
         self,
         now_s: float,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -161,10 +161,12 @@ class PoolSchedule:
         pending: Sequence[PendingPrefill],
         running_s: float,
         shorts: ShortLoad = NO_SHORT_LOAD,
+        closed: Collection[int] = (),
     ) -> list[PlacedPrefill]:
         """Return what starts now and what is reserved, in the order of the prefills, until no instance is idle.
 
-        `running_s`: instance-seconds until all that runs has ended. ValueError as `PricePlanner.place`.
+        `running_s`: instance-seconds until all that runs has ended. `closed`: positions that are busy with something
+        else than ordinary work. ValueError as `PricePlanner.place`.
         """
         options, instances = self.planner.options, len(snapshot.node_ids)
         ordered = self.order.order(now_s, pending, instances, running_s)
@@ -180,11 +182,13 @@ class PoolSchedule:
         turns = [PlacedPrefill(ordered[placed.prompt].prefill.key, placed) for placed in placements]
         if shorts == NO_SHORT_LOAD:
             return turns
-        continued = self._continued([prefill for prefill, _ in ordered[: len(waiting)]], placements)
+        continued = self._continued([prefill for prefill, _ in ordered[: len(waiting)]], placements, closed)
         keys = {turn.key for turn in continued}
         return [*(turn for turn in turns if turn.key not in keys), *continued]
 
-    def _continued(self, ordered: Sequence[PendingPrefill], placements: Sequence[Placement]) -> list[PlacedPrefill]:
+    def _continued(
+        self, ordered: Sequence[PendingPrefill], placements: Sequence[Placement], closed: Collection[int]
+    ) -> list[PlacedPrefill]:
         """Return the prefills that have begun and go on with their last group, although it has ordinary work.
 
         Members compute a chunk and then a batch, in turn. Short prefills may come to one of them all the time: the
@@ -194,6 +198,7 @@ class PoolSchedule:
         starting = {placed.prompt: placed.group for placed in placements if placed.group and placed.start_s == 0.0}
         taken = {instance for group in starting.values() for instance in group}
         costs = {candidate.size: candidate.cost for candidate in self.planner.options.candidates}
+        closed_now = frozenset(closed)
         continued: list[PlacedPrefill] = []
         for at, prefill in enumerate(ordered):
             if at in starting:
@@ -202,6 +207,8 @@ class PoolSchedule:
             if not prefill.is_started or len(group) not in costs or not taken.isdisjoint(group):
                 break
             taken.update(group)
+            if not closed_now.isdisjoint(group):
+                continue
             compute_s = costs[len(group)].predict_s(prefill.cached_tokens, prefill.new_tokens)
             placement = Placement(at, prefill.new_tokens, group, 0.0, compute_s, compute_s)
             continued.append(PlacedPrefill(prefill.key, placement))

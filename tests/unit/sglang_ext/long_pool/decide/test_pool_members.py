@@ -44,6 +44,17 @@ def test_a_chunk_fits_every_member_of_its_group(
         assert fitting >= group * bound / 4, "not much less than they could"
 
 
+def test_no_step_begins_where_one_runs_or_something_is_kept_or_others_do_not_reach_it() -> None:
+    members = PoolMembers(0.05)
+    for instance in (3, 5, 7, 9):
+        members.add(instance, 0, MemberReport(1.0, 10_000))
+    members.begin_step(1, (5,), 10.0, 1.0)
+    members[9].record_unreachable(10.0)
+    assert members.closed(10.5, (7,)) == (1, 2, 3)
+    members.end_step(1, (5,))
+    assert members.closed(11.5, ()) == ()
+
+
 def test_without_a_bound_it_is_as_planned() -> None:
     members = PoolMembers(0.0)
     members.add(0, 0, MemberReport(0.0, 10_000))

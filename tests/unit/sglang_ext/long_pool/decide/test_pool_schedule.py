@@ -133,6 +133,8 @@ def test_who_has_begun_goes_on_with_busy_members_in_its_turn() -> None:
     (turn,) = one.turns(1.0, snapshot, [begun], 0.6, shorts)
     assert (turn.placement.group, turn.placement.start_s) == ((0, 1), 0.0)
     assert one.turns(1.0, snapshot, [begun], 0.6)[0].placement.start_s == 0.3
+    # Nor does it begin in the middle of something else than ordinary work.
+    assert one.turns(1.0, snapshot, [begun], 0.6, shorts, closed=(1,))[0].placement.start_s == 0.3
     # One that is before it and waits for these members is not passed by.
     holders = (Holder(0, 1), Holder(1, 1))
     before = pending(1, 500, 1.0, 4.0, holders=holders)
