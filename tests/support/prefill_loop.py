@@ -118,7 +118,7 @@ def check_plan(snapshot: RoundSnapshot, plan: RoundPlan, limits: InstanceLimits 
         shorts = members[: batch.short_requests]
         assert not any(short.is_started for short in shorts)
         longs = [member for member in shorts if member.length_class is LengthClass.LONG]
-        assert all(snapshot.now_s - long.arrival_s > 2 * (long.deadline_s - long.arrival_s) for long in longs)
+        assert all(snapshot.now_s - long.arrival_s >= 2 * (long.deadline_s - long.arrival_s) for long in longs)
         assert sum(queue[key].is_started for key in batch.keys) <= 1
         assert len(batch.keys) <= limits.max_requests
         assert batch.new_tokens <= limits.max_batch_tokens or len(batch.keys) == 1

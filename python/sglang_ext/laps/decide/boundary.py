@@ -21,6 +21,7 @@ DEFAULT_BOUNDARY_TOKENS: Final = 512  # until an instance has measured what its 
 LEAST_BOUNDARY_TOKENS: Final = 32
 OBJECTIVE_SHARE: Final = 0.5
 _SAMPLES: Final = 32  # between two looks at the measurements
+_UNFITTED_SAMPLES: Final = 8  # between two looks before there is a fitted number
 _LOOKS: Final = 8  # that contradict one after the other, before the number changes
 _FIRST_LOOKS: Final = 2  # iterations, from the first on: an instance starts while others do
 _FIRST_SAMPLES: Final = 512
@@ -81,23 +82,28 @@ def _next(step: int) -> int:
 class ClassBoundary:
     """The boundary that is in force on an instance.
 
-    `given_tokens` holds for ever; without it `max_tokens`, what one iteration may compute, bounds what is fitted.
+    `given_tokens` holds for ever; without it `expected_tokens`, or 512 if that is more, do until the samples show more,
+    and `max_tokens`, what one iteration may compute, bounds what is fitted.
     """
 
     __slots__ = ("_contradictions", "_given", "_most_tokens", "_samples", "is_fitted", "tokens")
 
-    def __init__(self, given_tokens: int | None, max_tokens: int) -> None:
+    def __init__(
+        self, given_tokens: int | None, max_tokens: int, expected_tokens: int = DEFAULT_BOUNDARY_TOKENS
+    ) -> None:
         self._given = given_tokens is not None
         self._most_tokens = max_tokens
         self._samples = 0
         self._contradictions = 0
         self.is_fitted = False
-        self.tokens = min(DEFAULT_BOUNDARY_TOKENS, max_tokens) if given_tokens is None else given_tokens
+        self.tokens = (
+            min(max(expected_tokens, DEFAULT_BOUNDARY_TOKENS), max_tokens) if given_tokens is None else given_tokens
+        )
 
     def record_iteration(self, fit: CostFit, write_s: float | None, objective_s: float) -> None:
         """`fit` has learned from one more iteration."""
         self._samples += 1
-        if self._given or self._samples % _SAMPLES:
+        if self._given or self._samples % (_SAMPLES if self.is_fitted else _UNFITTED_SAMPLES):
             return
         fitted = fitted_boundary_tokens(fit, write_s, objective_s, self._most_tokens)
         if fitted is None:

@@ -11,7 +11,7 @@ from math import inf, isfinite
 from typing import Final
 
 from sglang_ext.graphs.decide.graph_grid import GraphGrid
-from sglang_ext.laps.decide.boundary import OBJECTIVE_SHARE, ClassBoundary
+from sglang_ext.laps.decide.boundary import OBJECTIVE_SHARE, ClassBoundary, expected_boundary_tokens
 from sglang_ext.laps.decide.cost_model import CostCoefficients, CostFit, IterationSample
 from sglang_ext.laps.decide.options import Batching, LapsOptions
 from sglang_ext.laps.decide.packed_batch import has_spare_time, loaded_round_s, packed_round_s
@@ -39,12 +39,15 @@ from sglang_ext.laps.decide.wait_depth import (
 from sglang_ext.types import LengthClass
 
 # Looking a member up in its class takes longer than comparing it.
+_SHORT: Final = LengthClass.SHORT
 _SHORT_MODE: Final = LapsMode.SHORT
 _LONG_MODE: Final = LapsMode.LONG
 _SLA: Final = Batching.SLA
 _TOKEN_MAX: Final = Batching.TOKEN_MAX
 _ONLINE_FOR_S: Final = 10.0  # after a request with a deadline, others are expected
 _YIELD_OF_SLO: Final = 1 / 16  # of the short prefills' objective that work without deadlines may hold one up
+_TURN_SHARE: Final = 0.5  # of its turn in order of arrival: a late prefill that has waited longer is due
+_OTHER_COSTS: Final = 1.5  # times what was predicted: what waits is predicted again
 _MOST_SHARE: Final = 0.9  # under all options, a long prefill moves on
 _REPORT_ROUNDS: Final = 20.0
 _YIELD_OVERHEAD: Final = 0.3  # share of such work's time that may go to what every batch costs again
@@ -61,7 +64,10 @@ class InstanceModel:
         self.limits = limits
         self.mode = options.mode
         self.fit = CostFit(prior)
-        self.boundary = ClassBoundary(options.boundary_tokens, limits.max_batch_tokens)
+        self._predicted_by = prior  # what waits
+        self.predictions = 0  # how often what waits has been worth predicting again
+        expected_tokens = expected_boundary_tokens(prior, options.short_ttft_slo_ms / 1e3, limits.max_batch_tokens)
+        self.boundary = ClassBoundary(options.boundary_tokens, limits.max_batch_tokens, expected_tokens)
         self.rate = ArrivalRate()
         self.offered = OfferedWork()
         self.short_offered = OfferedWork()  # of it, by short prefills
@@ -92,7 +98,16 @@ class InstanceModel:
     def record_iteration(self, sample: IterationSample) -> None:
         """A forward iteration has ended: the cost model learns from it. It may have cost the grid a shape."""
         self.fit.add(sample)
+        boundary_tokens = self.boundary.tokens
         self.boundary.record_iteration(self.fit, self.options.write_s, self.short_slo_s)
+        fitted = self.fit.fitted
+        if fitted is not self._predicted_by and self._differs(fitted):
+            self._predicted_by = fitted
+            for offered in (self.offered, self.short_offered):
+                offered.predict_again(self._work_s)
+            self.predictions += 1
+        elif self.boundary.tokens != boundary_tokens:
+            self.predictions += 1
         if self.grid.shapes is not self._aimed_shapes:
             self._aimed_shapes = self.grid.shapes
             self.awd.use_depths(self.grid.depths(self.max_requests))
@@ -103,13 +118,24 @@ class InstanceModel:
 
     def record_work(self, now_s: float, length_class: LengthClass, new_tokens: int, cached_tokens: int) -> None:
         """A request with a deadline has arrived: what it takes in the largest batches that there can be is offered."""
+        work_s = self._work_s(new_tokens, cached_tokens)
+        self.offered.add(now_s, work_s, new_tokens, cached_tokens)
+        if length_class is _SHORT:
+            self.short_offered.add(now_s, work_s, new_tokens, cached_tokens)
+
+    def _work_s(self, new_tokens: int, cached_tokens: int) -> float:
         cost = self.fit.coefficients
         share = min(1.0, max(new_tokens / self.limits.max_batch_tokens, 1 / self.max_requests))  # of a batch
         fixed_s = share * cost.kappa_s + (1 - share) * cost.request_s
-        work_s = cost.chunk_s(new_tokens, cached_tokens) - cost.kappa_s + fixed_s
-        self.offered.add(now_s, work_s)
-        if length_class is LengthClass.SHORT:
-            self.short_offered.add(now_s, work_s)
+        return cost.chunk_s(new_tokens, cached_tokens) - cost.kappa_s + fixed_s
+
+    def _differs(self, fitted: CostCoefficients) -> bool:
+        """Return whether a token or a chunk takes other times by far than those that what waits was predicted by."""
+        for tokens in (1, self.limits.max_chunk_tokens):
+            ratio = fitted.chunk_s(tokens, 0) / self._predicted_by.chunk_s(tokens, 0)
+            if not 1 / _OTHER_COSTS < ratio < _OTHER_COSTS:
+                return True
+        return False
 
     def round_s(self, now_s: float, waiting: int, cached_tokens: int = 0) -> float:
         """Time budget of a round whose next chunk of a long prefill follows `cached_tokens`; `waiting` requests with
@@ -152,14 +178,14 @@ class InstanceModel:
     def patience_s(self, now_s: float, waiting: int) -> float:
         """Return how long a late short prefill waits until it is due; `waiting` requests with deadlines are queued.
 
-        What these take in order of arrival if each takes as long as those that arrive do on average. Where clients wait
-        for their answers, that is what requests take on average in any order (Little's law).
+        Half of what these take in order of arrival if each takes as long as those that arrive do on average. Where
+        clients wait for their answers, the whole is what requests take on average in any order (Little's law).
         """
         load = self.offered.load(now_s)
         if load.requests_per_s <= 0 or not isfinite(load.requests_per_s):
             return inf
         mean_s = load.utilisation / load.requests_per_s
-        return waiting * mean_s + self.fit.coefficients.kappa_s
+        return _TURN_SHARE * waiting * mean_s + self.fit.coefficients.kappa_s
 
     def whole_limits(self) -> WholeLimits:
         """Return what a long prefill takes at most to go with short ones when it is due."""

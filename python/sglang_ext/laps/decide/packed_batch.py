@@ -23,11 +23,13 @@ _LEAST_IN_PIPELINE: Final = 0.2  # each chunk waits for the longest stage, and f
 _MOST_OF_SLO: Final = 1 / 3  # a short prefill waits for the end of one batch, perhaps a longer one, and for its own
 _LEAST_OVERHEADS: Final = 2.4  # at any objective: below, next to nothing is computed
 _SPARE_SHARE: Final = 0.75  # of the time that the load leaves free: most of it that fixed costs may take
+_DEADLINE_SHARE: Final = 0.5  # of it: most that batches may take which there are only so that some are on time
 _LEAST_SPARE: Final = 0.05
 _RARE_ARRIVALS: Final = 0.05  # during a batch that is longer than the objective allows
 _LONG_MODE_ROUNDS: Final = 3.0
 _WITHOUT_SHORTS: Final = 1.5  # who arrives meanwhile waits for this batch, and not for a part of it in its own
-_WHOLE_WITHIN: Final = 1.1  # times what is left of the budget: a tail is not worth another iteration
+_WHOLE_WITHIN: Final = 2.0  # times what is left of the budget: what would stay behind is not worth an iteration
+_FIXED_WHOLE_WITHIN: Final = 1.1  # where the budget is given, or stages wait for the longest chunk
 _MOST_UTILISATION: Final = 0.95
 _OTHERS_WEIGHT: Final = 2.0  # of a second that everybody else waits, against one of the short prefills
 
@@ -74,8 +76,9 @@ def loaded_round_s(fixed_s: float, short_slo_s: float, load: OfferedLoad, waitin
 
 
 def has_spare_time(load: OfferedLoad, extra_s: float, batch_s: float) -> bool:
-    """Return whether the load leaves room for `extra_s` of fixed costs with every batch of `batch_s`."""
-    return extra_s <= _SPARE_SHARE * (1.0 - load.utilisation) * batch_s
+    """Return whether `extra_s` of fixed costs with every batch of `batch_s`, for the sake of deadlines, take at most
+    half of the time that the load leaves free."""
+    return extra_s <= _DEADLINE_SHARE * (1.0 - load.utilisation) * batch_s
 
 
 def stage_share(stages: int) -> float:
@@ -110,7 +113,7 @@ def even_share_s(work_s: float, budget_s: float) -> float:
 
     In a pipeline the stages wait for the longest chunk, and a shorter last chunk brings nothing.
     """
-    return work_s / max(1, ceil(work_s / budget_s - (_WHOLE_WITHIN - 1))) if budget_s > 0 else budget_s
+    return work_s / max(1, ceil(work_s / budget_s - (_FIXED_WHOLE_WITHIN - 1))) if budget_s > 0 else budget_s
 
 
 class LongRoom(NamedTuple):
@@ -125,6 +128,13 @@ class LongRoom(NamedTuple):
     page_tokens: int
     min_chunk_tokens: int
     max_parked: int
+    whole_within: float = _WHOLE_WITHIN  # a prefill that takes this many times `left_s` runs whole
+
+
+def whole_within(*, is_fixed: bool) -> float:
+    """Return how many times what is left of the budget a prefill may take to run whole; `is_fixed`: the option fixes
+    the budget, or the stages of a pipeline wait for the longest chunk."""
+    return _FIXED_WHOLE_WITHIN if is_fixed else _WHOLE_WITHIN
 
 
 class LongParts(NamedTuple):
@@ -173,7 +183,7 @@ def fill_with_longs(
         # What is taken into account besides the tokens: the fixed cost is paid, that of a further request is not.
         paid_s = cost.kappa_s - (cost.request_s if room.is_mixed or whole else 0.0)
         taken_s = cost.chunk_s(remaining_tokens, cached_tokens) - paid_s
-        if remaining_tokens > max_tokens or taken_s > _WHOLE_WITHIN * left_s:
+        if remaining_tokens > max_tokens or taken_s > room.whole_within * left_s:
             if not request.is_started and started:
                 promise_tokens = promised_tokens + new_tokens + remaining_tokens
                 if parked > room.max_parked or promise_tokens > room.free_kv_tokens:
@@ -190,7 +200,7 @@ def fill_with_longs(
                 max_tokens,
             )
             taken_s = cost.chunk_s(taken_tokens, cached_tokens) - paid_s
-            if taken_tokens > max_tokens or (whole and taken_s > _WHOLE_WITHIN * left_s):
+            if taken_tokens > max_tokens or (whole and taken_s > room.whole_within * left_s):
                 break
             if taken_tokens < remaining_tokens:
                 return LongParts(tuple(whole), candidate, taken_tokens, new_tokens + taken_tokens, added_s + taken_s)

@@ -18,6 +18,7 @@ from sglang_ext.laps.decide.packed_batch import (
     has_spare_time,
     long_mode_round_s,
     run_shorts_alone,
+    whole_within,
     without_shorts_s,
 )
 from sglang_ext.laps.decide.prefill_queue import Group, PrefillQueue
@@ -205,6 +206,7 @@ def _room(model: InstanceModel, left_s: float, free_kv_tokens: int, batch: Forme
         limits.page_tokens,
         model.options.min_chunk_tokens,
         model.options.max_parked,
+        whole_within(is_fixed=model.options.round_ms is not None or limits.stages > 1),
     )
 
 

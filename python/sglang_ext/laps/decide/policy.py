@@ -83,6 +83,7 @@ class Laps:
         self._composition = composition
         self._deviation = {length_class: SlaDeviation() for length_class in LengthClass}
         self.queue = self._empty_queue()
+        self._predictions = 0  # of the model, that those of the queue are
         self._free_kv_tokens = 0  # at the last decision
 
     @property
@@ -148,6 +149,10 @@ class Laps:
 
     def choose(self, now_s: float, free_kv_tokens: int) -> RoundPlan:
         """Return what should run next. Nothing more changes until `record_dispatch` records what did."""
+        if self._predictions != self._model.predictions:
+            self._predictions = self._model.predictions
+            for ranked in list(self.queue):
+                self._put(self.queue, self._classified(ranked.request), now_s)
         return self._choose(self.queue, now_s, free_kv_tokens)
 
     def record_dispatch(self, now_s: float, batch: PrefillBatch) -> None:
@@ -231,6 +236,12 @@ class Laps:
         )
 
     # -- in detail -------------------------------------------------------------------------------------------------
+
+    def _classified(self, request: QueuedPrefill) -> QueuedPrefill:
+        """Return the request with the class that the boundary gives it now; its deadline stays."""
+        length_class = self.classify(request.new_tokens, request.cached_tokens)
+        is_new = length_class is not request.length_class and not request.is_started
+        return request.of_class(length_class) if is_new else request
 
     def _empty_queue(self) -> PrefillQueue:
         return PrefillQueue(self._model.options.age_s, self._model.whole_limits())

@@ -327,10 +327,8 @@ class PrefillQueue:
         urgency = Urgency(aged, by_s, arrival_s, key)
         waiting = self._waiting[key] = _Waiting(urgency, request, remaining_s, total_s, lift_s, True, order)
         order.add(waiting, (-by_s, -arrival_s, -key, waiting))
-        if has_deadline:
-            waiting.due_s = due_s(request)
-        else:
-            waiting.due_s = arrival_s + lift_s
+        waiting.due_s = due_s(request) if has_deadline else arrival_s + lift_s
+        if not has_deadline:
             self._expect(waiting, waiting.due_s)
 
     def _put_long(self, request: QueuedPrefill, remaining_s: float, total_s: float, now_s: float) -> None:

@@ -71,10 +71,28 @@ class QueuedPrefill:
         """Another long prefill is the current one now."""
         return self._with(self.new_tokens, self.cached_tokens, is_started=self.is_started, is_current=False)
 
-    def _with(self, new_tokens: int, cached_tokens: int, *, is_started: bool, is_current: bool) -> QueuedPrefill:
+    def of_class(self, length_class: LengthClass) -> QueuedPrefill:
+        """Return the same of another class."""
+        return self._with(
+            self.new_tokens,
+            self.cached_tokens,
+            is_started=self.is_started,
+            is_current=self.is_current,
+            length_class=length_class,
+        )
+
+    def _with(
+        self,
+        new_tokens: int,
+        cached_tokens: int,
+        *,
+        is_started: bool,
+        is_current: bool,
+        length_class: LengthClass | None = None,
+    ) -> QueuedPrefill:
         return QueuedPrefill(
             self.key,
-            self.length_class,
+            self.length_class if length_class is None else length_class,
             new_tokens,
             cached_tokens,
             self.total_tokens,

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from sglang_ext.laps.decide.round_plan import QueuedPrefill
 
-_DUE_AFTER: Final = 2.0
+_DUE_AFTER: Final = 2.0  # times its objective; with less, prompts are late that can be on time
 
 
 class Urgency(NamedTuple):
@@ -45,7 +45,7 @@ def aged_class(priority: int, waited_s: float, lift_s: float) -> int:
 
 
 def due_s(request: QueuedPrefill) -> float:
-    """Return when a request has waited twice its objective: from then on it may be due (`form_batch`)."""
+    """Return when a request has waited twice its objective: from then on it may be due (`PrefillQueue.due`)."""
     return request.arrival_s + _DUE_AFTER * (request.deadline_s - request.arrival_s)
 
 

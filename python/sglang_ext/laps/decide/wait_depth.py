@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from math import exp, inf
 from typing import Final, NamedTuple
@@ -271,20 +271,25 @@ class OfferedWork:
     __slots__ = ("_arrivals", "_work_s")
 
     def __init__(self) -> None:
-        self._arrivals: deque[tuple[float, float]] = deque()
+        self._arrivals: deque[tuple[float, float, int, int]] = deque()
         self._work_s = 0.0
 
-    def add(self, now_s: float, work_s: float) -> None:
+    def add(self, now_s: float, work_s: float, new_tokens: int = 0, cached_tokens: int = 0) -> None:
         """A request has arrived that takes `work_s`."""
         arrivals = self._arrivals
         if arrivals:
             now_s = max(now_s, arrivals[-1][0])
-        arrivals.append((now_s, work_s))
+        arrivals.append((now_s, work_s, new_tokens, cached_tokens))
         self._work_s += work_s
         while len(arrivals) > _MOST_OFFERED or (
             len(arrivals) > _LEAST_OFFERED and now_s - arrivals[0][0] > _OFFERED_FOR_S
         ):
             self._work_s -= arrivals.popleft()[1]
+
+    def predict_again(self, work_s: Callable[[int, int], float]) -> None:
+        """Requests of so many new and cached tokens take this long, by what is known now."""
+        self._arrivals = deque([(at_s, work_s(new, cached), new, cached) for at_s, _, new, cached in self._arrivals])
+        self._work_s = sum([arrival[1] for arrival in self._arrivals])
 
     def load(self, now_s: float) -> OfferedLoad:
         """Return the load by the requests that are remembered, over the time since the first of them.
@@ -295,7 +300,7 @@ class OfferedWork:
         arrivals = self._arrivals
         if not arrivals:
             return OfferedLoad(inf, 0.0)
-        first_s, first_work_s = arrivals[0]
+        first_s, first_work_s, _, _ = arrivals[0]
         span_s = max(now_s - first_s, _LEAST_SPAN_S)
         return OfferedLoad(len(arrivals) / span_s, max(0.0, self._work_s - first_work_s) / span_s)
 

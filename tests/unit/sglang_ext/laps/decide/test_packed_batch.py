@@ -26,6 +26,7 @@ from sglang_ext.laps.decide.packed_batch import (
     packed_round_s,
     run_shorts_alone,
     stage_share,
+    whole_within,
     without_shorts_s,
 )
 from sglang_ext.laps.decide.policy import Laps
@@ -83,8 +84,12 @@ def test_a_tail_and_the_next_prompt_share_an_iteration() -> None:
 
 
 def test_what_nearly_fits_is_not_cut() -> None:
-    assert keys(fill(queued(1, 549))) == ((1,), None, 0)
-    assert keys(fill(queued(1, 1000))) == ((), 1, 500)
+    """What takes up to twice the time that is left runs whole: the rest would need an iteration of its own."""
+    assert keys(fill(queued(1, 999))) == ((1,), None, 0)
+    assert keys(fill(queued(1, 1002))) == ((), 1, 500)
+    fixed = ROOM._replace(whole_within=whole_within(is_fixed=True))
+    assert keys(fill(queued(1, 549), room=fixed)) == ((1,), None, 0)
+    assert keys(fill(queued(1, 999), room=fixed)) == ((), 1, 500)
 
 
 def test_the_first_one_moves_on_however_little_time_is_left() -> None:
@@ -158,7 +163,7 @@ def test_what_holds_for_any_room(
     can_start = not any(one.is_started for one in queue) and min(tokens, free) >= page
     assert chosen or not can_start
     if len(chosen) > 1:
-        assert parts.added_s <= 1.1 * left_s + 1e-9
+        assert parts.added_s <= 2 * left_s + 1e-9
 
 
 def short_batch(*deadlines_s: float, predicted_s: float = 0.03) -> FormedBatch:
@@ -261,8 +266,8 @@ def test_fixed_costs_never_fill_the_time(
 
 
 def test_batches_apart_need_spare_time() -> None:
-    assert has_spare_time(OfferedLoad(10.0, 0.5), 0.03, 0.1)
-    assert not has_spare_time(OfferedLoad(10.0, 0.5), 0.04, 0.1)
+    assert has_spare_time(OfferedLoad(10.0, 0.5), 0.024, 0.1)
+    assert not has_spare_time(OfferedLoad(10.0, 0.5), 0.026, 0.1)
     assert not has_spare_time(OfferedLoad(10.0, 1.2), 0.001, 0.1)
 
 

@@ -144,8 +144,11 @@ def test_the_boundary_is_the_option_or_what_takes_half_of_the_objective() -> Non
     assert policy(boundary_tokens=100).classify(101, 0) is LONG
     random = Random(15)
     laps = policy(boundary_tokens=None, short_ttft_slo_ms=200.0)
-    assert laps.classify(512, 0) is SHORT
-    assert laps.classify(513, 0) is LONG
+    assert laps.classify(1536, 0) is SHORT, "what the prior expects, until there are samples"
+    assert laps.classify(1537, 0) is LONG
+    slow = policy(CPU.times(100.0), boundary_tokens=None, short_ttft_slo_ms=200.0)
+    assert slow.classify(512, 0) is SHORT, "and 512 if it expects less"
+    assert slow.classify(513, 0) is LONG
     for _ in range(300):
         new, cached = int(2 ** random.uniform(3, 12)), random.choice([0, int(2 ** random.uniform(4, 12))])
         laps.record_iteration(
@@ -157,6 +160,25 @@ def test_the_boundary_is_the_option_or_what_takes_half_of_the_objective() -> Non
     assert CPU.chunk_s(limit, 0) <= 0.1 < CPU.chunk_s(3 * limit // 2, 0)
     assert laps.classify(limit, 4096) is SHORT
     assert laps.classify(limit + 1, 4096) is LONG
+
+
+def test_what_waits_is_predicted_again_once_costs_are_known() -> None:
+    """Its times, its class and the load are by the prior when it comes, which may be wrong by far."""
+    laps = policy(CPU.times(50.0), boundary_tokens=None)
+    assert laps.classify(1000, 0) is LONG
+    for key, new in enumerate((1000, 4000)):
+        laps.record_arrival(0.1 * key, LONG, new, 0, 100.0)
+        laps.put(queued(key, new, length_class=LONG), 0.0)
+    before = laps.queue.get(1)
+    assert before.remaining_s > 20 * CPU.chunk_s(4000, 0)
+    for new in [32, 64, 512, 4000] * 16:
+        laps.record_iteration(IterationSample(float(new * new), new, 0, 1, CPU.chunk_s(new, 0)))
+    assert laps.choose(1.0, 10**6).batches
+    after = laps.queue.get(1)
+    assert after.remaining_s == pytest.approx(CPU.chunk_s(4000, 0), rel=0.3)
+    assert after.request == before.request
+    assert laps.queue.get(0).request.length_class is SHORT
+    assert laps._model.offered.load(1.0).utilisation < 1
 
 
 def test_deadlines() -> None:

@@ -152,8 +152,8 @@ class SortedAnew(RuleBasedStateMachine):
 
     def due_s(self, request: QueuedPrefill) -> float:
         if isfinite(request.deadline_s):
-            time_s = request.arrival_s + 2 * (request.deadline_s - request.arrival_s)
             fits = remaining_s(request) <= WHOLE.time_s and request.new_tokens <= WHOLE.tokens
+            time_s = request.arrival_s + 2 * (request.deadline_s - request.arrival_s)
             return time_s if is_short(request) or (fits and not request.is_started) else inf
         return request.arrival_s + self.lift_s(request) if is_short(request) else inf
 

@@ -22,7 +22,7 @@ from sglang_ext.types import Role
 H200 = CostCoefficients(1.9e-9, 1.64e-5, 9.4e-7, 2e-3, 7.6e-4)
 PRIOR = CostCoefficients.from_throughput(tokens_per_s=20_000.0, fixed_s=0.01)
 LIMITS = InstanceLimits(page_tokens=1, max_chunk_tokens=8192, max_batch_tokens=8192, max_requests=64)
-SECONDS, LEARNING_S = 20.0, 1.0  # what arrives in the latter is queued by costs that are still the prior's
+SECONDS = 20.0  # from the first one on, which is queued by the prior's costs
 
 
 def turns(seed: int) -> Iterator[tuple[int, int, bool]]:
@@ -66,8 +66,7 @@ class Clients:
     def on_first_token(self, served: ServedPrefill) -> None:
         client, is_long = self._sent.pop(served.request.key)
         self.answered += 1
-        if served.request.arrival_s >= LEARNING_S:
-            (self.waits.long_s if is_long else self.waits.short_s).append(served.ttft_s)
+        (self.waits.long_s if is_long else self.waits.short_s).append(served.ttft_s)
         self._loop.schedule(self._loop.now_s, self.send, client)
 
     def on_refused(self, request: SimRequest) -> None:
@@ -88,11 +87,12 @@ def closed_loop(policy: IterationPolicy, count: int, seed: int) -> Clients:
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("count", [64, 128])
+@pytest.mark.parametrize("count", [16, 64, 128])
 def test_no_prompt_starves_in_saturation(count: int, seed: int) -> None:
-    """Where late ones only go shortest first, long prompts wait more than four times as long as in SGLang's order."""
+    """Where late ones only go shortest first, long prompts wait ten times as long as in SGLang's order; where those
+    that wait are not predicted again once their costs are known, seven times."""
     stock = closed_loop(ChunkedPrefill(QueueOrder.FCFS, 8192), count, seed)
     ours = closed_loop(LapsPolicy(Laps(LapsOptions(), GraphGrid(), PRIOR, LIMITS)), count, seed)
-    assert ours.waits.long_s[-1] < 4 * stock.waits.long_s[-1]
+    assert ours.waits.long_s[-1] < 3 * stock.waits.long_s[-1]
     assert ours.waits.short_s[-1] < 2 * stock.waits.short_s[-1]
-    assert ours.answered > 0.95 * stock.answered
+    assert ours.answered > 0.98 * stock.answered
