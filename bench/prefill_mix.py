@@ -1,6 +1,6 @@
 """Short and long prompts together on one prefill instance: SGLang's own schedulers and LAPS, the same requests.
 
-    python bench/prefill_mix.py [--full | --trial] [--seeds N] [--data FOLDER] [--out FOLDER]
+    python bench/prefill_mix.py [--slow] [--full | --trial] [--seeds N] [--data FOLDER] [--out FOLDER]
 
 One real prefill instance pinned to the first core, one decode instance and the client on the second, a random
 Llama whose prefill is computation. Each policy has a prefill server of its own.
@@ -18,6 +18,12 @@ at all times, so that is measured again before each run: arrivals are stretched 
 slower, and times are divided by it. A request's TTFT objective is the larger of 400 ms and five times what the prompt
 takes on an idle instance.
 
+With `--slow` the machine cannot hold the objective: a random Llama of SmolLM2-135M's shape on the first core, four in
+five prompts of 16 to 64 tokens and the others of 512 to 1,024, one output token, Poisson arrivals. SGLang's policies
+have fixed chunks (`SLOW_PEERS`). Every policy serves each rate and seed, one after the other; figures are over all
+requests of a rate, each over the best of SGLang's, and the worst rate is reported. Without `--full` one rate and one
+seed (8 minutes); with it three of each (an hour).
+
 Intervals are those of 90% of bootstrap samples, of whole rounds. Writes `prefill-mix.png` and `prefill-mix.json`; the
 last line is `RESULT {json}`. No round begins that would not end within 19 minutes (an hour with `--full`).
 """
@@ -27,6 +33,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +46,7 @@ from typing import Any, NamedTuple
 
 from support.engines import BenchEngine, EngineStartError
 from support.idle_ttft import IdleTtft, measure_idle_ttft
-from support.mixed_load import Replayer, TraceMix, load_mix, percentile
+from support.mixed_load import Arrival, Outcome, Replayer, TraceMix, load_mix, percentile
 from support.policy_comparison import (
     Figures,
     MachineSpeed,
@@ -68,6 +75,14 @@ PEERS: dict[str, tuple[str, ...]] = {  # SGLang's own, by engine arguments
 }
 STOCK_CHUNK_TOKENS = 512
 CHUNKS_TOKENS = (256, STOCK_CHUNK_TOKENS, 1024, 2048)
+SLOW_MODEL = RandomLlama(layers=30, hidden=576, heads=9, kv_heads=3, vocabulary=49_152)
+SLOW_PEERS: dict[str, tuple[str, ...]] = {
+    "fcfs": ("--chunked-prefill-size", "512"),
+    "hrrn": ("--schedule-policy", "hrrn", "--chunked-prefill-size", "256"),
+    "shortest-prefill-first": ("--schedule-policy", "shortest-prefill-first", "--chunked-prefill-size", "256"),
+}
+SLOW_RATES_PER_S = (0.6, 1.0, 1.2)
+SLOW_RUN_S, SLOW_CLOSED_PROMPTS = 60.0, 24
 IN_SYSTEM = 16
 TUNING_S = 8.0
 END_S = 1140.0  # after the start
@@ -114,6 +129,13 @@ def main() -> None:
     if len(cores) < 2:
         give_up("two cores are needed: one for the prefill instance, one for everything else")
     others, facts = OtherLoad(), machine()
+    if arguments.slow:
+        result = slow_machine(arguments, cores)
+        result |= {"other_load_cores": round(others.mean_cores(), 2), "machine": facts}
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        (arguments.out / "prefill-mix-slow.json").write_text(json.dumps(result, indent=1) + "\n")
+        print_result({name: value for name, value in result.items() if name != "table"})
+        return
     mix = load_mix(arguments.data, LONG_RANGE_TOKENS, DIVIDE_LENGTHS_BY)
     progress(f"model: {MODEL}, float32; prefill on core {cores[0]}, the rest on core {cores[1]}")
     progress(f"workload: {mix.describe(LONG_SHARE)}; {OUTPUT_TOKENS} output tokens")
@@ -323,6 +345,88 @@ class Bench:
         return Round(runs, capacity)
 
 
+def slow_arrivals(rate_per_s: float, duration_s: float, seed: int) -> list[Arrival]:
+    """Return Poisson arrivals of the load with `--slow`."""
+    draw = random.Random(f"slow {seed}")
+    arrivals: list[Arrival] = []
+    at_s = draw.expovariate(rate_per_s)
+    while at_s < duration_s:
+        is_long = draw.random() < 0.2
+        arrivals.append(Arrival(at_s, is_long, draw.randint(512, 1024) if is_long else draw.randint(16, 64)))
+        at_s += draw.expovariate(rate_per_s)
+    return arrivals
+
+
+def slow_machine(arguments: argparse.Namespace, cores: Sequence[int]) -> dict[str, Any]:
+    """Measure all policies at a load with objectives that the machine cannot hold."""
+    rates, seeds = (SLOW_RATES_PER_S, arguments.seeds) if arguments.full else ((1.0,), 1)
+    duration_s = 15.0 if arguments.trial else SLOW_RUN_S
+    runs: dict[tuple[str, float], list[Outcome]] = {}
+    capacity: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory(prefix="prefill-mix-") as scratch, ExitStack() as stack:
+        model = Path(scratch) / "model"
+        model.mkdir()
+        build_random_llama(SLOW_MODEL, model)
+        decode = stack.enter_context(_engine("decode", model, Path(scratch)))
+        servers = {OURS: stack.enter_context(_engine("both", model, Path(scratch), ("--laps-mode", "both")))}
+        for peer, options in SLOW_PEERS.items():
+            servers[peer] = stack.enter_context(_engine("both", model, Path(scratch), ("--laps-mode", "off"), options))
+        for engine in (decode, *servers.values()):
+            engine.wait_ready()
+        decode.pin({cores[1]})
+        for engine in servers.values():
+            engine.pin({cores[0]})
+        os.sched_setaffinity(0, {cores[1]})
+        clients = {name: Replayer(decode.url, SLOW_MODEL.vocabulary, 1, engine) for name, engine in servers.items()}
+        prompts = [arrival.prompt_tokens for arrival in slow_arrivals(1.0, 1e3, 99)][:SLOW_CLOSED_PROMPTS]
+        for number, (seed, rate) in enumerate(product(range(seeds), rates)):
+            order = list(clients)[number % len(clients) :] + list(clients)[: number % len(clients)]
+            for name in order:
+                outcomes = clients[name].run(slow_arrivals(rate, duration_s, seed), seed=number)
+                runs.setdefault((name, rate), []).extend(outcomes)
+                progress(f"rate {rate}, seed {seed}: {name:<24}{_brief(Run(outcomes, 1.0))}")
+        for name in clients:
+            capacity[name] = [len(prompts) / clients[name].run_closed(prompts, 8, seed=7) for _ in range(seeds)]
+        laps = servers[OURS].get("/laps")
+    table = [{"policy": name, "rate": rate, **_slow_figures(outcomes)} for (name, rate), outcomes in runs.items()]
+
+    def over_best(figure: str) -> float:
+        ratios = []
+        for rate in rates:
+            of_rate = {row["policy"]: row[figure] for row in table if row["rate"] == rate}
+            ratios.append(of_rate[OURS] / min(of_rate[peer] for peer in SLOW_PEERS))
+        return round(max(ratios), 3)
+
+    return {
+        "short_p90_over_best": over_best("short_p90_s"),
+        "long_p90_over_best": over_best("long_p90_s"),
+        "capacity_over_best": round(median(capacity[OURS]) / max(median(capacity[peer]) for peer in SLOW_PEERS), 3),
+        "failed": sum(outcome.ttft_s is None for outcomes in runs.values() for outcome in outcomes),
+        "cost_error_p50": laps["fit"]["error_p50"],
+        "cost_error_p90": laps["fit"]["error_p90"],
+        "laps": {name: laps[name] for name in ("boundary_tokens", "round_s", "fit")},
+        "table": table,
+        "versions": versions("sglang", "torch"),
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+
+
+def _slow_figures(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    times = {
+        is_long: [
+            300.0 if outcome.ttft_s is None else outcome.ttft_s
+            for outcome in outcomes
+            if outcome.arrival.is_long is is_long
+        ]
+        for is_long in (False, True)
+    }
+    return {
+        f"{name}_p{round(100 * share)}_s": round(percentile(times[is_long], share), 3)
+        for name, is_long in (("short", False), ("long", True))
+        for share in (0.5, 0.9, 0.99)
+    }
+
+
 @contextmanager
 def _engine(
     role: str,
@@ -430,6 +534,7 @@ def _plan(arguments: argparse.Namespace) -> Plan:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     here = Path(__file__).resolve().parent
+    parser.add_argument("--slow", action="store_true", help="a load with objectives that the machine cannot hold")
     parser.add_argument("--trial", action="store_true", help="two minutes, to see that it works")
     parser.add_argument("--full", action="store_true", help="twice as many seeds, three loads; an hour")
     parser.add_argument("--seeds", type=int, default=3, help="seeds, each with two rounds of a load (default: 3)")
