@@ -6,7 +6,7 @@ Two real prefill instances on a core each, a decode instance and the router on b
 prompts ask for more than one instance can do, in a long-heavy one long prompts do; in a balanced one each class asks
 for half an instance. Three systems serve the same requests:
 
-* **static**: one instance for short prompts, one for long ones, for ever (`--no-pool-spill`);
+* **static**: one instance for short prompts, one for long ones, for ever (`pool_spill` off);
 * **both**: each instance serves both classes, and the router sends a prompt to the one with less to do;
 * **controller**: the static split to begin with, but a pool that overflows is helped by the other at once, and a
   controller moves instances as the load turns (`--controller on`, min_short and min_long 0: it
@@ -59,7 +59,7 @@ CONTROLLER = (
     *("--controller", "on", "--set", "controller.interval_secs=1", "--set", "controller.cooldown_secs=8"),
     *("--set", "controller.min_short=0", "--set", "controller.min_long=0", "--set", "controller.drain_timeout_secs=10"),
 )
-STATIC = ("--no-pool-spill",)
+STATIC = ("--set", "placement.pool_spill=false")
 
 
 SHORT_HEAVY = Phase("short-heavy", HEAVY, LIGHT, 35.0)
