@@ -2,8 +2,8 @@
 
     python bench/one_pool.py [--full | --trial] [--out FOLDER]
 
-Two prefill instances on a core each; decode, routers and the client on both. Four systems serve the same rounds, one after
-the other in a changing order, each with instances and a router of its own:
+Two prefill instances on a core each; decode, routers and the client on both. Four systems serve the same rounds, one
+after the other in a changing order, each with instances and a router of its own:
 
 * **one_pool**: both instances batch short prompts (LAPS), share long ones, and keep their KV for the next turn;
 * **two_pools**: one instance for short prompts, one for long ones (`pool_spill` off);
