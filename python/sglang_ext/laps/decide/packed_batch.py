@@ -23,7 +23,7 @@ _LEAST_IN_PIPELINE: Final = 0.2  # each chunk waits for the longest stage, and f
 _MOST_OF_SLO: Final = 1 / 3  # a short prefill waits for the end of one batch, perhaps a longer one, and for its own
 _LEAST_OVERHEADS: Final = 2.4  # at any objective: below, next to nothing is computed
 _SPARE_SHARE: Final = 0.75  # of the time that the load leaves free: most of it that fixed costs may take
-_DEADLINE_SHARE: Final = 0.5  # of it: most that batches may take which there are only so that some are on time
+APART_SHARE: Final = 0.5  # of it: most that short prefills may take which run apart from long ones to be on time
 _LEAST_SPARE: Final = 0.05
 _RARE_ARRIVALS: Final = 0.05  # during a batch that is longer than the objective allows
 _LONG_MODE_ROUNDS: Final = 3.0
@@ -75,10 +75,10 @@ def loaded_round_s(fixed_s: float, short_slo_s: float, load: OfferedLoad, waitin
     return max(stable_s, shared_s)
 
 
-def has_spare_time(load: OfferedLoad, extra_s: float, batch_s: float) -> bool:
-    """Return whether `extra_s` of fixed costs with every batch of `batch_s`, for the sake of deadlines, take at most
-    half of the time that the load leaves free."""
-    return extra_s <= _DEADLINE_SHARE * (1.0 - load.utilisation) * batch_s
+def has_spare_time(load: OfferedLoad, extra_s: float, batch_s: float, share: float = _SPARE_SHARE) -> bool:
+    """Return whether `extra_s` of fixed costs with every batch of `batch_s` take at most this share of the time that
+    the load leaves free."""
+    return extra_s <= share * (1.0 - load.utilisation) * batch_s
 
 
 def stage_share(stages: int) -> float:

@@ -10,6 +10,7 @@ from typing import Final
 
 from sglang_ext.laps.decide.instance_model import InstanceModel, batch_of_shorts, nearest_deadline_s
 from sglang_ext.laps.decide.packed_batch import (
+    APART_SHARE,
     LongParts,
     LongRoom,
     cut_of,
@@ -121,7 +122,7 @@ def _choose_of_group(
         waiting,
         model.busy.share,
         model.limits.stages,
-        is_affordable=has_spare_time(model.offered.load(now_s), saved_s, mixed.predicted_s),
+        is_affordable=has_spare_time(model.offered.load(now_s), saved_s, mixed.predicted_s, APART_SHARE),
     ):
         return RoundPlan((short, mixed), now_s)
     return RoundPlan((mixed, short), now_s)

@@ -266,8 +266,8 @@ def test_fixed_costs_never_fill_the_time(
 
 
 def test_batches_apart_need_spare_time() -> None:
-    assert has_spare_time(OfferedLoad(10.0, 0.5), 0.024, 0.1)
-    assert not has_spare_time(OfferedLoad(10.0, 0.5), 0.026, 0.1)
+    assert has_spare_time(OfferedLoad(10.0, 0.5), 0.024, 0.1, 0.5)
+    assert not has_spare_time(OfferedLoad(10.0, 0.5), 0.026, 0.1, 0.5)
     assert not has_spare_time(OfferedLoad(10.0, 1.2), 0.001, 0.1)
 
 
