@@ -1240,7 +1240,7 @@ def test_rows_that_were_freed_before_their_reader_came_are_computed_again(is_run
         lost += one.plan(0.2)
     again = chunk_of(lost)
     assert sum(map(count_tokens, again.layout.history)) == 2000
-    assert {p for part in again.layout.new for run_ in part for p in run_} <= set(range(2000, 5000))
+    assert sorted(p for parts in again.layout.new for run in parts for p in run) == list(range(2000, 5000))
 
 
 def test_a_chunk_that_failed_for_want_of_room_is_ordered_again_once_there_is_some() -> None:

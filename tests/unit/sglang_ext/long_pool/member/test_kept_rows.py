@@ -13,8 +13,12 @@ import torch
 from sglang_ext.long_pool.coordinator.pool_cost import PoolCosts
 from sglang_ext.long_pool.coordinator.pool_protocol import PoolProtocol
 from sglang_ext.long_pool.coordinator.pool_settings import PoolSettings
+from sglang_ext.long_pool.decide.kept_prompts import KeptPrefix
 from sglang_ext.long_pool.decide.sharding import Interleaving
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
+from sglang_ext.long_pool.member.kept_rows import KeptRows
+from sglang_ext.long_pool.member.kv_streams import Reading
+from sglang_ext.long_pool.member.shard import HeldRows
 from sglang_ext.transfer.decide.protocol import TransferOutcome
 from support.memory_pool import MemoryPool, Wires
 from support.streaming_pool import Decode, StreamingMember, check_kept
@@ -132,3 +136,24 @@ def test_conversations_go_on_behind_what_is_kept_whatever_happens(make: Make, de
         assert history.prefix_hits >= 3
         assert not history.steps_failed
     one.check()
+
+
+def test_rows_that_a_transfer_may_still_read_are_not_evicted() -> None:
+    pool, lost = ToyPool(64, 4), []
+    kept = KeptRows(pool, lost.extend)
+    reading = Reading()
+    kept.add(1, HeldRows((range(16),), pool.allocate(16)), [reading])
+    assert (kept.evictable_tokens, kept.evict(16), lost) == (0, 0, [])
+    kept.drop(1)
+    assert pool.free_tokens == 48
+    reading.is_settled = True
+    kept.settle()
+    assert (pool.free_tokens, kept.evictable_tokens) == (64, 0)
+    later = Reading()
+    kept.add(2, HeldRows((range(16),), pool.allocate(16)), [])
+    kept.borrow(7, [KeptPrefix(2, 8)])
+    kept.give_back(7, [later])
+    assert kept.evict(16) == 0
+    later.is_settled = True
+    kept.settle()
+    assert (kept.evict(1), lost) == (16, [2])
