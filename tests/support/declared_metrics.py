@@ -86,7 +86,9 @@ def _registered() -> list[tuple[str, str, tuple[str, ...]]]:
     TransferMetrics(receive_backends=1)
     registered = [one for one in REGISTRY._collector_to_names if hasattr(one, "_labelnames")]
     found = [(one._name, one._type, one._labelnames) for one in registered]
-    status = SimpleNamespace(members=(), requests=(), cost_scale=1.0, arrivals_per_s=0.0, tickets_waiting=0)
+    status = SimpleNamespace(
+        members=(), requests=(), cost_scale=1.0, arrivals_per_s=0.0, tickets_waiting=0, prompts_kept=0
+    )
     protocol = SimpleNamespace(history=PoolHistory(), tickets=OpenTickets())
     pool = _PoolCollector(protocol, lambda: status)  # type: ignore[arg-type,return-value]
     return found + [(one.name, one.type, tuple(getattr(one, "_labelnames", ()))) for one in pool.collect()]
