@@ -261,6 +261,11 @@ class _SharedPrompts:
         for _, intervals in groupby(by_chunk, lambda busy: (busy.key, busy.start_s)):
             busy = next(intervals)
             self._chunks.setdefault(busy.key, []).append(busy)
+        self._collected_s: dict[int, float] = {}  # by request: its owner has begun to compute the rest by itself
+        for busy in sorted((busy for busy in spans if not busy.group), key=lambda busy: busy.start_s):
+            for key in (busy.key, *busy.others):
+                if key in self._chunks and busy.start_s >= self._chunks[key][-1].end_s:
+                    self._collected_s.setdefault(key, busy.start_s)
         self._lives = [life for life in lives if life.key in self._chunks]
         self._offered = 0
         self._plans = sorted(plans, key=lambda plan: plan.at_s)
@@ -278,12 +283,15 @@ class _SharedPrompts:
 
     def _row(self, life: _Life, now_s: float) -> PromptRow:
         request, chunks = life.request, self._chunks[life.key]
-        has_ended = life.first_token_s is not None and life.first_token_s <= now_s
+        collected_s = self._collected_s.get(life.key)
+        ended_s = life.first_token_s if collected_s is None else collected_s
+        has_ended = ended_s is not None and ended_s <= now_s
+        outcome = "streamed" if collected_s is None else "collected"
         owner = chunks[0].group[0] if chunks[0].owner is None else chunks[0].owner
         return PromptRow(
             *(life.key, _name(owner), request.prompt_tokens, request.cached_tokens, request.arrival_s),
-            life.first_token_s if has_ended else None,
-            "streamed" if has_ended else None,
+            ended_s if has_ended else None,
+            outcome if has_ended else None,
             [
                 (
                     busy.tokens or 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -169,20 +170,27 @@ def test_a_short_prompt_gets_in_between_the_chunks_of_a_long_one(name: OrderFact
 
 
 def test_a_chunk_is_not_cut_below_ten_times_its_overhead() -> None:
-    # 900 tokens in 1 s, the short prompt, then 900 and 200.
+    # At most 1 s. A third of 2.1 s, the short prompt, then half of 1.5 s, and what is left with its own overhead.
     costs = (SpCandidate(1, SpCost(0.1, 1e-3, 0.0, 0.0)),)
     outcome = serve([(0, 2000), (0.3, 100)], system(srpt, chunk_s=0.2), 1, costs)
-    assert ttfts_s(outcome) == pytest.approx([2.5, 0.9])
-    assert [busy.end_s for busy in outcome.timeline] == pytest.approx([1.0, 1.2, 2.2, 2.5])
+    assert ttfts_s(outcome) == pytest.approx([2.5, 0.6])
+    assert [busy.end_s for busy in outcome.timeline] == pytest.approx([0.7, 0.9, 1.65, 2.5])
 
 
 def test_chunks_shrink_as_the_prefix_grows() -> None:
     costs = (SpCandidate(1, SpCost(0.0, 1e-4, 1e-6, 0.5e-6)),)
     outcome = serve([(0, 5000)], system(lars, chunk_s=1.0), 1, costs)
-    ends_s = [busy.end_s for busy in outcome.timeline]
-    # All chunks but the last take the second that they may, and nothing is lost by cutting: c = 2d.
-    assert all(later - end == pytest.approx(1.0, abs=0.01) for end, later in pairwise([0.0, *ends_s[:-1]]))
-    assert ttfts_s(outcome) == pytest.approx([1e-4 * 5000 + 0.5e-6 * 5000**2])
+    # Each takes its part of what is left in as few equal ones as take at most a second (a token takes up to 5 ms), and
+    # nothing is lost by cutting: c = 2d.
+    all_s = 1e-4 * 5000 + 0.5e-6 * 5000**2
+    for busy in outcome.timeline:
+        left_s = all_s - busy.start_s
+        assert busy.end_s - busy.start_s == pytest.approx(left_s / math.ceil(left_s - 1e-9), abs=0.01)
+        assert busy.end_s - busy.start_s <= 1.0
+    tokens = [busy.tokens or 0 for busy in outcome.timeline]
+    assert all(later < before for before, later in pairwise(tokens))
+    assert len(tokens) <= math.ceil(all_s) + 1
+    assert ttfts_s(outcome) == pytest.approx([all_s])
 
 
 # ---- failures ----

@@ -110,15 +110,22 @@ def test_a_run_of_a_cluster_that_shares_prompts_and_a_warm_up_are_recorded(tmp_p
 
 
 def test_prompts_that_instances_share_are_told_with_their_chunks(tmp_path: Path) -> None:
-    """As a coordinator tells them: every new token in one chunk, each where the lanes have it, and nothing early."""
+    """As a coordinator tells them: every new token in one chunk, or computed by the owner once that has collected the
+    rest; each where the lanes have it, and nothing early."""
     prompts: dict[int, PromptRow] = {}
     planned: set[tuple[int, int]] = set()  # prompt, and how many chunks it had begun
     names: dict[int, str] = {}
     worked: set[tuple[str, float, float]] = set()
+    spans: set[tuple[str, str, float, float, int]] = set()  # request, instance, times and tokens
     frames = [json.loads(line) for line in shared_recording(tmp_path).read_bytes().splitlines()[1:]]
     for frame in frames:
         names |= {row[0]: row[1] for row in frame.get("instances", ())}
         worked |= {(names[row[0]], row[2], row[3]) for row in frame.get("spans", ())}
+        spans |= {
+            (span.label, names[span.instance], span.start_s, span.end_s, span.tokens)
+            for span in map(SpanRow._make, frame.get("spans", ()))
+            if span.kind == "prefill"
+        }
         for row in map(PromptRow._make, frame.get("prompts", ())):
             assert row.offered_s <= frame["at_s"]
             assert all(start_s <= frame["at_s"] for _, _, start_s, _ in row.chunks)
@@ -133,9 +140,22 @@ def test_prompts_that_instances_share_are_told_with_their_chunks(tmp_path: Path)
     ended = [row for row in prompts.values() if row.ended_s is not None]
     assert len(ended) > 20
     assert any(len(row.chunks) > 1 for row in ended)
+    assert {row.outcome for row in ended} == {"streamed", "collected"}
     for row in ended:
-        assert row.outcome == "streamed"
-        assert sum(tokens for tokens, *_ in row.chunks) == row.tokens - row.cached_tokens
+        shared = {
+            (f"request {row.prompt}", member, start_s, end_s)
+            for _, members, start_s, end_s in row.chunks
+            for member in members
+        }
+        own = [span for span in spans if span[0] == f"request {row.prompt}" and span[:4] not in shared]
+        left = row.tokens - row.cached_tokens - sum(tokens for tokens, *_ in row.chunks)
+        if row.outcome == "streamed":
+            assert not own
+            assert left == 0
+        else:
+            ((_, member, start_s, _, tokens),) = own
+            assert (member, start_s, tokens) == (row.owner, row.ended_s, left)
+            assert start_s >= row.chunks[-1][3]
         assert row.owner in {member for _, members, _, _ in row.chunks for member in members}
         for _, members, start_s, end_s in row.chunks:
             assert {(member, start_s, end_s) for member in members} <= worked
