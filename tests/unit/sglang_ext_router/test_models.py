@@ -521,12 +521,14 @@ async def test_an_instance_moves_between_the_pools_of_its_own_model_alone() -> N
         (move,) = controller.moves
         assert (move.outcome, move.model) == (MoveOutcome.MOVED, "qwen")
         shown = (await served.ask("GET", "/pools")).json
+        async with asyncio.timeout(5):  # a round in which a report comes late decides nothing
+            while shown["models"]["llama"]["decision"]["reason"] != "balanced":
+                shown = (await served.ask("GET", "/pools")).json
         sizes = {
             model: [pools["pools"][role.value]["instances"] for role in POOLS]
             for model, pools in shown["models"].items()
         }
         assert sizes == {"llama": [2, 1, 1], "qwen": [1, 2, 1]}
-        assert shown["models"]["llama"]["decision"]["reason"] == "balanced"
         assert shown["models"]["llama"]["cooldown_left_s"] == 0.0
         assert shown["pools"]["short"]["instances"] == 3
         assert shown["controller"]["decision"] is None
