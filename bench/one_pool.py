@@ -146,7 +146,7 @@ def main() -> None:
 
 
 class Bench:
-    """The instances of all systems; those that nobody asks sleep."""
+    """The instances of all systems; instances without requests sleep."""
 
     def __init__(self, scratch: Path, cores: Sequence[int], plan: Plan, stack: ExitStack) -> None:
         self._scratch, self._cores, self._plan, self._stack = scratch, cores, plan, stack
@@ -300,7 +300,7 @@ def _row(answers: Sequence[Answer]) -> dict[str, float]:
 
 
 def _differing(runs: Mapping[str, Sequence[Answer]]) -> int:
-    """Return how many prompts have not the same answer everywhere; those that failed somewhere are not compared."""
+    """Return how many prompts have different answers; prompts that failed in one system are left out."""
     answers: dict[tuple[int, int], set[tuple[int, ...]]] = {}
     for several in runs.values():
         for answer in several:

@@ -67,15 +67,15 @@ def draw_load(duration_s: float, chats_per_s: float, conversations: int, seed: i
     documents = [2000 + int(4000 * (number + draw.random()) / conversations) for number in range(conversations)]
     draw.shuffle(documents)
     begin_s = 0.6 * duration_s / conversations  # the last turns shall not be alone
-    told = tuple(
+    talks = tuple(
         Conversation(begin_s * (number + draw.random()), tokens, (draw.randint(30, 120), draw.randint(30, 120)), 3.0)
         for number, tokens in enumerate(documents)
     )
-    return Load(tuple(chats), told)
+    return Load(tuple(chats), talks)
 
 
 class Client:
-    """Sends a load to a router and times first tokens. The same seed sends the same tokens, whatever is answered."""
+    """Sends a load to a router and times first tokens. The same seed sends the same tokens."""
 
     def __init__(self, url: str, vocabulary: int, output_tokens: int) -> None:
         self._url, self._vocabulary, self._output_tokens = url, vocabulary, output_tokens

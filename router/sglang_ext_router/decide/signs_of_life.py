@@ -21,7 +21,7 @@ LARGE_BODY_BYTES = 1 << 17  # smaller ones are read in less time than any probe 
 
 
 class Judgement(Enum):
-    """What becomes of an instance."""
+    """Describes what becomes of an instance."""
 
     STAYS = "stays"
     SILENT = "silent"  # keeps its requests, gets no new ones until it is heard
@@ -73,7 +73,7 @@ def judge_checks(checks: FailedChecks, threshold: int) -> Judgement:
 
 
 class ReadingTime:
-    """How long an instance's server process may be busy with the large bodies that it was sent."""
+    """Estimates how long an instance's server process may be busy with the large bodies that it was sent."""
 
     __slots__ = ("_until_s",)
 

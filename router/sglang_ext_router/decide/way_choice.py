@@ -26,7 +26,7 @@ class PlainLoad(NamedTuple):
 
 
 class WayCost:
-    """What one way costs beyond the predicted prefill: transfer, scheduling, the tokens that are decoded beside it.
+    """Describes what one way costs beyond the predicted prefill: transfer, scheduling, tokens decoded at the same time.
 
     It is a moving average over the streams that went this way; unused for a while it goes back to nothing, so that a
     way that was slow once is tried again.

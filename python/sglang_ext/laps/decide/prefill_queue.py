@@ -366,7 +366,7 @@ class PrefillQueue:
         self._expect(waiting, next_s if waiting.due_s <= now_s else min(next_s, waiting.due_s))
 
     def _grow_old(self, waiting: _Waiting, age: _Turn) -> None:
-        """From now on it is looked at by how long it has waited."""
+        """Look at it by how long it has waited from now on."""
         old = self._lists[waiting.group].old
         waiting.age = age
         if not old or old[-1] < age:  # as most are

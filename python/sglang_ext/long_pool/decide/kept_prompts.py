@@ -85,7 +85,7 @@ class KeptPrompts:
         self._by_text: dict[int, _KeptPrompt] = {}  # by hash of a text's beginning: the first prompt that has it
         self.version = 0  # another number whenever another prompt is kept, or not any more
         self._tokens: dict[int, int] = {}  # by instance
-        self._locked: dict[int, int] = {}  # of these, those that a request reads
+        self._locked: dict[int, int] = {}  # of these, the rows that a request reads
         self._uses = 0
 
     def __len__(self) -> int:
@@ -96,7 +96,7 @@ class KeptPrompts:
         return self._tokens.get(instance, 0)
 
     def locked_on(self, instance: int) -> int:
-        """Rows that are kept there and that requests read: memory that cannot be had now."""
+        """Return the number of rows that are kept there and that requests read: their memory cannot be had now."""
         return self._locked.get(instance, 0)
 
     def match(self, blocks: PromptBlocks, most_tokens: int) -> KeptPrefix | None:
@@ -153,7 +153,7 @@ class KeptPrompts:
         self._use(self._prompts[parts[-1].prompt])
 
     def unlock(self, parts: Sequence[KeptPrefix]) -> None:
-        """A request reads them no more. Without effect on those that were lost meanwhile."""
+        """A request reads them no more. Parts that were lost meanwhile are left out."""
         for part in parts:
             prompt = self._prompts.get(part.prompt)
             if prompt is not None:

@@ -1,7 +1,7 @@
 """KV rows of prompts that have ended, kept by the member that computed them: its part of the pool's prefix cache.
 
 The coordinator says what is kept, who reads it and what is dropped (`Keep`, `Borrow`, `DropKept`). Other work of the
-instance may have the memory at any time: what nobody reads is evicted, whole prompts at a time, least recently used
+instance may have the memory at any time: what no request reads is evicted, whole prompts at a time, least recently used
 first, and the coordinator is informed.
 """
 
@@ -19,13 +19,13 @@ from sglang_ext.long_pool.member.shard import HeldRows, KvPool, rows_within
 
 @dataclass(slots=True)
 class _KeptPart:
-    """What this member has of one prompt."""
+    """Describes the rows that this member has of one prompt."""
 
     rows: HeldRows
     pages: torch.Tensor  # that the rows lie in
     sending: list[Reading]  # transfers that may still read the rows
     readers: set[int] = field(default_factory=set)  # requests
-    is_dropped: bool = False  # free it once nobody reads it
+    is_dropped: bool = False  # free it once no request reads it
     used: int = 0  # number of its last use
     outlived_at: int = 0  # see `KeptRows.evict_outlived`
 
@@ -49,7 +49,7 @@ class KeptRows:
 
     @property
     def evictable_tokens(self) -> int:
-        """Slots of rows that nobody reads, in whole pages."""
+        """Return the number of slots of rows that no request reads, in whole pages."""
         pages: int = sum(part.pages.numel() for part in self._parts.values() if part.is_free)
         return self._pool.page_tokens * pages
 
@@ -83,7 +83,7 @@ class KeptRows:
                 self._free_if_dropped(prompt, part)
 
     def drop(self, prompt: int) -> None:
-        """The coordinator wants the rows of a prompt freed, once nobody reads them."""
+        """The coordinator wants the rows of a prompt freed, once no request reads them."""
         part = self._parts.get(prompt)
         if part is not None:
             part.is_dropped = True
@@ -109,7 +109,7 @@ class KeptRows:
         return self._evict(tokens, lambda part: True)
 
     def flush(self) -> None:
-        """Evict everything; nobody reads it."""
+        """Evict everything. Call it only while no request reads anything."""
         lost = tuple(self._parts)
         self.clear()
         if lost:
