@@ -141,7 +141,7 @@ def _start(scratch: Path, cores: Sequence[int], stack: ExitStack) -> dict[str, B
 def _profile(prefill: BenchEngine, decode: BenchEngine, path: Path) -> None:
     """Measure the instance as a user does. Torch's attention has a term that the papers' forms lack: see the docs."""
     command = [sys.executable, "-m", "sglang_ext.cli", "profile", "--url", prefill.url]
-    command += ["--decode", decode.url, "--out", str(path), "--accept-bad-fit", "--set"]
+    command += ["--decode", decode.url, "--out", str(path), "--set", "output.accept_bad_fit=true", "--set"]
     command.append("points.cached_tokens=" + ",".join(map(str, CACHED_TOKENS)))
     path.with_name(path.name + ".partial").unlink(missing_ok=True)
     began_s = time.monotonic()

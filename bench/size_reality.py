@@ -181,7 +181,7 @@ def _pin(engines: dict[str, BenchEngine], cores: Sequence[int]) -> None:
 
 def _profile(engines: dict[str, BenchEngine], path: Path) -> None:
     command = [sys.executable, "-m", "sglang_ext.cli", "profile", "--url", engines["both"].url]
-    command += ["--decode", engines["decode"].url, "--out", str(path), "--accept-bad-fit", "--set"]
+    command += ["--decode", engines["decode"].url, "--out", str(path), "--set", "output.accept_bad_fit=true", "--set"]
     command.append("points.cached_tokens=" + ",".join(map(str, CACHED_TOKENS)))
     path.with_name(path.name + ".partial").unlink(missing_ok=True)
     done = subprocess.run(command, text=True, capture_output=True, check=False)

@@ -44,7 +44,7 @@ def test_a_profile_of_prefill_and_hand_over(tmp_path: Path, capsys: pytest.Captu
     out = tmp_path / "profile.json"
     hits = samples(prefill, "sglang:cached_tokens_total")
     arguments = ["profile", "--url", prefill.url, "--decode", decode.url, "--out", str(out), *POINTS]
-    assert main([*arguments, *sets("points.repeats=2"), "--accept-bad-fit"]) == 0, capsys.readouterr().err
+    assert main([*arguments, *sets("points.repeats=2", "output.accept_bad_fit=true")]) == 0, capsys.readouterr().err
     content = json.loads(out.read_text())
     measured = {(one["cached_tokens"], one["new_tokens"], one["requests"]): one for one in content["points"]}
     assert set(measured) == {(0, 16, 1), (0, 256, 1), (512, 16, 1), (512, 256, 1), (0, 16, 8)}
@@ -95,7 +95,7 @@ def test_what_a_stage_of_a_pipeline_takes(tmp_path: Path, capsys: pytest.Capture
     out = tmp_path / "profile.json"
     points = sets(f"points.new_tokens=16,{CHUNK_TOKENS}", "points.cached_tokens=0,512", "points.batch_sizes=1")
     arguments = ["profile", "--url", prefill.url, "--decode", decode.url, "--out", str(out), *points]
-    assert main([*arguments, *sets("points.repeats=2"), "--accept-bad-fit"]) == 0, capsys.readouterr().err
+    assert main([*arguments, *sets("points.repeats=2", "output.accept_bad_fit=true")]) == 0, capsys.readouterr().err
     assert f"through 2 stages. A chunk of {CHUNK_TOKENS} tokens passes in " in capsys.readouterr().out
     content = json.loads(out.read_text())
     assert "prefill" not in content

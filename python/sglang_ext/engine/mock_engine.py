@@ -19,6 +19,7 @@ from sglang_ext.types import Role
 
 CONTEXT_TOKENS = 1 << 17
 KV_TOKENS = 1 << 20
+BOOTSTRAP_PORT = 8998  # of every prefill role; nothing listens on it
 DEFAULT_OUTPUT_TOKENS = 16
 TOKEN = " mock"
 _BYTES_PER_TOKEN = 4
@@ -31,10 +32,9 @@ _MODES = {Role.DECODE: "decode", Role.PLAIN: "null"}  # of other roles prefill
 class MockEngine:
     """The state of one mock instance, and its handlers."""
 
-    def __init__(self, role: Role, *, model: str, bootstrap_port: int, token_s: float) -> None:
+    def __init__(self, role: Role, *, model: str, token_s: float) -> None:
         self.role = role
         self.model = model
-        self.bootstrap_port = bootstrap_port
         self.token_s = token_s
         self._running = 0
 
@@ -62,7 +62,7 @@ class MockEngine:
                 "served_model_name": self.model,
                 "max_total_num_tokens": KV_TOKENS,
                 "context_length": CONTEXT_TOKENS,
-                "disaggregation_bootstrap_port": self.bootstrap_port,
+                "disaggregation_bootstrap_port": BOOTSTRAP_PORT,
             }
         )
 
@@ -107,8 +107,8 @@ class MockEngine:
         rooms = room if isinstance(room, list) else [room]
         if not rooms or not all(type(number) is int and 0 <= number < 1 << 63 for number in rooms):
             return f"bootstrap_room must be an integer below 2**63, or a list of them, got {room!r}"
-        if self.role.is_prefill and port is not None and {port} != {self.bootstrap_port} and not isinstance(port, list):
-            return f"bootstrap_port must be {self.bootstrap_port}, which this instance has, got {port!r}"
+        if self.role.is_prefill and port is not None and {port} != {BOOTSTRAP_PORT} and not isinstance(port, list):
+            return f"bootstrap_port must be {BOOTSTRAP_PORT}, which this instance has, got {port!r}"
         if not self.role.is_prefill and not body.get("bootstrap_host"):
             return "bootstrap_host must name the prefill instance"
         return None
@@ -168,7 +168,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--role", type=Role, choices=list(Role), required=True, help="what this instance imitates")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=30001, help="HTTP port")
-    parser.add_argument("--bootstrap-port", type=int, default=8998, help="bootstrap port that a prefill role reports")
     parser.add_argument("--model", default="mock", metavar="NAME", help="name of the model in the API")
     parser.add_argument("--token-ms", type=float, default=20.0, metavar="MS", help="time for each token of a reply")
 
@@ -178,7 +177,6 @@ def run(arguments: argparse.Namespace) -> int:
     engine = MockEngine(
         arguments.role,
         model=arguments.model,
-        bootstrap_port=arguments.bootstrap_port,
         token_s=max(0.0, arguments.token_ms) / 1e3,
     )
     web.run_app(engine.app(), host=arguments.host, port=arguments.port, access_log=None)

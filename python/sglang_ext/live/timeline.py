@@ -468,25 +468,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=Path("timeline.png"),
         help="picture to write: .png, .svg or .pdf; of a recording .html, too: the page that plays it",
     )
-    add(
-        "--requests",
-        type=int,
-        metavar="N",
-        default=20,
-        help="how many of the latest prompts, or batches of each instance",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Draw it; the exit status."""
-    if arguments.requests < 1:
-        return _fail(f"--requests must be at least 1, got {arguments.requests}", 2)
     if arguments.recording is not None:
         return _show_recording(arguments)
     if arguments.instance:
         return _show_stages(arguments)
     try:
-        timeline = timeline_of(read_status(arguments.coordinator), arguments.requests)
+        timeline = timeline_of(read_status(arguments.coordinator))
         if not timeline.requests:
             return _fail(f"--coordinator {arguments.coordinator}: no prompt has been shared yet", 1)
         draw_timeline(timeline, arguments.out)
@@ -507,7 +498,7 @@ def _show_stages(arguments: argparse.Namespace) -> int:
         except StatusUnavailableError as error:
             return _fail(f"--instance {url}: {error}", 1)
     try:
-        timeline = timeline_of_stages(statuses, arguments.requests)
+        timeline = timeline_of_stages(statuses)
         draw_timeline(timeline, arguments.out, title="Batches on the pipeline stages")
     except TimelineError as error:
         return _fail(f"--instance: {error}", 1)
@@ -524,7 +515,7 @@ def _show_recording(arguments: argparse.Namespace) -> int:
             messages = write_page(arguments.recording, arguments.out)
             print(f"{messages} messages: {arguments.out}")
             return 0
-        timeline = timeline_of_recording(read_recording(arguments.recording), arguments.requests)
+        timeline = timeline_of_recording(read_recording(arguments.recording))
         if not timeline.requests:
             return _fail(f"--recording {arguments.recording}: no request was at a prefill instance", 1)
         draw_timeline(timeline, arguments.out, title="Requests on their prefill instances")

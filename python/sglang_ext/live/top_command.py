@@ -28,6 +28,7 @@ from sglang_ext.live.stream_client import (
 POOLS = ("short", "long", "both", "decode", "plain")
 RETRY_S = 2.0
 RATE_WINDOW_S = 10.0
+LINE_INTERVAL_S = 5.0  # between two lines where the output is not a terminal
 BAR = 10  # characters of a busy bar
 _CLEAR = "\x1b[H\x1b[J"
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
@@ -39,21 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `sglang-ext live top`."""
     add = parser.add_argument
     add("url", metavar="URL", nargs="?", default="http://127.0.0.1:30000", help="address of the router")
-    add(
-        "--interval",
-        type=float,
-        metavar="S",
-        default=5.0,
-        help="seconds between two lines where the output is not a terminal",
-    )
     add("--lines", type=int, metavar="N", help="end after this number of lines, or of pictures of a terminal")
     add("--api-key", default="", metavar="TEXT", help=KEY_HELP)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Show until Ctrl-C; the exit status."""
-    if not arguments.interval > 0 or (arguments.lines is not None and arguments.lines < 1):
-        return _fail("--interval and --lines must be above 0", 2)
+    if arguments.lines is not None and arguments.lines < 1:
+        return _fail("--lines must be above 0", 2)
     try:
         address = router_address(arguments.url)
     except AddressError as error:
@@ -84,7 +78,7 @@ def _follow(address: str, key: str, arguments: argparse.Namespace, is_terminal: 
                 now_s = time.monotonic()
                 try:
                     view.take(json.loads(line))
-                    if not view.is_whole or (not is_terminal and now_s - shown_s < arguments.interval):
+                    if not view.is_whole or (not is_terminal and now_s - shown_s < LINE_INTERVAL_S):
                         continue
                     size = shutil.get_terminal_size()
                     lines = view.screen(*size, "NO_COLOR" not in os.environ) if is_terminal else [view.line()]

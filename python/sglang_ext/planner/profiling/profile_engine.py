@@ -33,7 +33,7 @@ from sglang_ext.planner.profiling.points import AskedPoints, Point, PointError, 
 from sglang_ext.settings import Setting, SettingsError
 
 API_KEY_VARIABLE = "SGLANG_EXT_API_KEY"
-DEFAULT_MAX_ERROR = 0.2
+MAX_ERROR = 0.2  # relative, at one point of ten
 _HAND_OVER_TOKENS = (16, 128, 1024, 4096)
 _BAR = 40
 
@@ -50,12 +50,7 @@ SETTINGS = (
     _POINTS("timeout_s", float, 300.0, "longest time of one request", dest="timeout"),
     _OUTPUT("plot", Path, None, "the picture (PNG); default: the profile's name with .png"),
     _OUTPUT("device_name", str, None, "name of the device in the profile, such as H200"),
-    _OUTPUT(
-        "max_error",
-        float,
-        DEFAULT_MAX_ERROR,
-        "a fit of which the relative error is larger than this at one point of ten is bad",
-    ),
+    _OUTPUT("accept_bad_fit", bool, False, "write the profile of a bad fit all the same"),
 )
 
 
@@ -72,7 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a profile of the same model: what it has of other numbers of pipeline stages (--pp-size) is kept",
     )
-    parser.add_argument("--accept-bad-fit", action="store_true", help="write the profile of a bad fit all the same")
     settings.add_arguments(parser, SETTINGS)
 
 
@@ -139,13 +133,13 @@ def _run(args: argparse.Namespace) -> int:
         print(_stages_line(measurements, pipeline))
     for skipped in measurements.skipped:
         print(f"left out: {skipped.reason}")
-    bad = bad_forms(fit, args.max_error)
+    bad = bad_forms(fit, MAX_ERROR)
     for form in bad:
-        print(_verdict(form, args.max_error), file=sys.stderr)
+        print(_verdict(form), file=sys.stderr)
     if bad and not args.accept_bad_fit:
         print(
-            "sglang-ext profile: error: the fit is bad, no profile was written; --accept-bad-fit writes it "
-            f"(the measurements are kept in {partial_path(args.out)})",
+            "sglang-ext profile: error: the fit is bad, no profile was written; --set output.accept_bad_fit=true "
+            f"writes it (the measurements are kept in {partial_path(args.out)})",
             file=sys.stderr,
         )
         return 1
@@ -161,16 +155,14 @@ def _check(args: argparse.Namespace) -> None:
         raise PointError(f"points.repeats must be at least 1, got {args.repeats}")
     if not args.timeout > 0:
         raise PointError(f"points.timeout_s must be above 0, got {args.timeout:g}")
-    if not args.max_error > 0:
-        raise PointError(f"output.max_error must be above 0, got {args.max_error:g}")
     for option, path in (("--out", args.out), ("output.plot", args.plot)):
         if path is not None and not path.parent.is_dir():
             raise PointError(f"{option} {path}: the folder does not exist")
 
 
-def _verdict(form: FormFit, max_error: float) -> str:
+def _verdict(form: FormFit) -> str:
     return (
-        f"bad fit of {form.name}: relative error {form.error_p90:.1%} at one point of ten (bound {max_error:.1%}), "
+        f"bad fit of {form.name}: relative error {form.error_p90:.1%} at one point of ten (bound {MAX_ERROR:.1%}), "
         f"largest {form.error_max:.1%} for {form.worst}"
     )
 
@@ -251,8 +243,8 @@ def _content(args: argparse.Namespace, facts: InstanceFacts, measurements: Measu
             form.name: {"error_p50": form.error_p50, "error_p90": form.error_p90, "error_max": form.error_max}
             for form in fit.forms
         },
-        "max_error": args.max_error,
-        "has_bad_fit": bool(bad_forms(fit, args.max_error)),
+        "max_error": MAX_ERROR,
+        "has_bad_fit": bool(bad_forms(fit, MAX_ERROR)),
         "points": [_point_entry(point, fit) for point in measurements.points],
         "hand_over": [
             {

@@ -18,7 +18,7 @@ PAIRED = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998, "bootstrap_room
 
 
 async def post(role: Role, path: str, body: object) -> tuple[int, str]:
-    engine = MockEngine(role, model="m", bootstrap_port=8998, token_s=0.0)
+    engine = MockEngine(role, model="m", token_s=0.0)
     async with TestClient(TestServer(engine.app())) as client:
         reply = await client.post(path, json=body)
         return reply.status, await reply.text()

@@ -121,8 +121,11 @@ def test_a_stream_that_begins_anew_forgets_what_was(messages: list[bytes], tmp_p
 
 
 @pytest.mark.slow
-def test_plain_lines_without_a_terminal(router: StreamingRouter, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["live", "top", router.url, "--interval", "0.000001", "--lines", "3"]) == 0
+def test_plain_lines_without_a_terminal(
+    router: StreamingRouter, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sglang_ext.live.top_command.LINE_INTERVAL_S", 0.0)
+    assert main(["live", "top", router.url, "--lines", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
     for line in lines:
@@ -141,8 +144,9 @@ def test_a_message_that_cannot_be_read_is_told_and_the_router_asked_again(
     messages: list[bytes], wrong: bytes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sglang_ext.live.top_command.RETRY_S", 0.0)
+    monkeypatch.setattr("sglang_ext.live.top_command.LINE_INTERVAL_S", 0.0)
     with streaming_router([*messages[:3], wrong]) as server:
-        assert main(["live", "top", server.url, "--interval", "0.000001", "--lines", "3"]) == 0
+        assert main(["live", "top", server.url, "--lines", "3"]) == 0
         assert len(server.asked) == 2
     told = capsys.readouterr()
     assert len(told.out.splitlines()) == 3
@@ -173,14 +177,14 @@ def test_a_key_is_not_carried_to_where_a_router_sends_its_client(
 @pytest.mark.slow
 def test_what_cannot_be_shown_is_one_line(router: StreamingRouter, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["live", "top", "ftp://x"]) == 2
-    assert main(["live", "top", router.url, "--interval", "0"]) == 2
+    assert main(["live", "top", router.url, "--lines", "0"]) == 2
     router.code = 401
     assert main(["live", "top", router.url]) == 1
     router.code, router.answer = 200, b"data: {}\n\n"
     assert main(["live", "top", router.url]) == 1
     lines = capsys.readouterr().err.splitlines()
     for line, words in zip(
-        lines, ("is not of the form", "--interval", "(--api-key)", "line 1 is not a hello"), strict=True
+        lines, ("is not of the form", "--lines", "(--api-key)", "line 1 is not a hello"), strict=True
     ):
         assert line.startswith("sglang-ext live top: ")
         assert words in line

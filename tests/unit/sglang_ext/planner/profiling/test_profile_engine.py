@@ -248,7 +248,7 @@ def test_a_bad_fit_is_not_written_unless_told_to(tmp_path: Path, capsys: pytest.
         assert "bad fit of iteration" not in error
         assert not out.exists()
         instance.measured.clear()
-        assert profile(instance, out, *QUICK, "--accept-bad-fit") == 0
+        assert profile(instance, out, *QUICK, *sets("output.accept_bad_fit=true")) == 0
         assert instance.measured == []  # what was measured is kept
     assert json.loads(out.read_text())["has_bad_fit"] is True
     lengths = tmp_path / "lengths.csv"
@@ -306,7 +306,6 @@ def test_the_key_is_sent_and_not_written(
     ("server", "options", "message"),
     [
         ({}, sets("points.repeats=0"), "points.repeats must be at least 1, got 0"),
-        ({}, sets("output.max_error=0"), "output.max_error must be above 0, got 0"),
         ({}, sets("points.timeout_s=0"), "points.timeout_s must be above 0, got 0"),
         ({}, ["--model", "other/llama-2"], "--model other/llama-2: the instance serves models/tiny-llama"),
         ({}, sets("points.new_tokens=513"), "chunked prefill cuts it, --chunked-prefill-size of the instance is 512"),
