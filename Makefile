@@ -47,13 +47,15 @@ MOONCAKE := $(VENV)/mooncake/.installed-$(shell cksum < requirements/mooncake.lo
 TRACES := $(VENV)/traces/.installed-$(shell cksum < requirements/traces.lock | cut -d' ' -f1)
 # What renders and checks the Helm chart.
 CHARTS := $(VENV)/charts/.installed-$(shell cksum < requirements/charts.lock | cut -d' ' -f1)
+# Bytecode is kept, also where the caller's environment forbids it: the imports of SGLang take twice as long without.
+unexport PYTHONDONTWRITEBYTECODE
 PYTEST_ARGS ?=
 # Tests of engines wait more than they compute, so there is one worker more than cores; a module is not divided among
 # workers, and those that start engines come first.
 WORKERS ?= $(shell expr $$(nproc) + 1)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=40
 
-.PHONY: env compiled plain check cuda-lock kernels-env ray-env judges-env nixl-env mooncake-env charts-env traces-env demo test test-all test-k8s unit lint format clean
+.PHONY: env compiled plain linted check cuda-lock kernels-env ray-env judges-env nixl-env mooncake-env charts-env traces-env demo test test-all test-k8s unit lint format clean
 .DEFAULT_GOAL := env
 
 env: $(STAMP)
@@ -136,13 +138,20 @@ lint: env
 	@$(BIN)/lint-imports
 	@$(BIN)/python tools/check_structure.py
 
-check: lint $(NATIVE)
+# The bytecode of the tests, made once in a fresh clone instead of by each worker of pytest; an error is reported there.
+tests/__pycache__: | $(STAMP)
+	@$(BIN)/python -m pytest -q --collect-only >/dev/null 2>&1 || true
+
+linted: env
+	@$(MAKE) --no-print-directory -j3 lint tests/__pycache__ $(NATIVE)
+
+check: linted
 	@$(BIN)/python -m pytest -q -n $$(nproc) -m 'not slow' tests/unit $(PYTEST_ARGS)
 
-test: lint $(NATIVE)
+test: linted
 	@$(PYTEST) $(PYTEST_ARGS)
 
-test-all: lint $(COMPILED) $(NATIVE) $(KERNELS) $(RAY) $(JUDGES) $(NIXL) $(MOONCAKE) $(CHARTS) $(TRACES)
+test-all: linted $(COMPILED) $(KERNELS) $(RAY) $(JUDGES) $(NIXL) $(MOONCAKE) $(CHARTS) $(TRACES)
 	@$(PYTEST) --full $(PYTEST_ARGS)
 
 test-k8s: env $(CHARTS)

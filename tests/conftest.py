@@ -34,9 +34,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if "sglang_imported" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
     left_out = [marker for marker in ("full", "kubernetes") if not config.getoption(f"--{marker}")]
-    kept = [item for item in items if not any(item.get_closest_marker(marker) for marker in left_out)]
-    if len(kept) < len(items):
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    kept: list[pytest.Item] = []
+    deselected: list[pytest.Item] = []
+    for item in items:
+        (deselected if any(map(item.get_closest_marker, left_out)) else kept).append(item)
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
         items[:] = kept
 
 

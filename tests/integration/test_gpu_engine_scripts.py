@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 from gpu import serve, two_engines
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.full]
 
 # The graphs are captured with attention of each token to itself only.
 BROKEN = """
@@ -67,20 +67,17 @@ def test_right_attention_passes_and_its_control_does_not(tmp_path: Path) -> None
 SMALLEST = ("--exact", "--lengths", "16", "--batches", "2", "--reprefills", "")
 
 
-@pytest.mark.full
 def test_wrong_attention_in_the_graphs_is_seen(tmp_path: Path) -> None:
     found = buckets_on_a_cpu(tmp_path, BROKEN, *SMALLEST)
     assert found["failed"] == ["error of logits on the grid", "batches with equal tokens, of all"]
 
 
-@pytest.mark.full
 def test_weights_that_hide_wrong_attention_are_a_failure(tmp_path: Path) -> None:
     found = buckets_on_a_cpu(tmp_path, UNSPREAD, *SMALLEST)
     assert found["control_error"] < 0.01
     assert found["failed"] == ["error of attention to oneself, which must be seen"]
 
 
-@pytest.mark.full
 def test_batches_are_timed_against_the_floor(tmp_path: Path) -> None:
     found = buckets_on_a_cpu(tmp_path, None)
     assert found["failed"] == []
@@ -88,7 +85,6 @@ def test_batches_are_timed_against_the_floor(tmp_path: Path) -> None:
     assert all(row["eager_s"] > 0 and row["grid_s"] > 0 and row["floor_s"] > 0 for row in found["rows"])
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "systems"),
     [(("--systems", "stock,all"), ["stock", "all"]), (("--windows", "adaptive,0"), ["adaptive", "0"])],
@@ -109,7 +105,6 @@ def test_servers_are_loaded(
         assert ("decisions" in level) == (name != "stock")
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("arrangements", ["handshake", "default,pool"])
 def test_answers_of_engines_are_those_of_one(
     arrangements: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

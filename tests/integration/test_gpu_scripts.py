@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.integration
-
-LINKED = ("ring", "transfer")  # two processes each
+pytestmark = [pytest.mark.integration, pytest.mark.full]
 
 # Runs `kernels.py` with a kernel that leaves one row of its result out.
 BROKEN_SCATTER = """
@@ -43,9 +41,7 @@ def run(command: list[str], environment: dict[str, str], out: Path) -> tuple[int
     return done.returncode, json.loads(out.read_text())
 
 
-@pytest.mark.parametrize(
-    "name", ["kernels", "graphs", *(pytest.param(name, marks=pytest.mark.full) for name in LINKED)]
-)
+@pytest.mark.parametrize("name", ["kernels", "graphs", "ring", "transfer"])
 def test_a_script_runs_dry_without_an_engine(name: str, no_engine: dict[str, str], tmp_path: Path) -> None:
     out = tmp_path / "found.json"
     script = str(ROOT / f"bench/gpu/{name}.py")

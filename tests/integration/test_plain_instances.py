@@ -101,12 +101,10 @@ def test_a_conversation_stays_where_its_prefix_is(engines: list[Engine]) -> None
             history = [*history, *reply.body["output_ids"], *random_prompt(20, seed=20 + turn)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "pools",
-    [
-        {"plain": {"count": 1}},
-        pytest.param({"short": {"count": 1}, "decode": {"count": 1}, "plain": {"count": 1}}, marks=pytest.mark.full),
-    ],
+    [{"plain": {"count": 1}}, {"short": {"count": 1}, "decode": {"count": 1}, "plain": {"count": 1}}],
     ids=["alone", "beside"],
 )
 def test_a_cluster_with_undivided_instances(tmp_path: Path, pools: dict[str, Any]) -> None:

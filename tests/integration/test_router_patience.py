@@ -157,7 +157,8 @@ def test_an_instance_that_is_starved_for_ten_seconds_loses_nothing(role: Role, c
             assert not {state for _, state in seen} & {"unhealthy"}, seen
 
 
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.full
+@pytest.mark.parametrize("count", [1, 2])
 def test_a_prompt_of_four_megabytes_takes_no_instance_out(count: int) -> None:
     """Both of its instances tokenise it before they answer anything else; it is too long, which is their word."""
     specs = [EngineSpec(Role.SHORT), EngineSpec(Role.DECODE)]

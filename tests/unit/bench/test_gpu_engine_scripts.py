@@ -399,6 +399,7 @@ def test_right_and_wrong_answers_and_what_the_control_shows(of_last_token: bool)
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_the_words_of_a_worker_that_refuses_are_the_failure() -> None:
     """A real worker for a GPU, which ends before it imports SGLang."""
     with two_engines.Engines(time.perf_counter() + 60) as engines:
