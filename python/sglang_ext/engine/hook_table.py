@@ -169,6 +169,27 @@ HOOK_TABLE: tuple[Hook, ...] = (
         target="sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output",
     ),
     Hook(
+        name="continued-output",
+        why="a request that goes on here after its instance was lost brings its tokens; makes them output again",
+        kind=HookKind.AROUND,
+        implementation=f"{_HOOKS}.continuations:commit_transfer",
+        target="sglang.srt.disaggregation.decode.DecodeTransferQueue._commit_transfer_to_req",
+    ),
+    Hook(
+        name="marked-tokens-chat",
+        why="a streamed chat says nothing of its token ids, without which it cannot go on elsewhere; adds them",
+        kind=HookKind.AROUND,
+        implementation=f"{_HOOKS}.continuations:mark_tokens",
+        target="sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat._generate_chat_stream",
+    ),
+    Hook(
+        name="marked-tokens-completion",
+        why="the same for a streamed completion, whose `return_token_ids` every client would see",
+        kind=HookKind.AROUND,
+        implementation=f"{_HOOKS}.continuations:mark_tokens",
+        target="sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion._generate_completion_stream",
+    ),
+    Hook(
         name="idle-wait",
         why="a CPU engine whose requests wait for KV keeps a core busy with polling; sleeps a millisecond",
         kind=HookKind.AFTER,

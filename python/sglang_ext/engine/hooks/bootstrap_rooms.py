@@ -18,6 +18,7 @@ from typing import Any
 
 from sglang.srt.disaggregation.utils import DisaggregationMode, prepare_abort
 
+from sglang_ext.engine.hooks.continuations import begin_with_output, check_output_ids
 from sglang_ext.engine.hooks.scoring import excess_top_logprobs, record_wanted_tokens
 from sglang_ext.engine.request_traces import begin_trace
 from sglang_ext.laps.sglang.request_hints import check_hints
@@ -82,6 +83,8 @@ def add_request_to_queue(stock: Callable[..., None], scheduler: Any, request: An
         message = f"bootstrap room {request.bootstrap_room} is already in use by another request"
     if message is None:
         record_wanted_tokens(request)
+        if not is_retracted:
+            begin_with_output(scheduler, request)
         stock(scheduler, request, is_retracted)
         begin_trace(request)
         return
@@ -136,7 +139,11 @@ def validate_one_request(stock: Callable[..., None], manager: Any, request: Any,
         check_token_ids(input_ids, size, "the prompt")
     given = getattr(request, "sampling_params", None)
     parameters = given if isinstance(given, dict) else {}
-    check_hints(parameters.get("custom_params"))
+    custom_params = parameters.get("custom_params")
+    check_hints(custom_params)
+    output_ids = check_output_ids(manager, request, custom_params, 0 if input_ids is None else len(input_ids))
+    if output_ids:
+        check_token_ids(output_ids, size, "custom_params.sglang_ext_output_ids")
     stop_ids = parameters.get("stop_token_ids")
     if stop_ids:
         if not all(type(token) is int for token in stop_ids):

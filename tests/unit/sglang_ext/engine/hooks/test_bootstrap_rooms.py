@@ -98,6 +98,7 @@ def request(room: int | None = USED_ROOM, *, finished: bool = False) -> Any:
         finished=lambda: finished,
         return_logprob=False,
         logprob=SimpleNamespace(top_logprobs_num=0),
+        sampling_params=SimpleNamespace(custom_params=None, min_new_tokens=0),
     )
 
 
