@@ -152,10 +152,11 @@ class Attempt:
             if request.prompt.is_stream:
                 record.first_token_s = now_s
                 services.metrics.of(self.route.decision.length_class).ttft_s.observe(now_s - record.started_s)
-                if request.model.ready_plain:
-                    model = request.model
-                    way = model.divided_cost if decode is not None else model.plain_cost
-                    way.observe(now_s - self.started_s, self.predicted_s, now_s)
+                rate = self.route.compared_rate
+                if rate:
+                    way = request.model.divided_cost if decode is not None else request.model.plain_cost
+                    predicted_s = self.route.decision.predicted_wait_s + self._new_tokens / rate
+                    way.observe(now_s - self.started_s, predicted_s, now_s)
                 if self.route.is_plain:
                     self._record_prefilled(now_s)
                     self._release_prefill()

@@ -14,7 +14,7 @@ from sglang_ext_router.decide.pairing import choose_revision, nearest
 from sglang_ext_router.decide.pool_choice import FixedBoundary, PoolChoice, choose_pool, classify, is_in_doubt
 from sglang_ext_router.decide.prefill_choice import choose_helper, predicted_wait_s, prefill_policy
 from sglang_ext_router.decide.prefix_index import BLOCK_BYTES, BLOCK_ENDS, PrefixIndex
-from sglang_ext_router.decide.way_choice import PlainLoad, choose_plain
+from sglang_ext_router.decide.way_choice import PlainLoad, choose_plain, common_rate, way_costs_s
 from sglang_ext_router.instances.registry import ModelPools, WorkerRegistry
 from sglang_ext_router.instances.workers import Worker
 from sglang_ext_router.request.prompt import Prompt
@@ -29,6 +29,8 @@ class Route(NamedTuple):
     prefill: Worker
     decode: Worker | None  # None: no decode leg
     is_spilled: bool
+    # Tokens/s at which the divided way and the undivided one were compared; 0: there was no choice.
+    compared_rate: float = 0.0
 
     @property
     def is_plain(self) -> bool:
@@ -179,7 +181,7 @@ class RoutePlanner:
                 model, prompt, prompt_tokens, prefill_excluded, decode_excluded, now_s, needs_decode, place
             )
         except NoInstanceError:
-            plain = self._plain(model, prompt, prompt_tokens, prefill_excluded, now_s, None)
+            plain = self._sooner_way(model, prompt, prompt_tokens, prefill_excluded, now_s, None)
             if plain is None:
                 raise
             return plain
@@ -188,9 +190,9 @@ class RoutePlanner:
         largest = max([worker.max_prompt_tokens for worker in model.ready_plain])
         is_held = self._holds(divided, prompt_tokens) or prompt_tokens > largest
         alternative = divided if is_held else None
-        return self._plain(model, prompt, prompt_tokens, prefill_excluded, now_s, alternative) or divided
+        return self._sooner_way(model, prompt, prompt_tokens, prefill_excluded, now_s, alternative) or divided
 
-    def _plain(
+    def _sooner_way(
         self,
         model: ModelPools,
         prompt: Prompt,
@@ -199,7 +201,7 @@ class RoutePlanner:
         now_s: float,
         divided: Route | None,
     ) -> Route | None:
-        """Return the route to an undivided instance; None where the request is to be divided.
+        """Return the route to an undivided instance, or `divided` where that is sooner; None where there is neither.
 
         An instance that has failed the request, or cannot hold it, is taken only where the request cannot be divided.
         """
@@ -215,22 +217,32 @@ class RoutePlanner:
         if not plains and divided is None:
             plains = self._usable(_with_context(model.ready_plain, total_tokens), excluded, now_s)
         if not plains:
-            return None
+            return divided
         cached = self._cached_tokens(prompt, prompt_tokens, plains)
         loads = [worker.prefill_load(tokens, now_s) for worker, tokens in zip(plains, cached, strict=True)]
         boundary = self.boundary(model)
+        max_local_tokens = self._max_local_tokens or boundary.new_tokens_limit(max(cached))
+        divided_load: PrefillLoad | None = None
+        rate = 0.0
+        if divided is not None:
+            divided_load = divided.prefill.prefill_load(divided.decision.cached_tokens, now_s)
+            if (prompt_tokens - max(cached)) * prompt.sequence_count <= max_local_tokens:
+                rate = common_rate([*loads, divided_load])
+                divided = divided._replace(compared_rate=rate)
+        plain_cost_s, divided_cost_s = way_costs_s(model.plain_cost, model.divided_cost, now_s)
         chosen = choose_plain(
             [PlainLoad(load, worker.reported_free_kv_tokens) for worker, load in zip(plains, loads, strict=True)],
-            None if divided is None else divided.prefill.prefill_load(divided.decision.cached_tokens, now_s),
+            divided_load,
             prompt_tokens,
             prompt.max_new_tokens,
             prompt.sequence_count,
-            self._max_local_tokens or boundary.new_tokens_limit(max(cached)),
-            model.plain_cost.cost_s(now_s),
-            model.divided_cost.cost_s(now_s),
+            max_local_tokens,
+            rate,
+            plain_cost_s,
+            divided_cost_s,
         )
         if chosen is None:
-            return None
+            return divided
         load = loads[chosen]
         new_tokens = prompt_tokens - load.cached_tokens
         decision = RouteDecision(
@@ -241,7 +253,7 @@ class RoutePlanner:
             new_tokens,
             load.cached_tokens,
         )
-        return Route(decision, plains[chosen], None, False)
+        return Route(decision, plains[chosen], None, False, rate)
 
     def _divided(
         self,

@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 
 from sglang_ext.types import PrefillLoad
 from sglang_ext_router.decide.prefill_choice import predicted_end_s
-from sglang_ext_router.decide.way_choice import MEMORY_S, PlainLoad, WayCost, choose_plain
+from sglang_ext_router.decide.way_choice import (
+    MEMORY_S,
+    PlainLoad,
+    WayCost,
+    choose_plain,
+    common_rate,
+    way_costs_s,
+)
 
 RATE = 1000.0
 PROMPT = 200
@@ -31,7 +38,9 @@ def choose(
     limit: int = 512,
     costs: tuple[float, float] = (0.0, 0.0),
 ) -> int | None:
-    return choose_plain(plains, divided, prompt, reply, sequences, limit, *costs)
+    loads = [one.load for one in plains] + ([divided] if divided is not None else [])
+    rate = common_rate(loads) if loads else 0.0
+    return choose_plain(plains, divided, prompt, reply, sequences, limit, rate, *costs)
 
 
 @pytest.mark.parametrize(
@@ -85,13 +94,44 @@ def test_no_way_with_a_later_first_token_is_taken(
         assert ends_s[chosen] <= divided_s
 
 
+def test_an_idle_instance_that_gets_only_short_prompts_gets_the_next_one_too() -> None:
+    """It shows a low rate, as each prompt has a fixed cost; the other one gets long prompts and shows a high one."""
+    slow = PlainLoad(load()._replace(tokens_per_s=300.0), 100_000)
+    fast = load()._replace(tokens_per_s=8000.0)
+    assert choose([slow], fast, prompt=40) == 0
+    assert choose([slow], fast, prompt=40, costs=(0.5, 0.05)) is None  # it is slower at the same length
+    assert choose([PlainLoad(slow.load._replace(pending_tokens=40), 100_000)], fast, prompt=40) is None
+
+
 def test_a_way_costs_what_its_streams_took_longer() -> None:
-    cost = WayCost()
-    assert cost.cost_s(0.0) == 0.0
+    cost, other = WayCost(), WayCost()
+    assert way_costs_s(cost, other, 0.0) == (0.0, 0.0)
     for number in range(200):
         cost.observe(1.0, 0.6, number * 0.01)
-    assert cost.cost_s(2.0) == pytest.approx(0.4, rel=0.05)
-    assert cost.cost_s(2.0 + MEMORY_S) == pytest.approx(0.2, rel=0.05)
+    assert way_costs_s(cost, other, 2.0)[0] == pytest.approx(0.4, rel=0.05)
     for number in range(200):
         cost.observe(0.5, 0.6, 3.0 + number * 0.01)
-    assert cost.cost_s(5.0) == pytest.approx(0.0, abs=0.01)
+    assert way_costs_s(cost, other, 5.0)[0] == pytest.approx(0.0, abs=0.01)
+
+
+def test_a_way_of_which_nothing_is_known_is_taken_to_cost_what_the_other_does() -> None:
+    known, unknown = WayCost(), WayCost()
+    known.observe(1.0, 0.6, 0.0)
+    assert way_costs_s(known, unknown, 0.0) == pytest.approx((0.4, 0.4))
+    assert way_costs_s(unknown, known, 0.0) == pytest.approx((0.4, 0.4))
+
+
+def test_a_way_that_was_slow_once_is_forgotten_and_never_preferred_for_it() -> None:
+    slow, fast = WayCost(), WayCost()
+    for at_s in (0.0, 1.0):
+        slow.observe(1.0, 0.5, at_s)
+    for at_s in range(300):
+        fast.observe(0.6, 0.5, float(at_s))
+    earlier = way_costs_s(slow, fast, 2.0)
+    later = way_costs_s(slow, fast, 300.0)
+    assert earlier == pytest.approx((0.5, 0.1), abs=0.03)
+    assert later == pytest.approx((0.1, 0.1), abs=0.01)
+    for at_s in (300.0, 1000.0, 10_000.0, 1e9):
+        costs = way_costs_s(slow, fast, at_s)
+        assert costs[0] >= costs[1]
+    assert way_costs_s(slow, fast, 300.0 + 20 * MEMORY_S)[0] == pytest.approx(0.1, abs=0.01)
