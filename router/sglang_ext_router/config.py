@@ -151,7 +151,10 @@ class RouterConfig:
     retry_budget_min_per_sec: float = _option(
         10.0, "retries a second that are allowed in addition to that share", section="limits"
     )
-    disable_retries: bool = _option(False, "never retry")
+    max_migrations: int = _option(
+        1, "times that a stream whose instance is lost goes on on others; 0: it ends with an error event"
+    )
+    disable_retries: bool = _option(False, "never retry, and let no stream go on elsewhere")
     cb_failure_threshold: int = _option(5, "failures in the window that open an instance's circuit breaker")
     cb_success_threshold: int = _option(2, "successes that close it again")
     cb_timeout_duration_secs: float = _option(30.0, "how long it stays open before a trial")
@@ -559,7 +562,7 @@ _NOT_NEGATIVE = (
     *("length_boundary_tokens", "max_local_prefill_length", "image_tokens", "audio_tokens"),
     *("metrics_port", "ui_port", "peer_port", "service_discovery_port"),
     *("otlp_sample_ratio", "retry_budget_ratio", "retry_budget_min_per_sec"),
-    *("max_concurrent_requests", "queue_size", "retry_max_retries", "retry_initial_backoff_ms"),
+    *("max_concurrent_requests", "queue_size", "retry_max_retries", "max_migrations", "retry_initial_backoff_ms"),
     *("controller_min_pressure", "controller_backlog_weight", "controller_sla_weight"),
     *("controller_utilisation_weight", "controller_min_short", "controller_min_long"),
 )

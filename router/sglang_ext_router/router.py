@@ -139,6 +139,7 @@ class Router:
             ),
             retry_budget=RetryBudget(config.retry_budget_ratio, config.retry_budget_min_per_sec / config.processes),
             max_retries=0 if config.disable_retries else config.retry_max_retries,
+            max_migrations=config.max_migrations,
             siblings=self.siblings,
             running=self.running,
             on_ended=self._on_ended,

@@ -12,6 +12,7 @@ from sglang_ext_router.decide.pd_actions import (
     AbortLeg,
     Actions,
     CloseClient,
+    ContinueStream,
     EmitErrorEvent,
     Exclude,
     Leg,
@@ -80,12 +81,14 @@ class Monitor:
     max_retries: int
     is_stream: bool
     needs_decode: bool = True
+    max_migrations: int = 0
     legs: list[LegRecord] | None = None
     attempt: int = -1
     is_waiting: bool = False  # for an instance
     is_undivided: bool = False  # this attempt
     scheduled: int = -1  # highest back-off index asked for
     restarts: int = 0  # attempts that are no retries
+    migrations: int = 0
     losses: int = 0  # legs that an instance had, or may have had
     relayed: Leg | None = None
     replied: bool = False
@@ -115,6 +118,7 @@ class Monitor:
             self.is_undivided,
             self.scheduled,
             self.restarts,
+            self.migrations,
             self.losses,
             self.relayed,
             self.replied,
@@ -139,14 +143,16 @@ class Monitor:
                     self.is_waiting = self.is_undivided = False
                     self.legs = self._fresh_legs()
                 case StartLegs(attempt, is_restart):
-                    self.restarts += is_restart
-                    assert self.restarts <= 1
+                    is_migration = event.name == "on_stream_lost"
+                    self.restarts += is_restart or is_migration
+                    assert self.restarts <= 1 + self.migrations
                     assert is_restart <= (event.name == "on_leg_stale")
                     assert attempt == self.attempt + 1 <= self.max_retries + self.restarts
-                    assert self.losses <= 1, "sent again after it was lost twice"
+                    assert self.losses <= max(1, self.migrations), "sent again after it was lost twice"
                     assert self.relayed is None
                     assert not self.replied
-                    assert attempt == 0 or is_restart or self.scheduled == attempt - 1, "a retry that was not scheduled"
+                    is_due = attempt == 0 or is_restart or is_migration or self.scheduled == attempt - 1
+                    assert is_due, "a retry that was not scheduled"
                     self._check_nothing_leaks()
                     self.attempt = attempt
                     self.is_undivided = False
@@ -177,12 +183,12 @@ class Monitor:
                     record = self._leg(leg)
                     assert record.is_lost or record.is_stale or not record.is_fine
                     assert self.scheduled == self.attempt or any(
-                        isinstance(later, ScheduleRetry) for later in actions
+                        isinstance(later, ScheduleRetry | ContinueStream) for later in actions
                     ), "an exclusion without another attempt"
                 case ScheduleRetry(index):
                     assert index == self.attempt > self.scheduled
                     assert index - self.restarts < self.max_retries
-                    assert self.losses <= 1, "tried again after it was lost twice"
+                    assert self.losses <= max(1, self.migrations), "tried again after it was lost twice"
                     assert self.relayed is None
                     self.scheduled = index
                 case RelayReply(leg):
@@ -197,6 +203,13 @@ class Monitor:
                     assert not self.replied
                     assert 400 <= status < 600
                     self.replied = True
+                case ContinueStream():
+                    assert event.name == "on_stream_lost"
+                    assert event.leg is self.relayed is self.served_by
+                    assert self.is_stream
+                    assert self.migrations < self.max_migrations
+                    self.migrations += 1
+                    self.relayed = None
                 case EmitErrorEvent() | CloseClient():
                     assert self.relayed is not None
                     assert not self.broken
@@ -238,7 +251,7 @@ class Monitor:
             case "on_leg_stale":
                 record.is_stale = record.is_closed = True
                 self.losses += 1
-            case "on_leg_complete" | "on_leg_lost" | "on_leg_connect_failed":
+            case "on_leg_complete" | "on_leg_lost" | "on_stream_lost" | "on_leg_connect_failed":
                 record.is_lost = record.is_closed = True
                 self.losses += event.name != "on_leg_connect_failed"
 

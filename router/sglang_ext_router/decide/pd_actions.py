@@ -68,6 +68,11 @@ class EmitErrorEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class ContinueStream:
+    """The next attempt goes on with the stream behind what the client has of it."""
+
+
+@dataclass(frozen=True, slots=True)
 class CloseClient:
     """Close the client's connection: a half-sent reply must not look like a whole one."""
 
@@ -120,6 +125,7 @@ Action: TypeAlias = (
     | RelayReply
     | ReplyError
     | EmitErrorEvent
+    | ContinueStream
     | CloseClient
     | ScheduleRetry
     | RecordFailure

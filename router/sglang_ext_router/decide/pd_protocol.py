@@ -10,7 +10,10 @@ ignored.
                    ▼  │                                                                                  │
           settling ─▶ backoff                        open/settling ──an answer──▶ relaying error ────────┘
 
-* Until `RelayReply` everything can be tried again elsewhere; from then on a failure shows to the client.
+* Until `RelayReply` everything can be tried again elsewhere; from then on a failure shows to the client, unless the
+  driver knows what the client has of its stream (`on_stream_lost`): then other instances go on behind it, at once,
+  `max_migrations` times at most. It counts as a loss, as below, but not as a retry: a lost instance takes many streams
+  with it.
 * A status outside `RETRYABLE_STATUS` (a 400, say) is an answer: it is relayed, also from the prefill leg.
 * A lost connection ends the attempt at once. A 5xx may be the echo of the other leg's failure (a decode
   instance answers 500 when its prefill instance dies), so the verdict waits, for one back-off at most, for
@@ -43,6 +46,7 @@ from sglang_ext_router.decide.pd_actions import (
     Action,
     Actions,
     CloseClient,
+    ContinueStream,
     EmitErrorEvent,
     Exclude,
     FailureReason,
@@ -145,6 +149,7 @@ _ABORT = (AbortLeg(_PREFILL), AbortLeg(_DECODE))
 _RECORD_FAILURE = (RecordFailure(_PREFILL), RecordFailure(_DECODE))
 _RELEASE_TRIAL = (ReleaseTrial(_PREFILL), ReleaseTrial(_DECODE))
 _EXCLUDE = (Exclude(_PREFILL), Exclude(_DECODE))
+_CONTINUE_STREAM = ContinueStream()
 _START_FIRST: Actions = (StartLegs(0),)
 
 
@@ -159,15 +164,17 @@ class PDProtocol:
 
     __slots__ = (
         "_attempt",
-        "_has_lost",
         "_is_divided",
         "_legs",
+        "_losses",
+        "_migrations",
         "_phase",
         "_relayed",
         "_restarts",
         "_statuses",
         "is_single_sequence",
         "is_stream",
+        "max_migrations",
         "max_retries",
         "needs_decode",
     )
@@ -176,11 +183,13 @@ class PDProtocol:
         self,
         max_retries: int = 5,
         *,
+        max_migrations: int = 0,
         is_stream: bool = False,
         is_single_sequence: bool = True,
         needs_decode: bool = True,
     ) -> None:
         self.max_retries = max_retries
+        self.max_migrations = max_migrations
         self.is_stream = is_stream
         self.is_single_sequence = is_single_sequence
         self.needs_decode = needs_decode
@@ -188,7 +197,8 @@ class PDProtocol:
         self._relayed = _DECODE if needs_decode else _PREFILL
         self._attempt = 0
         self._restarts = 0  # attempts that are no retries
-        self._has_lost = False  # a leg that an instance had, or may have had
+        self._migrations = 0
+        self._losses = 0  # of legs that an instance had, or may have had
         self._phase = _NEW
         self._legs = [_IDLE, _IDLE]
         self._statuses = (0, 0)  # of a rejected leg, where its state is REJECTED or REFUSED
@@ -206,6 +216,12 @@ class PDProtocol:
     def is_over(self) -> bool:
         """Return whether `RequestFinished` has been returned."""
         return self._phase is _OVER
+
+    @property
+    def may_migrate(self) -> bool:
+        """Return whether the stream may go on elsewhere if its leg is lost now."""
+        is_allowed = self._migrations < self.max_migrations and self.max_retries > 0
+        return self._phase is _RELAYING and is_allowed and self._losses == self._migrations
 
     # ---- events: each mutates the protocol's state and returns what to do, in order ----
 
@@ -331,6 +347,22 @@ class PDProtocol:
             return NOTHING
         return self._leg_gone(leg)
 
+    def on_stream_lost(self, leg: Leg, attempt: int) -> Actions:
+        """The relayed leg of a stream was lost, and the stream can go on behind what the client has of it.
+
+        Feed it instead of `on_leg_lost`, as which it counts where no migration is left.
+        """
+        if attempt != self._attempt or self._legs[leg] in _NOT_RUNNING:
+            return NOTHING
+        if leg is not self._relayed or self._legs[leg] is not _ACCEPTED or not self.may_migrate:
+            return self._leg_gone(leg)
+        self._migrations += 1
+        self._losses += 1
+        self._legs[leg] = _ENDED
+        other = self._end(_OTHER[leg], is_failure=self._is_faulty(_OTHER[leg]))
+        self._phase = _OPEN
+        return self._restart([_RECORD_FAILURE[leg], _EXCLUDE[leg], *other, _CONTINUE_STREAM])
+
     def on_leg_stale(self, leg: Leg, attempt: int) -> Actions:
         """A kept connection was closed before a byte of the answer came: the instance was most likely closing it.
 
@@ -339,9 +371,9 @@ class PDProtocol:
         """
         if attempt != self._attempt or self._legs[leg] in _NOT_RUNNING:
             return NOTHING
-        if self._phase is not _OPEN or self._has_lost:
+        if self._phase is not _OPEN or self._losses:
             return self._leg_gone(leg)
-        self._has_lost = True
+        self._losses += 1
         self._legs[leg] = _ENDED
         actions = [_RELEASE_TRIAL[leg], *self._end(_OTHER[leg], is_failure=False)]
         return self._restart(actions, on_new_connections=True)
@@ -389,7 +421,7 @@ class PDProtocol:
         return self._attempt - self._restarts < self.max_retries
 
     def _restart(self, actions: list[Action], *, on_new_connections: bool = False) -> Actions:
-        """Start both legs again at once: no instance has failed."""
+        """Start both legs again at once, which is no retry."""
         self._restarts += 1
         self._attempt += 1
         self._open_legs()
@@ -432,6 +464,9 @@ class PDProtocol:
             return NOTHING
         phase = self._phase
         self._legs[leg] = _ENDED
+        is_loss = reason is FailureReason.LEG_LOST
+        is_lost_again = is_loss and self._losses > 0
+        self._losses += is_loss
         actions: list[Action] = [_RECORD_FAILURE[leg]]
         if phase is _DRAINING:
             return self._finish(actions)
@@ -440,8 +475,6 @@ class PDProtocol:
         if phase in (_RELAYING, _RELAYING_ERROR):
             return self._break_reply(actions + self._end_both(), reason)
         other = self._end(_OTHER[leg], is_failure=False)
-        is_lost_again = reason is FailureReason.LEG_LOST and self._has_lost
-        self._has_lost = self._has_lost or reason is FailureReason.LEG_LOST
         if self._has_retries and not is_lost_again:
             actions.append(_EXCLUDE[leg])
             return self._back_off(actions + other)

@@ -37,6 +37,7 @@ _MODES = {Role.DECODE: "decode", Role.PLAIN: "null"}  # of SGLang's --disaggrega
 LAPS_PATH = "/laps"
 PARALLEL_SAMPLES_HOOK = "parallel-samples"
 ABORT_FAMILY_HOOK = "abort-family"
+OUTPUT_HOOK = "continued-output"
 _ELEMENT_TYPES = {"half": "float16", "float": "float32"}  # SGLang's other names of them
 _NO_TIMEOUT = aiohttp.ClientTimeout(total=None)  # the caller has its own
 # What a broken answer of an instance can raise while it is read.
@@ -429,6 +430,7 @@ class Prober:
         own = _extension(info)
         hooks = own.get("hooks")
         worker.serves_parallel_samples = isinstance(hooks, list) and PARALLEL_SAMPLES_HOOK in hooks
+        worker.takes_output = isinstance(hooks, list) and OUTPUT_HOOK in hooks
         worker.aborts_families = isinstance(hooks, list) and ABORT_FAMILY_HOOK in hooks
         worker.length_boundary_tokens = _positive(own.get("length_boundary_tokens"))
         worker.fits_length_boundary = own.get("fits_length_boundary") is True

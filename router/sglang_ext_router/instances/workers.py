@@ -100,6 +100,7 @@ class Worker:
         self.context_tokens = UNKNOWN_CAPACITY_TOKENS  # of prompt and reply together
         self.label_header = b""  # of clients, from which it takes labels of its metrics
         self.serves_parallel_samples = False
+        self.takes_output = False  # a request may bring the output so far, and goes on behind it
         self.aborts_families = False  # the id of a batch aborts all of its sequences
         self.has_info = False
         # Health

@@ -131,6 +131,7 @@ class RouterMetrics:
         self.spilled = 0
         self.waited_for_instance = 0
         self.plain = 0
+        self.migrated = 0
         self.cached_tokens = 0
         self.prompt_tokens = 0
 
@@ -228,13 +229,15 @@ class RouterMetrics:
         yield "ttft_slo", "Requests with a TTFT deadline, by whether it was met", ("length_class", "met"), slo
         yield (
             "events",
-            "Prompts tokenised as their class was in doubt; requests served in the other pool, or that waited for one",
+            "Prompts tokenised as their class was in doubt; requests served in the other pool, or that waited for one; "
+            "streams that went on on other instances",
             ("event",),
             [
                 (("tokenised",), self.tokenised),
                 (("spilled",), self.spilled),
                 (("waited_for_instance",), self.waited_for_instance),
                 (("plain",), self.plain),
+                (("migrated",), self.migrated),
             ],
         )
         yield (

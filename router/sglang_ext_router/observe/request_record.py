@@ -194,6 +194,10 @@ class RequestRecord:
         known = tuple(event for event in sent if event not in self.earlier)  # both legs may fail
         self.earlier = (*self.earlier, *known, (now_s, f"attempt {self.attempts} failed at {leg} {name}"))
 
+    def record_migration(self, now_s: float, tokens: int) -> None:
+        """The stream goes on on other instances behind `tokens` tokens that the client has."""
+        self.earlier = (*self.earlier, (now_s, f"goes on behind {tokens} tokens"))
+
     def _sent(self, route: Route) -> str:
         decision, length_class = route.decision, self.length_class
         kind = "" if length_class is None else f"{length_class.value}, "

@@ -87,7 +87,8 @@ class Attempt:
         bootstrap_json = route.prefill.bootstrap_json
         if decode_worker is None:
             bootstrap_json = b"" if route.is_plain else WITHOUT_DECODE_JSON
-        head, body, tail = request.message(bootstrap_json, room, made_id, self.started_s)
+        takes_output = route.prefill.takes_output and (decode_worker is None or decode_worker.takes_output)
+        head, body, tail = request.message(bootstrap_json, room, made_id, self.started_s, takes_output)
         target = request.target
         start = services.pools.start
         if body is not None:
@@ -148,10 +149,14 @@ class Attempt:
             decode.reported_free_kv_tokens -= request.prompt_tokens
             decode.reported_awaiting_tokens = max(0, decode.reported_awaiting_tokens - request.prompt_tokens)
         if is_relayed:
-            record.first_byte_s = now_s = services.loop.time()
+            now_s = services.loop.time()
+            goes_on = record.first_byte_s is not None  # the client has the beginning of its stream
+            if not goes_on:
+                record.first_byte_s = now_s
             if request.prompt.is_stream:
-                record.first_token_s = now_s
-                services.metrics.of(self.route.decision.length_class).ttft_s.observe(now_s - record.started_s)
+                if not goes_on:
+                    record.first_token_s = now_s
+                    services.metrics.of(self.route.decision.length_class).ttft_s.observe(now_s - record.started_s)
                 rate = self.route.compared_rate
                 if rate:
                     way = request.model.divided_cost if decode is not None else request.model.plain_cost
@@ -203,7 +208,7 @@ class Attempt:
             record.error_status = end_error_status(end)
             tokens = find_int(end, b'"completion_tokens":') if prompt.sequence_count == 1 else None
             if tokens is None:
-                tokens = leg.chunks - _OTHER_CHUNKS.get(request.path, 2)
+                tokens = leg.chunks - _OTHER_CHUNKS.get(request.path, 2) + request.output_tokens
             metrics.stall_s.observe(leg.longest_gap_s)
             if tokens > 1 and prompt.sequence_count == 1 and record.first_byte_s is not None:
                 metrics.tpot_s.observe((leg.received_s - record.first_byte_s) / (tokens - 1))

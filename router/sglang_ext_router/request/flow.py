@@ -24,6 +24,7 @@ from sglang_ext_router.decide.pd_actions import (
     AbortLeg,
     Actions,
     CloseClient,
+    ContinueStream,
     EmitErrorEvent,
     Exclude,
     FailureReason,
@@ -166,6 +167,7 @@ class RequestFlow:
             self._refuse(400, message, "bad_request", "model")
             return
         request = PreparedRequest(self._unread, self._headers, body, model, self.started_s)
+        request.may_migrate = request.may_migrate and services.max_migrations > 0
         self._request = self.record.request = request
         self._unread.body = b""  # the prepared request has what is needed of it
         sequences, limit = request.prompt.sequence_count, services.config.max_sequences_per_request
@@ -300,6 +302,7 @@ class RequestFlow:
         self._relayed = _DECODE if needs_decode else Leg.PREFILL
         self._protocol = protocol = PDProtocol(
             services.max_retries,
+            max_migrations=services.max_migrations if request.may_migrate else 0,
             is_stream=request.prompt.is_stream,
             is_single_sequence=request.prompt.sequence_count == 1,
             needs_decode=needs_decode,
@@ -346,7 +349,9 @@ class RequestFlow:
             self._stop_waiting()
         decode = route.decode
         self._relayed = Leg.PREFILL if decode is None else _DECODE
-        record.error_status = record.prefilled_s = record.first_token_s = None
+        record.error_status = record.prefilled_s = None
+        if record.first_byte_s is None:
+            record.first_token_s = None
         if route.is_plain:
             protocol.serve_undivided(number)
         elif prompt.samples_per_prompt > 1 and not (
@@ -362,6 +367,7 @@ class RequestFlow:
             None if services.config.disable_route_headers else route,
             request.scores,
             b"" if request.own_ids is None else b"-" + record.room_id,
+            keeps_stream=request.may_migrate,
         )
 
     def _wait_for_instance(self, error: NoInstanceError, now_s: float) -> bool:
@@ -483,8 +489,20 @@ class RequestFlow:
             self._act(protocol.on_leg_head(leg.kind, leg.attempt, leg.status))
         attempt.forget_leg(leg)
         self._services.prober.check_now(leg.worker)
+        if self._can_go_on(leg):
+            self._act(protocol.on_stream_lost(leg.kind, leg.attempt))
+            return
         event = protocol.on_leg_lost if leg.has_connected else protocol.on_leg_connect_failed
         self._act(event(leg.kind, leg.attempt))
+
+    def _can_go_on(self, leg: UpstreamConnection) -> bool:
+        """Return whether the stream of a lost leg can go on on other instances, and prepare for that."""
+        protocol = self._protocol
+        assert protocol is not None
+        if leg.kind is not self._relayed or leg.attempt != protocol.attempt or not protocol.may_migrate:
+            return False
+        delivered = self._relay.delivered(leg)
+        return delivered is not None and self._request.continue_behind(delivered)
 
     def on_leg_stale(self, leg: UpstreamConnection) -> None:
         """A kept connection was closed instead of answered."""
@@ -539,6 +557,11 @@ class RequestFlow:
                     self._relay.fail(action.status, action.reason)
                 case EmitErrorEvent():
                     self._relay.emit_error_event(action.reason)
+                case ContinueStream():
+                    tokens = self._relay.continue_stream()
+                    self.record.record_migration(self._services.loop.time(), tokens)
+                    self._services.metrics.migrated += 1
+                    logger.info("a stream goes on on other instances behind %d tokens", tokens)
                 case CloseClient():
                     self._relay.cut(action.reason)
 

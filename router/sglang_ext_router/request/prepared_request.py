@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING, NamedTuple
 
+from sglang_ext.token_marks import MARKS_HEADER
 from sglang_ext_router.http.request_parser import Request
 from sglang_ext_router.instances.online_load import OFFLINE_PRIORITY
 from sglang_ext_router.observe.trace_spans import TraceContext
+from sglang_ext_router.request.migration import Delivered, may_migrate
 from sglang_ext_router.request.prompt import BadRequestError, Prompt, dump, measure, parse_body
 from sglang_ext_router.request.request_body import (
     PRIORITIES,
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 SLO_HEADER = b"x-sgl-ttft-slo-ms"
 PRIORITY_HEADER = b"x-sgl-priority"
 MAX_REQUEST_ID_BYTES = 256
+MARKS_LINE = f"{MARKS_HEADER}: 1\r\n".encode()
 COPIED_BYTES = 16384  # beyond it a system call with several parts costs less than one more copy
 # What every instance of SGLang may read, or a tracer behind it.
 FORWARDED = {
@@ -84,6 +87,7 @@ class ReadBody(NamedTuple):
     clean: CleanBody
     target: bytes | None  # where the instances are asked, if not where the client asks
     hint_field: HintField | None
+    may_migrate: bool = False  # the stream that it asks for can go on on other instances
 
 
 def read_body(path: bytes, raw: bytes | bytearray, has_hints: bool) -> ReadBody:
@@ -109,7 +113,8 @@ def read_body(path: bytes, raw: bytes | bytearray, has_hints: bool) -> ReadBody:
     if path == b"/v1/messages":  # which has no place for hints either, nor for an id
         return ReadBody(model, prompt, scores, clean_body(raw, body, has_id=False), target, None)
     clean = clean_body(raw, body)
-    return ReadBody(model, prompt, scores, clean, target, hint_field(path, body, clean) if has_hints else None)
+    hints = hint_field(path, body, clean) if has_hints else None
+    return ReadBody(model, prompt, scores, clean, target, hints, may_migrate(path, body, prompt))
 
 
 class PreparedRequest:
@@ -117,10 +122,13 @@ class PreparedRequest:
 
     __slots__ = (
         "_clean",
+        "_continued",
         "_hints",
         "headers",
         "is_online",
+        "may_migrate",
         "model",
+        "output_tokens",
         "path",
         "prompt",
         "prompt_tokens",
@@ -142,6 +150,9 @@ class PreparedRequest:
         self.prompt = body.prompt
         self.prompt_tokens = 0  # of the longest single prompt; known once the request is offered for admission
         self.scores = body.scores
+        self.may_migrate = body.may_migrate
+        self.output_tokens = 0  # that other instances have generated
+        self._continued: RequestHints | None = None  # for instances that take the output so far
         self._clean = body.clean
         self._hints: RequestHints | None = None  # for requests with a deadline or a priority
         if body.hint_field is not None:
@@ -157,24 +168,46 @@ class PreparedRequest:
         """The client's own ids of its sequences, under which it finds its reply."""
         return self._clean.request_ids
 
+    def continue_behind(self, delivered: Delivered) -> bool:
+        """Have other instances go on behind what the client has; return whether they can.
+
+        Without ids of the tokens they begin again, and generate the same text only where the request is greedy.
+        """
+        body = parse_body(self._clean.raw)
+        if not delivered.ids:
+            parameters = body.get("sampling_params", body) if self.path == b"/generate" else body
+            return not delivered.has_text or parameters.get("temperature") == 0
+        headers = self.headers
+        field = hint_field(self.path, body, self._clean)
+        self._continued = RequestHints(field, headers.ttft_slo_s, headers.priority, delivered.ids)
+        self.prompt_tokens += len(delivered.ids) - self.output_tokens
+        self.output_tokens = len(delivered.ids)
+        return True
+
     def message(
-        self, bootstrap_json: bytes, room: int, made_id: bytes, now_s: float
+        self, bootstrap_json: bytes, room: int, made_id: bytes, now_s: float, takes_output: bool = False
     ) -> tuple[bytes, memoryview | None, bytes]:
         """Return what follows the request head of each instance: the last headers, then the body.
 
+        `takes_output`: the instances take the output so far, if there is any.
+
         The middle one of the three parts is most of a large body, which is not copied; of a small one it is None.
         """
-        hints, headers = self._hints, self.headers
+        hints, headers = self._continued if takes_output and self._continued else self._hints, self.headers
         clean = self._clean
         own = b""
         if hints is not None:
             clean, own = hints.clean, hints.member(now_s - self.started_s)
-        override = b"x-override-rid: %b\r\n" % made_id if self.path == b"/v1/messages" else b""
+        further = b""
+        if self.may_migrate:
+            further = MARKS_LINE
+        elif self.path == b"/v1/messages":
+            further = b"x-override-rid: %b\r\n" % made_id
         end = clean.raw.rindex(b"}")
         tail = body_end(clean, own, bootstrap_json, room, made_id)
         head = b"%b%bx-request-id: %b\r\ncontent-length: %d\r\n\r\n" % (
             headers.forwarded,
-            override,
+            further,
             headers.request_id or made_id,
             end + len(tail),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 from sglang_ext_router.decide.pd_actions import FailureReason
 from sglang_ext_router.http import replies
 from sglang_ext_router.observe.request_record import RequestRecord
+from sglang_ext_router.request.migration import ContinuedStream, Delivered, SentStream
 from sglang_ext_router.request.reply_builder import BuildFailure, ReplyBuilder
 from sglang_ext_router.request.routing import Route
 from sglang_ext_router.request.scores import NO_SCORES, ScorePlan
@@ -57,15 +59,19 @@ class Relay:
         "_builder",
         "_chunk",
         "_client",
+        "_continued",
+        "_delivered",
         "_end",
         "_id_end",
         "_is_http_11",
         "_is_own_head",
         "_joined",
+        "_keeps_stream",
         "_kept_alive_s",
         "_path",
         "_record",
         "_scores",
+        "_sent",
         "_shapes_errors",
         "_source",
         "is_building",
@@ -89,6 +95,10 @@ class Relay:
         self._path = request.path
         self._shapes_errors = request.path != b"/generate"  # which keeps SGLang's own
         self._source: UpstreamConnection | None = None  # the leg whose bytes go to the client as they come
+        self._keeps_stream = False  # so that other instances can go on with it
+        self._sent: SentStream | None = None
+        self._delivered: Delivered | None = None  # what the client had when an instance was lost
+        self._continued: ContinuedStream | None = None
         self._joined: list[bytes | None] | None = None  # the instances' replies, where the client's is made of them
         self._scores: ScorePlan = NO_SCORES
         self.is_building = False  # the client's reply is being made, and will be written
@@ -100,11 +110,20 @@ class Relay:
         """Return whether the client still waits for its reply, or for the rest of it."""
         return self._client is not None
 
-    def begin_attempt(self, request_id: bytes, route: Route | None, scores: ScorePlan, id_end: bytes = b"") -> None:
+    def begin_attempt(
+        self,
+        request_id: bytes,
+        route: Route | None,
+        scores: ScorePlan,
+        id_end: bytes = b"",
+        *,
+        keeps_stream: bool = False,
+    ) -> None:
         """Prepare for the replies of a new attempt; parts of a joined reply from an earlier attempt are dropped.
 
-        `id_end`: what was appended to the client's own ids.
+        `id_end`: what was appended to the client's own ids. `keeps_stream`: other instances can go on with the stream.
         """
+        self._keeps_stream = keeps_stream
         self._record.request_id = request_id
         self._id_end = id_end
         self.route = route
@@ -141,13 +160,15 @@ class Relay:
             if leg.is_complete:
                 self.take_complete(leg)
             return
-        leg.sink = self.write
+        sink: Callable[[bytes], None] = self.write
+        kept = rest[2:]
         if is_chunked(head) and (self._id_end or not self._is_http_11):
             recoded = replies.Recoded(self._id_end, self._is_http_11)
-            leg.sink = self._write_recoded(recoded)
-            rest = b"\r\n" + recoded.feed(rest[2:])
+            sink = self._write_recoded(recoded)
+            rest = b"\r\n" + recoded.feed(kept)
             if not self._is_http_11:  # it ends with the connection
                 head = _CODING_HEADER.sub(b"", head)
+        leg.sink = self._keep(sink, kept)
         client.write(b"%b%b%b%b" % (head, self._own_headers(), client.reply_headers, rest))
         if leg.is_complete:  # here whole already
             leg.sink = None
@@ -165,6 +186,20 @@ class Relay:
             changed = recoded.feed(data)
             if changed:
                 self.write(changed)
+
+        return write
+
+    def _keep(self, sink: Callable[[bytes], None], kept: bytes) -> Callable[[bytes], None]:
+        """Return what takes the rest of a stream for `sink`, of which `kept` is here, and keeps it where needed."""
+        if not self._keeps_stream:
+            return sink
+        self._sent = sent = SentStream(self._path)
+        keep = sent.keep
+        keep(kept)
+
+        def write(data: bytes) -> None:
+            sink(data)
+            keep(data)
 
         return write
 
@@ -219,13 +254,57 @@ class Relay:
     def _continue_stream(self, leg: UpstreamConnection, head: bytes, rest: bytes) -> None:
         """Send an instance's reply behind the head that the client has."""
         if is_chunked(head) and leg.status == 200:
+            kept = rest[2:]  # behind the blank line
             is_changed = bool(self._id_end) or not self._is_http_11
-            recoded = replies.Recoded(self._id_end, self._is_http_11)
-            leg.sink = self._write_recoded(recoded) if is_changed else self.write
-            leg.sink(rest[2:])  # behind the blank line
+            if self._continued is not None:
+                sink = self._write_continued(self._continued, leg)
+            elif is_changed:
+                sink = self._write_recoded(replies.Recoded(self._id_end, self._is_http_11))
+            else:
+                sink = self.write
+            leg.sink = self._keep(sink, kept)
+            sink(kept)
         if leg.is_complete:
             self.take_complete(leg)
             leg.sink = None
+
+    # -- a stream that goes on on other instances -------------------------------------------------------
+
+    def delivered(self, leg: UpstreamConnection) -> Delivered | None:
+        """Return what the client has of the stream of a lost leg; None where no other instance can go on behind it."""
+        sent, continued = self._sent, self._continued
+        if self._client is None or leg is not self._source or sent is None or not leg.tail_ends_an_event():
+            return None
+        if continued is not None and not continued.is_level:
+            return None
+        self._delivered = sent.delivered()
+        return self._delivered
+
+    def continue_stream(self) -> int:
+        """Let the next attempt go on behind what the client has; return how many tokens that is."""
+        delivered = self._delivered
+        assert delivered is not None
+        self._source = None
+        self._is_own_head = True
+        self._continued = ContinuedStream(self._path, delivered, self._id_end, self._is_http_11)
+        return len(delivered.ids)
+
+    def _write_continued(self, continued: ContinuedStream, leg: UpstreamConnection) -> Callable[[bytes], None]:
+        def write(data: bytes) -> None:
+            new = continued.feed(data)
+            if continued.has_differed:
+                self._end_differed(leg)
+            elif new:
+                self.write(new)
+
+        return write
+
+    def _end_differed(self, leg: UpstreamConnection) -> None:
+        """The instances go on with another text than the client has."""
+        message = REASON_TEXT[FailureReason.LEG_LOST]
+        self._record.error = message
+        self._end_with_error(BROKEN_STATUS, replies.path_error_json(self._path, BROKEN_STATUS, message))
+        asyncio.get_running_loop().call_soon(leg.lose)
 
     def _end_with_error(self, status: int, error: bytes) -> None:
         """End a stream that the client has the head of by an error."""
@@ -325,7 +404,7 @@ class Relay:
         client = self._client
         if client is None:
             return
-        if leg is None or not leg.tail_ends_an_event():
+        if self._continued is None and (leg is None or not leg.tail_ends_an_event()):
             self.cut(reason)
             return
         self._break(reason)

@@ -13,6 +13,7 @@ RESPONSE_FIELDS = ROUTER_FIELDS | {"request_id"}  # as /v1/responses calls an id
 OWN_PREFIX = "sglang_ext_"
 SLO_FIELD = "sglang_ext_ttft_slo_ms"
 PRIORITY_FIELD = "sglang_ext_priority"
+OUTPUT_IDS_FIELD = "sglang_ext_output_ids"
 PRIORITIES = ("real-time", "high", "normal", "low")
 MAX_PARAMETERS_BYTES = 1 << 20
 MIN_SLO_MS = 1.0  # sent for a request whose deadline has passed
@@ -105,12 +106,15 @@ def hint_field(path: bytes, body: dict[str, Any], clean: CleanBody) -> HintField
 
 
 class RequestHints:
-    """Puts TTFT deadline and priority into one request's body, for every attempt again."""
+    """Puts TTFT deadline, priority and the output so far into one request's body, for every attempt again."""
 
-    def __init__(self, field: HintField, ttft_slo_s: float | None, priority: str | None) -> None:
+    def __init__(
+        self, field: HintField, ttft_slo_s: float | None, priority: str | None, output_ids: list[int] | None = None
+    ) -> None:
         """Raise BadRequestError for a field that cannot be written as JSON."""
         self._slo_s = ttft_slo_s
         self._priority = priority
+        self._output_ids = output_ids  # of tokens that instances have generated which were lost
         self._field = field.name
         self._given = field.given
         self.clean = field.clean  # the body without the field
@@ -118,11 +122,13 @@ class RequestHints:
 
     def member(self, spent_s: float) -> bytes:
         """Return the field as JSON after `spent_s` in the router: the rest of the deadline, and the priority."""
-        own: dict[str, float | str] = {}
+        own: dict[str, object] = {}
         if self._slo_s is not None:
             own[SLO_FIELD] = max(MIN_SLO_MS, round((self._slo_s - spent_s) * 1000, 3))
         if self._priority is not None:
             own[PRIORITY_FIELD] = self._priority
+        if self._output_ids:
+            own[OUTPUT_IDS_FIELD] = self._output_ids
         given = self._given
         value: object
         if self._field == "custom_params":
@@ -134,12 +140,12 @@ class RequestHints:
         return b'"%b":%b' % (self._field.encode(), dump(value))
 
 
-def _with_params(parameters: dict[str, Any] | None, own: dict[str, float | str]) -> dict[str, Any]:
+def _with_params(parameters: dict[str, Any] | None, own: dict[str, object]) -> dict[str, Any]:
     parameters = parameters or {}
     return {**parameters, "custom_params": _merged(parameters.get("custom_params"), own)}
 
 
-def _merged(given: dict[str, Any] | None, own: dict[str, float | str]) -> dict[str, Any]:
+def _merged(given: dict[str, Any] | None, own: dict[str, object]) -> dict[str, Any]:
     """Return the client's parameters with our own, which replace what the client gives under our prefix."""
     return {**{key: value for key, value in (given or {}).items() if not key.startswith(OWN_PREFIX)}, **own}
 

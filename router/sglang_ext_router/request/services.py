@@ -56,6 +56,7 @@ class Services:
     retry_policy: RetryPolicy
     retry_budget: RetryBudget
     max_retries: int
+    max_migrations: int
     siblings: SharedState
     running: dict[RequestFlow, None]  # in order of their start
     on_ended: Callable[[RequestFlow, float], None]

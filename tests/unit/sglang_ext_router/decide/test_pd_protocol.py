@@ -17,6 +17,7 @@ from sglang_ext_router.decide.pd_actions import (
     AbortLeg,
     Actions,
     CloseClient,
+    ContinueStream,
     EmitErrorEvent,
     Exclude,
     FailureReason,
@@ -384,6 +385,43 @@ class TestAfterTheFirstByte:
             EmitErrorEvent(LOST),
             RequestFinished(),
         )
+
+    def test_decode_lost_in_a_stream_that_can_go_on(self) -> None:
+        protocol = relaying()
+        protocol.max_migrations = 1
+        assert protocol.on_stream_lost(D, 0) == (
+            RecordFailure(D),
+            Exclude(D),
+            AbortLeg(P),
+            ReleaseTrial(P),
+            ContinueStream(),
+            StartLegs(1),
+        )
+        assert protocol.attempt == 1
+        protocol.on_leg_head(D, 1, 200)
+        assert protocol.on_first_body(D, 1) is RELAY_DECODE
+        assert EmitErrorEvent(LOST) in protocol.on_stream_lost(D, 1)
+
+    def test_a_stream_that_goes_on_and_cannot_is_answered_with_an_error(self) -> None:
+        protocol = relaying(prefill_done=True)
+        protocol.max_migrations = 1
+        protocol.on_stream_lost(D, 0)
+        assert ReplyError(502, LOST_AGAIN) in protocol.on_leg_lost(P, 1)
+
+    def test_no_stream_goes_on_whose_request_was_lost_before(self) -> None:
+        protocol = started()
+        protocol.max_migrations = 1
+        protocol.on_leg_lost(P, 0)
+        protocol.on_retry_timer(0)
+        protocol.on_leg_head(D, 1, 200)
+        protocol.on_first_body(D, 1)
+        assert not protocol.may_migrate
+        assert EmitErrorEvent(LOST) in protocol.on_stream_lost(D, 1)
+
+    def test_without_retries_no_stream_goes_on(self) -> None:
+        protocol = relaying()
+        protocol.max_migrations, protocol.max_retries = 1, 0
+        assert EmitErrorEvent(LOST) in protocol.on_stream_lost(D, 0)
 
     def test_decode_lost_in_a_plain_reply(self) -> None:
         protocol = relaying(is_stream=False, prefill_done=True)

@@ -13,6 +13,7 @@ from support.pd_monitor import Event, Monitor, feed
 
 STATUSES = (100, 200, 302, 400, 429, 500)
 LEG_EVENTS = ("on_first_body", "on_leg_complete", "on_leg_connect_failed", "on_leg_lost", "on_leg_stale")
+STREAM_EVENTS = tuple(Event("on_stream_lost", leg, age=age) for leg in Leg for age in (0, 1))
 EVENTS = (
     *(Event(name) for name in ("start", "on_client_gone", "on_timeout")),
     *(Event(name, age=age) for name in ("on_no_instance", "on_retry_timer", "on_retry_refused") for age in (0, 1)),
@@ -44,17 +45,24 @@ def clone(protocol: PDProtocol) -> PDProtocol:
 
 
 def explore(
-    max_retries: int, is_stream: bool, is_single: bool, needs_decode: bool = True
+    max_retries: int, is_stream: bool, is_single: bool, needs_decode: bool = True, max_migrations: int = 0
 ) -> tuple[int, set[RequestPhase]]:
     """Feed every event in every reachable state; returns how many states there are, and their phases."""
-    protocol = PDProtocol(max_retries, is_stream=is_stream, is_single_sequence=is_single, needs_decode=needs_decode)
-    frontier: list[tuple[PDProtocol, Monitor, Path]] = [(protocol, Monitor(max_retries, is_stream, needs_decode), None)]
+    protocol = PDProtocol(
+        max_retries,
+        max_migrations=max_migrations,
+        is_stream=is_stream,
+        is_single_sequence=is_single,
+        needs_decode=needs_decode,
+    )
+    monitor = Monitor(max_retries, is_stream, needs_decode, max_migrations)
+    frontier: list[tuple[PDProtocol, Monitor, Path]] = [(protocol, monitor, None)]
     seen: set[tuple[object, ...]] = set()
     phases: set[RequestPhase] = set()
     while frontier:
         protocol, monitor, path = frontier.pop()
         phases.add(protocol.phase)
-        for event in EVENTS:
+        for event in EVENTS + STREAM_EVENTS if is_stream else EVENTS:
             next_protocol, next_monitor = clone(protocol), monitor.copy()
             try:
                 next_monitor.step(event, feed(next_protocol, event))
@@ -66,8 +74,9 @@ def explore(
                 next_protocol._attempt,
                 tuple(next_protocol._legs),
                 next_protocol._statuses,
-                next_protocol._has_lost,
+                next_protocol._losses,
                 next_protocol._restarts,
+                next_protocol._migrations,
                 next_protocol._is_divided,
                 next_monitor.key(),
             )
@@ -104,3 +113,12 @@ def test_prefill_alone_keeps_them_too(max_retries: int, is_stream: bool, is_sing
     expected.add(RequestPhase.WAITING)
     assert phases == expected | retrying | {RequestPhase.OVER}
     assert states > 20
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("needs_decode", [False, True])
+@pytest.mark.parametrize("max_migrations", [1, 2])
+def test_streams_that_go_on_elsewhere_keep_them_too(max_migrations: int, needs_decode: bool) -> None:
+    states, _ = explore(1, True, True, needs_decode, max_migrations)
+    without, _ = explore(1, True, True, needs_decode)
+    assert states > without
