@@ -32,6 +32,7 @@ from sglang_ext.laps.decide.urgency import RankedPrefill, SlaDeviation
 from sglang_ext.types import LengthClass
 
 # Looking a member up in its class takes longer than comparing it.
+_LONG_TOKENS: Final = 2048
 _SHORT: Final = LengthClass.SHORT
 _LONG: Final = LengthClass.LONG
 _LOW: Final = PriorityClass.LOW
@@ -182,6 +183,12 @@ class Laps:
         """Seconds of a forward iteration over requests with these tokens, one number each."""
         work = sum(new * (new + 2 * cached) for new, cached in zip(new_tokens, cached_tokens, strict=True))
         return self._model.cost.iteration_s(work, sum(new_tokens), sum(cached_tokens), len(new_tokens))
+
+    @property
+    def measured_cost(self) -> CostCoefficients | None:
+        """Return what iterations were found to take here; None before they tell what a long prefill takes."""
+        fit = self._model.fit
+        return fit.fitted if fit.is_determined(_LONG_TOKENS) else None
 
     @property
     def short_slo_s(self) -> float | None:

@@ -49,6 +49,7 @@ class CoordinatorOptions(NamedTuple):
     http_port: int
     key: bytes
     candidates: tuple[SpCandidate, ...]
+    is_prior: bool  # there is no profile
     settings: PoolSettings
 
 
@@ -172,6 +173,7 @@ def options_from(arguments: argparse.Namespace) -> CoordinatorOptions:
         arguments.http_port,
         _key(arguments.key_file),
         _candidates(_sizes(arguments.sp_sizes), arguments.profile),
+        arguments.profile is None,
         pool,
     )
 
@@ -193,7 +195,7 @@ async def serve(options: CoordinatorOptions) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    protocol = PoolProtocol(options.settings, PoolCosts(options.candidates))
+    protocol = PoolProtocol(options.settings, PoolCosts(options.candidates, is_prior=options.is_prior))
     server = CoordinatorServer(protocol, options.settings.member_timeout_s, options.key)
     port = await server.listen(options.host, options.port)
     runner = web.AppRunner(make_app(protocol, server.status, server.desk), handler_cancellation=True)

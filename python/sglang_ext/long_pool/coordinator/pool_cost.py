@@ -1,8 +1,9 @@
-"""Describes what chunks cost on each SP size: from a profile, or from a prior, and corrected by what chunks really
-took.
+"""Describes what chunks cost on each SP size: from a profile, or from what members measure of their own batches, and
+corrected by what chunks really took.
 
-A prior need not be exact: whether two instances are worth it depends on ratios. One ratio corrects all sizes, because
-queue delays, which are real seconds, are compared with costs.
+Before members know, a prior serves: whether two instances are worth it depends on ratios. One ratio corrects all sizes,
+because queue delays, which are real seconds, are compared with costs. It cannot tell what every chunk costs again from
+what its tokens cost, as members can: how long a chunk may take depends on that.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from sglang_ext.costs.engine_profile import EngineProfile
+from sglang_ext.long_pool.decide.orders import BatchCost
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost, TabulatedCost
 from sglang_ext.long_pool.decide.table1 import fitted_cost
 
@@ -21,6 +23,7 @@ RING_OVERHEAD_S = 0.02  # for each further instance
 _SAMPLES = 15
 _LEAST_SAMPLES = 3
 _LEAST_CHANGE = 1.1
+_USUAL_TOKENS = 2048
 
 
 class UnknownCostError(ValueError):
@@ -69,8 +72,12 @@ def profiled_candidates(profile: EngineProfile, sizes: Sequence[int]) -> tuple[S
 class PoolCosts:
     """Costs that follow what chunks take: all sizes times the median of the last 15 ratios of measured to predicted."""
 
-    def __init__(self, candidates: Sequence[SpCandidate]) -> None:
+    def __init__(self, candidates: Sequence[SpCandidate], *, is_prior: bool = False) -> None:
+        """`is_prior`: what members have measured counts instead, once they know."""
         self._candidates = tuple(candidates)
+        self._is_prior = is_prior
+        self._measured: dict[int, BatchCost] = {}  # by member
+        self._single: SpCost | None = None  # that the candidates are made of
         self._ratios: deque[float] = deque(maxlen=_SAMPLES)
         self._scale = 1.0
 
@@ -86,6 +93,27 @@ class PoolCosts:
             SpCandidate(candidate.size, _scaled(candidate.cost, self._scale)) for candidate in self._candidates
         )
 
+    def learn(self, instance: int, cost: BatchCost | None) -> bool:
+        """A member reports what its batches cost; whether the costs to plan with have changed by a tenth or more."""
+        if not self._is_prior or cost is None:
+            return False
+        self._measured[instance] = cost
+        fixed_s, token_s, work_s = (median(values) for values in zip(*self._measured.values(), strict=True))
+        single = SpCost(fixed_s, token_s, 2 * work_s, work_s)
+        if self._single is not None and not _differ(single, self._single):
+            return False
+        self._single = single
+        self._candidates = tuple(
+            SpCandidate(candidate.size, divided(single, candidate.size)) for candidate in self._candidates
+        )
+        self._ratios.clear()
+        self._scale = 1.0
+        return True
+
+    def forget(self, instance: int) -> None:
+        """A member has gone."""
+        self._measured.pop(instance, None)
+
     def observe(self, size: int, cached_tokens: int, new_tokens: int, duration_s: float) -> bool:
         """A chunk has taken this long; whether the costs to plan with have changed by a tenth or more."""
         cost = next((candidate.cost for candidate in self._candidates if candidate.size == size), None)
@@ -100,6 +128,12 @@ class PoolCosts:
             return False
         self._scale = scale
         return True
+
+
+def _differ(one: SpCost, other: SpCost) -> bool:
+    """Return whether a chunk's fixed cost, or all of a chunk of 2,048 tokens, differs by a tenth or more."""
+    pairs = ((one.a_s, other.a_s), (one.predict_s(0, _USUAL_TOKENS), other.predict_s(0, _USUAL_TOKENS)))
+    return any(not 1 / _LEAST_CHANGE < (first + 1e-9) / (second + 1e-9) < _LEAST_CHANGE for first, second in pairs)
 
 
 def _scaled(cost: SpCost | TabulatedCost, scale: float) -> SpCost | TabulatedCost:

@@ -75,6 +75,12 @@ class StepRecord:
         """Return the time from the order to the last answer, in seconds; 0 while the step runs."""
         return 0.0 if self.ended_s is None else self.ended_s - self.ordered_s
 
+    @property
+    def together_s(self) -> float:
+        """Return how long the member that began last has taken, in seconds: the others waited for it, or for its
+        batch, before. 0 where no member has answered."""
+        return min((times.ended_s - times.began_s for times in self.member_times), default=0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class PrefillTimes:

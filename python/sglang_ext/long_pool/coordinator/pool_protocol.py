@@ -185,6 +185,7 @@ class PoolProtocol:
         self._events.lost.append(Lost(instance, reason))
         self.history.record_lost(instance, peer.hello.name, reason, now_s)
         self._streams.lost(instance)
+        self._costs.forget(instance)
         for step in [step for step in self._steps.values() if instance in step.record.members]:
             step.record_failure(now_s)
             self._record_step(pool.coordinator, step, now_s, gone=instance)
@@ -209,6 +210,8 @@ class PoolProtocol:
             case ReportMessage(report, begun_step):
                 self._peers[instance].hello = self._peers[instance].hello._replace(report=report)
                 core.report(instance, report, now_s, begun_step)
+                if self._costs.learn(instance, report.cost):
+                    self._plan_with_costs(core)
                 return []
             case OfferMessage():
                 return self._offer(core, instance, message, now_s)
@@ -471,10 +474,13 @@ class PoolProtocol:
         if isinstance(order, Collect) or record.has_failed or self._pool is None:
             return
         cached_tokens = sum(map(count_tokens, order.layout.history))
-        took_s = now_s - record.ordered_s
-        if self._costs.observe(len(record.members), cached_tokens, record.new_tokens, took_s):
-            planner = self._make_planner(self._settings, self._pool.identity, self._costs)
-            self._pool.coordinator.use_planner(planner)
+        if self._costs.observe(len(record.members), cached_tokens, record.new_tokens, record.together_s):
+            self._plan_with_costs(self._pool.coordinator)
+
+    def _plan_with_costs(self, core: Coordinator) -> None:
+        """They have changed."""
+        assert self._pool is not None
+        core.use_planner(self._make_planner(self._settings, self._pool.identity, self._costs))
 
     def _record_ends(self, declined: dict[int, Outcome], now_s: float) -> None:
         """Requests that the coordinator knows no more."""

@@ -201,7 +201,7 @@ class Coordinator:
         if not self._requests and not self._announced:
             self._quiet_s = now_s
         candidate = self._announced[ticket.ticket] = AnnouncedPrompt.of(ticket, self._candidates, self._settings)
-        self._match(candidate)
+        self._match(candidate, self._members.snapshot(now_s).queue_delays_s, now_s)
         self._schedule.record_arrival(now_s, candidate.work_s)
         return self.plan(now_s)
 
@@ -234,7 +234,8 @@ class Coordinator:
         if not self._requests and not self._announced:
             self._quiet_s = now_s
         prefix = None if offer.blocks is None else self.kept.match(offer.blocks, offer.tokens - 1)
-        if not self._is_worth(prefix, offer.tokens, offer.cached_tokens):
+        delays_s = self._members.snapshot(now_s).queue_delays_s
+        if not self._is_worth(prefix, offer.tokens, offer.cached_tokens, delays_s, now_s):
             prefix = None
         rows: Held = {}
         parts: tuple[KeptPrefix, ...] = ()
@@ -345,7 +346,7 @@ class Coordinator:
         ignores_backlog = not self._steps and now_s > self._quiet_s + self._settings.backlog_timeout_s
         if not (pending or self._announced) or not len(self._members):
             return orders
-        may_go_on = any(prefill.group and self._members.are_ready(prefill.group) for prefill in pending)
+        may_go_on = any(self._may_go_on(prompt.kv_group) for prompt in (*pending, *self._announced.values()))
         if not (ignores_backlog or may_go_on or self._members.any_idle(now_s, kept)):
             return orders
         turns = self._turns(pending, kept, now_s, counts_backlog=not ignores_backlog)
@@ -358,6 +359,13 @@ class Coordinator:
             elif turn.key in self._requests:
                 orders += self._start(self._requests[turn.key], turn.placement, now_s)
         return orders
+
+    def _may_go_on(self, group: Sequence[int]) -> bool:
+        return (
+            bool(group)
+            and all(instance in self._members for instance in group)
+            and self._members.are_ready(group)
+        )
 
     def _turns(
         self,
@@ -373,11 +381,11 @@ class Coordinator:
         positions = self._members.positions
         waiting = [prompt.pending(positions, self._room.kept_for(prompt, promised)) for prompt in pending]
         for announced in self._announced.values():
-            self._match(announced)
+            self._match(announced, snapshot.queue_delays_s, now_s)
         waiting += [prompt.pending(positions) for prompt in self._announced.values()]
         shorts = self._members.short_load(now_s)
-        closed = self._members.closed(now_s, kept)
-        return self._schedule.turns(now_s, snapshot, waiting, sum(snapshot.queue_delays_s), shorts, closed)
+        begin_in_s = self._members.begin_in_s(now_s, kept)
+        return self._schedule.turns(now_s, snapshot, waiting, sum(snapshot.queue_delays_s), shorts, begin_in_s)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -584,10 +592,18 @@ class Coordinator:
 
     # -- kept prompts ------------------------------------------------------------------------------------------------
 
-    def _is_worth(self, prefix: KeptPrefix | None, tokens: int, cached_tokens: int) -> bool:
+    def _is_worth(
+        self,
+        prefix: KeptPrefix | None,
+        tokens: int,
+        cached_tokens: int,
+        delays_s: Sequence[float],
+        now_s: float,
+    ) -> bool:
         """Return whether a prompt had better begin behind a kept prefix, where `cached_tokens` are there anyway.
 
-        It takes a group of all its holders: a larger one than the prompt needs, perhaps, to compute less.
+        It computes less, but takes a group of all holders: a larger one than it needs, perhaps, and one whose members
+        end what they run at different times. `delays_s`: of all instances, see `PrefillSnapshot`.
         """
         if prefix is None or prefix.tokens <= cached_tokens:
             return False
@@ -595,27 +611,41 @@ class Coordinator:
         if not all(instance in self._members for instance in holders):
             return False
         least = len(holders)
-        in_place = [candidate for candidate in self._candidates if candidate.size >= least]
+        in_place = [candidate for candidate in self._candidates if least <= candidate.size <= len(delays_s)]
         if not in_place:
             return False
         price = self._schedule.price
+        any_s = sorted(delays_s)
+        positions = {self._members.positions[instance] for instance in holders}
+        joining_s = sorted(delay_s for position, delay_s in enumerate(delays_s) if position not in positions)
+        begin_s = [self._members[instance].begins_in_s(now_s) for instance in holders]
+        meet_s = max(begin_s)
+        idle_s = sum(meet_s - one_s for one_s in begin_s)
 
-        def least_cost_s(candidates: Sequence[SpCandidate], cached: int) -> float:
-            return min(
-                (1 + price * candidate.size) * candidate.cost.predict_s(cached, tokens - cached)
-                for candidate in candidates
-            )
+        def cost_s(candidate: SpCandidate, wait_s: float, cached: int) -> float:
+            return wait_s + (1 + price * candidate.size) * candidate.cost.predict_s(cached, tokens - cached)
 
-        return least_cost_s(in_place, prefix.tokens) < least_cost_s(self._candidates, cached_tokens)
+        behind_s = price * idle_s + min(
+            cost_s(candidate, max([meet_s, *joining_s[: candidate.size - least]]), prefix.tokens)
+            for candidate in in_place
+        )
+        anywhere_s = min(
+            cost_s(candidate, any_s[candidate.size - 1], cached_tokens)
+            for candidate in self._candidates
+            if candidate.size <= len(any_s)
+        )
+        return behind_s < anywhere_s
 
-    def _match(self, prompt: AnnouncedPrompt) -> None:
-        """Find again what is kept of an announced prompt."""
+    def _match(self, prompt: AnnouncedPrompt, delays_s: Sequence[float], now_s: float) -> None:
+        """Decide again whether an announced prompt begins behind what is kept of it."""
         ticket = prompt.ticket
-        if ticket.text is None or prompt.matched_version == self.kept.version:
+        if ticket.text is None:
             return
-        prompt.matched_version = self.kept.version
-        prefix = self.kept.match_text(ticket.text, ticket.tokens - 1)
-        if not self._is_worth(prefix, ticket.tokens, ticket.cached_tokens):
+        if prompt.matched_version != self.kept.version:
+            prompt.matched_version = self.kept.version
+            prompt.matched = self.kept.match_text(ticket.text, ticket.tokens - 1)
+        prefix = prompt.matched
+        if not self._is_worth(prefix, ticket.tokens, ticket.cached_tokens, delays_s, now_s):
             prefix = None
         if prefix != prompt.prefix:
             prompt.prefix = prefix

@@ -58,10 +58,18 @@ class LongInstance:
 
     def backlog_s(self, now_s: float) -> float:
         """Ordinary work that is left: an instance that sends no report works on what it has reported."""
-        backlog_s = self.report.backlog_s
-        if backlog_s <= 0.0 or self.reported_s is None:
-            return max(0.0, backlog_s)
-        return max(0.0, backlog_s - now_s + self.reported_s)
+        return self._left_s(self.report.backlog_s, now_s)
+
+    def begins_in_s(self, now_s: float) -> float:
+        """Return how long its chunk or batch that runs seems to take: then it could begin another chunk."""
+        if self.step is not None:
+            return max(_NOT_YET_S, self.step_ends_s - now_s)
+        return self._left_s(self.report.running_s, now_s)
+
+    def _left_s(self, reported_s: float, now_s: float) -> float:
+        if reported_s <= 0.0 or self.reported_s is None:
+            return max(0.0, reported_s)
+        return max(0.0, reported_s - now_s + self.reported_s)
 
     def record_unreachable(self, now_s: float) -> None:
         """Another member could not talk to it: it is left out of groups, the longer the more often that happens."""
@@ -232,15 +240,16 @@ class PoolMembers:
             for instance, member in self._members.items()
         )
 
-    def closed(self, now_s: float, kept: Collection[int]) -> tuple[int, ...]:
-        """Return the positions of the instances in which no step may begin now: in one, `kept`, or not reached."""
-        return tuple(
-            position
-            for position, instance in enumerate(self._order)
-            if (member := self._members[instance]).step is not None
-            or instance in kept
-            or now_s < member.shunned_until_s
-        )
+    def begin_in_s(self, now_s: float, kept: Collection[int]) -> list[float]:
+        """Return, by position, when a chunk could begin there between two batches, from now; infinity where none may:
+        in one, `kept`, or not reached."""
+        return [
+            math.inf
+            if member.step is not None or instance in kept or now_s < member.shunned_until_s
+            else member.begins_in_s(now_s)
+            for instance in self._order
+            if (member := self._members[instance])
+        ]
 
     def snapshot(
         self,

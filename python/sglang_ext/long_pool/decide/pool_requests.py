@@ -177,6 +177,12 @@ class SharedPrefill:
         """Return whether another instance than its owner holds something of it."""
         return any(segments for instance, segments in self.held.items() if instance != self.offer.owner)
 
+    @property
+    def kv_group(self) -> tuple[int, ...]:
+        """Return the instances that hold a part of the prompt, those of its last chunk first."""
+        holding = {instance for instance, segments in self.held.items() if segments}
+        return *(instance for instance in self.group if instance in holding), *sorted(holding - {*self.group})
+
     def holders(self) -> tuple[int, ...]:
         """Return the owner and all other instances that hold a part of the prompt."""
         owner = self.offer.owner
@@ -194,8 +200,6 @@ class SharedPrefill:
         `kept` to the tokens that are kept free there for this prompt."""
         offer = self.offer
         left = count_tokens(self.todo)
-        holding = {instance for instance, segments in self.held.items() if segments}
-        order = [*(instance for instance in self.group if instance in holding), *sorted(holding - {*self.group})]
         return PendingPrefill(
             offer.request,
             left,
@@ -203,7 +207,7 @@ class SharedPrefill:
             positions[offer.owner],
             tuple(
                 Holder(positions[instance], tokens_held(self.held, instance) + kept.get(instance, 0))
-                for instance in order
+                for instance in self.kv_group
             ),
             offer.arrival_s,
             offer.deadline_s,
@@ -226,9 +230,10 @@ class AnnouncedPrompt:
     no_room_s: float | None = None
     fits_owner: bool = True  # as far as is known
     deadline_s: float = math.inf
-    prefix: KeptPrefix | None = None  # kept by the pool, as was found last, and
+    matched: KeptPrefix | None = None  # kept by the pool, as was found last, and
     matched_version: int = -1  # what was kept then
-    holders: tuple[tuple[int, int], ...] = ()  # of it: instance and tokens
+    prefix: KeptPrefix | None = None  # the same where it is to begin behind it
+    holders: tuple[tuple[int, int], ...] = ()  # of that: instance and tokens
 
     @property
     def tokens(self) -> int:
@@ -239,6 +244,11 @@ class AnnouncedPrompt:
     def cached_tokens(self) -> int:
         """Return how many tokens of it need not be computed, as far as is known."""
         return self.ticket.cached_tokens if self.prefix is None else self.prefix.tokens
+
+    @property
+    def kv_group(self) -> tuple[int, ...]:
+        """Return the instances on which the pool has kept rows of the prompt."""
+        return tuple(instance for instance, _ in self.holders)
 
     @classmethod
     def of(

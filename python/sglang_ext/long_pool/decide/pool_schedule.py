@@ -161,12 +161,13 @@ class PoolSchedule:
         pending: Sequence[PendingPrefill],
         running_s: float,
         shorts: ShortLoad = NO_SHORT_LOAD,
-        closed: Collection[int] = (),
+        begin_in_s: Sequence[float] = (),
     ) -> list[PlacedPrefill]:
         """Return what starts now and what is reserved, in the order of the prefills, until no instance is idle.
 
-        `running_s`: instance-seconds until all that runs has ended. `closed`: positions that are busy with something
-        else than ordinary work. ValueError as `PricePlanner.place`.
+        `running_s`: instance-seconds until all that runs has ended. `begin_in_s`: by position, when a chunk could begin
+        there between two batches of ordinary work, infinity where it could not; empty: at once. ValueError as
+        `PricePlanner.place`.
         """
         options, instances = self.planner.options, len(snapshot.node_ids)
         ordered = self.order.order(now_s, pending, instances, running_s)
@@ -182,34 +183,60 @@ class PoolSchedule:
         turns = [PlacedPrefill(ordered[placed.prompt].prefill.key, placed) for placed in placements]
         if shorts == NO_SHORT_LOAD:
             return turns
-        continued = self._continued([prefill for prefill, _ in ordered[: len(waiting)]], placements, closed)
+        continued = self._continued([prefill for prefill, _ in ordered[: len(waiting)]], placements, snapshot, begin_in_s)
         keys = {turn.key for turn in continued}
         return [*(turn for turn in turns if turn.key not in keys), *continued]
 
     def _continued(
-        self, ordered: Sequence[PendingPrefill], placements: Sequence[Placement], closed: Collection[int]
+        self,
+        ordered: Sequence[PendingPrefill],
+        placements: Sequence[Placement],
+        snapshot: PrefillSnapshot,
+        begin_in_s: Sequence[float],
     ) -> list[PlacedPrefill]:
-        """Return the prefills that have begun and go on with their last group, although it has ordinary work.
+        """Return the prefills that go on where they have KV, although these instances have ordinary work: those that
+        have begun, and those behind kept rows for which nothing better is planned.
 
-        Members compute a chunk and then a batch, in turn. Short prefills may come to one of them all the time: the
+        Members compute a chunk and then a batch, in turn. There may be ordinary work at one of them all the time: the
         group would never be idle as a whole, and the prefill would keep its KV there. It goes on in its turn, where
         none waits that is before it in the order.
         """
-        starting = {placed.prompt: placed.group for placed in placements if placed.group and placed.start_s == 0.0}
+        placed = {placement.prompt: placement for placement in placements if placement.group}
+        starting = {at: placement.group for at, placement in placed.items() if placement.start_s == 0.0}
         taken = {instance for group in starting.values() for instance in group}
         costs = {candidate.size: candidate.cost for candidate in self.planner.options.candidates}
-        closed_now = frozenset(closed)
         continued: list[PlacedPrefill] = []
         for at, prefill in enumerate(ordered):
             if at in starting:
                 continue
             group = tuple(holder.instance for holder in prefill.holders)
-            if not prefill.is_started or len(group) not in costs or not taken.isdisjoint(group):
+            if not group or len(group) not in costs or not taken.isdisjoint(group):
                 break
-            taken.update(group)
-            if not closed_now.isdisjoint(group):
-                continue
+            begin_s = [begin_in_s[instance] for instance in group] if begin_in_s else [0.0]
             compute_s = costs[len(group)].predict_s(prefill.cached_tokens, prefill.new_tokens)
+            if not prefill.is_started and max(begin_s) < math.inf:
+                idle_s = sum(max(begin_s) - one_s for one_s in begin_s)
+                here_s = max(begin_s) + compute_s + self.price * (len(group) * compute_s + idle_s)
+                if here_s > self._later_s(prefill, placed.get(at), snapshot):
+                    break
+            taken.update(group)
+            if max(begin_s) == math.inf:
+                continue
             placement = Placement(at, prefill.new_tokens, group, 0.0, compute_s, compute_s)
             continued.append(PlacedPrefill(prefill.key, placement))
         return continued
+
+    def _later_s(self, prefill: PendingPrefill, placed: Placement | None, snapshot: PrefillSnapshot) -> float:
+        """Return when a prefill ends, from now, and what it costs others, where it waits for its place.
+
+        Without a place, as none is idle: at best it gets the size that suits it, once those who hold KV of it are idle.
+        """
+        if placed is not None:
+            return placed.end_s + self.price * len(placed.group) * (placed.end_s - placed.start_s)
+        holders = [holder.instance for holder in prefill.holders]
+        best_s = min(
+            (1 + self.price * candidate.size) * candidate.cost.predict_s(prefill.cached_tokens, prefill.new_tokens)
+            for candidate in self.planner.options.candidates
+            if candidate.size >= len(holders)
+        )
+        return max(snapshot.queue_delays_s[instance] for instance in holders) + best_s

@@ -35,7 +35,7 @@ from sglang_ext.long_pool.decide.orders import (
     RollBack,
     RunChunk,
 )
-from sglang_ext.long_pool.decide.sharding import Positions
+from sglang_ext.long_pool.decide.sharding import Positions, count_tokens
 from sglang_ext.long_pool.member.chunk_step import (
     Engine,
     LayerReady,
@@ -103,6 +103,13 @@ class Sendable(NamedTuple):
     cached_tokens: int  # of it, that were not computed
 
 
+class FollowUp(NamedTuple):
+    """A prompt, of whichever instance, that this one has helped to compute in one step behind rows that were kept."""
+
+    new_tokens: int
+    cached_tokens: int
+
+
 class Concluded(NamedTuple):
     """The pool needs nothing more of a request that went to decode: its cached prefix need not stay valid."""
 
@@ -156,6 +163,7 @@ class PoolMember:
         self._logits: dict[int, torch.Tensor] = {}  # of last rows of such requests that were computed here
         self._last_chunk: int | None = None  # its number; later steps moved only KV
         self._begun_step = 0  # the last one
+        self._follow_ups: list[FollowUp] = []
         self._steps: deque[ChunkOrder | CollectOrder] = deque()
         self._meshes.enter(None if session is None else Membership(bytes.fromhex(session.pool_id), session.instance))
 
@@ -253,6 +261,11 @@ class PoolMember:
     def report(self, report: MemberReport) -> None:
         """Report this instance's load to the coordinator."""
         self._link.send(ReportMessage(report, self._begun_step))
+
+    def take_follow_ups(self) -> list[FollowUp]:
+        """Return those since the last call."""
+        taken, self._follow_ups = self._follow_ups, []
+        return taken
 
     def turn(self) -> list[Outcome]:
         """Carry out what has been ordered, at most one computation; what has become of offered requests.
@@ -424,6 +437,9 @@ class PoolMember:
             sending = partial(self._begin_sending, step, reading, positions)
         logits = run_chunk(context, self._engine, shard, layout, step.token_ids, sending)
         self._meshes.record_computed()
+        cached_tokens = sum(map(count_tokens, layout.history))
+        if chunk.is_last and cached_tokens == self._borrowed_tokens.get(chunk.request):
+            self._follow_ups.append(FollowUp(sum(map(count_tokens, layout.new)), cached_tokens))
         if logits is None or not chunk.is_last:
             return None
         if instance_of(chunk.request) != instance:

@@ -34,10 +34,11 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_ext.engine.options import options_from_environment
 from sglang_ext.engine.request_traces import trace_of
+from sglang_ext.laps.decide.cost_model import CostCoefficients
 from sglang_ext.laps.sglang.instance import LapsInstance
 from sglang_ext.laps.sglang.queued_request import LapsEntry, entry_of, prefill_tokens, reclassify
 from sglang_ext.laps.sglang.scheduler import LengthAwareScheduler
-from sglang_ext.long_pool.decide.orders import MemberReport
+from sglang_ext.long_pool.decide.orders import BatchCost, MemberReport
 from sglang_ext.long_pool.member.kv_streams import Target
 from sglang_ext.long_pool.member.pool_member import (
     Collected,
@@ -140,6 +141,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         if member is not None:
             for outcome in member.turn():
                 self._resume(outcome)
+            self._count_follow_ups(member)
             self._withdraw_failed(member)
             self._follow_ending(member)
         plan = super().get_new_batch_prefill(running_batch)
@@ -148,6 +150,16 @@ class SequenceParallelScheduler(LengthAwareScheduler):
             self._report_load(member, plan.batch_to_run)
             self._report_transferred(member)
         return plan
+
+    def _count_follow_ups(self, member: PoolMember) -> None:
+        """What the pool computes of short follow-ups here is in as much of a hurry as short prefills of this instance's
+        own: neither its batches nor chunks may be so long that the next ones wait."""
+        laps = self._laps
+        for new_tokens, cached_tokens in member.take_follow_ups():
+            if laps is not None and laps.policy.classify(new_tokens, cached_tokens) is LengthClass.SHORT:
+                now_s = laps.now_s()
+                deadline_s = laps.policy.deadline_s(LengthClass.SHORT, new_tokens, cached_tokens, now_s, None)
+                laps.policy.record_arrival(now_s, LengthClass.SHORT, new_tokens, cached_tokens, deadline_s)
 
     def _follow_queue(self, laps: LapsInstance) -> None:
         super()._follow_queue(laps)
@@ -436,6 +448,8 @@ class SequenceParallelScheduler(LengthAwareScheduler):
                     report.short_rate_per_s,
                     short_slo_s,
                     laps.policy.short_work_s(laps.now_s()),
+                    _batch_cost(laps.policy.measured_cost),
+                    batch_s,
                 )
             )
 
@@ -492,6 +506,10 @@ def _send_the_rest(sender: Any, shared: _Shared, outcome: Declined | Collected, 
     else:
         sender.send_anew("members of the pool could not send it")
         sender.go_on_alone(())
+
+
+def _batch_cost(cost: CostCoefficients | None) -> BatchCost | None:
+    return None if cost is None else BatchCost(cost.kappa_s + cost.request_s, cost.token_s, cost.alpha_s)
 
 
 def _has_failed(sender: Any) -> bool:

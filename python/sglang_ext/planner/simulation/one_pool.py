@@ -57,7 +57,7 @@ from sglang_ext.planner.simulation.iteration_policies import Iteration, LapsPoli
 from sglang_ext.planner.simulation.iterations import advance, iteration_sample
 from sglang_ext.planner.simulation.long_pool import PlanLog
 from sglang_ext.planner.simulation.prefix_caches import PrefixCaches
-from sglang_ext.types import Role
+from sglang_ext.types import LengthClass, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,6 +430,7 @@ class OnePool:
             short_per_s=member.policy.laps.short_per_s(self._loop.now_s),
             short_slo_s=short_slo_s if short_slo_s < math.inf else None,
             short_work_s=member.policy.laps.short_work_s(self._loop.now_s),
+            running_s=busy_s,
         )
 
     def _report_all(self) -> None:
@@ -504,8 +505,19 @@ class OnePool:
             owned = count_tokens(history) + count_tokens(part) - shared.borrowed.get(number, 0)
             self._hold(order.request, self._members[number], max(0, owned) - held_before.get(number, 0))
             self._members[number].chunk = chunk
+        if shared.start_s is None and shared.borrowed and cached + new == shared.request.prompt_tokens:
+            self._count_follow_up(layout.group, new, cached)
         for number in layout.group:
             self._go_on(self._members[number])
+
+    def _count_follow_up(self, group: Sequence[int], new_tokens: int, cached_tokens: int) -> None:
+        """Record a prompt that is computed in one step behind kept rows as short work of its members, if it is."""
+        if new_tokens <= self._boundary_tokens:
+            now_s = self._loop.now_s
+            for number in group:
+                laps = self._members[number].policy.laps
+                deadline_s = laps.deadline_s(LengthClass.SHORT, new_tokens, cached_tokens, now_s, None)
+                laps.record_arrival(now_s, LengthClass.SHORT, new_tokens, cached_tokens, deadline_s)
 
     def _borrow(self, shared: _SharedPrompt, order: RunChunk) -> None:
         """Record which kept rows a prompt reads that begins behind them: its history before anything has moved."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from sglang_ext.long_pool.decide.kept_prompts import KeptPrefix
 from sglang_ext.long_pool.decide.orders import (
+    BatchCost,
     Borrow,
     Collect,
     Decline,
@@ -83,7 +84,10 @@ logits = st.none() | st.lists(st.floats(width=32, allow_nan=False), min_size=1, 
     lambda values: array("f", values)
 )
 loads = st.floats(0, 1e6)
-reports = st.builds(MemberReport, times, counts, st.none() | st.integers(1, 2**40), loads, st.none() | loads, loads)
+batch_costs = st.none() | st.builds(BatchCost, loads, loads, loads)
+reports = st.builds(
+    *(MemberReport, times, counts, st.none() | st.integers(1, 2**40), loads, st.none() | loads, loads, batch_costs, loads)
+)
 layouts_of_heads = st.builds(
     lambda heads, ranks: HeadLayout(heads, ranks, heads * ranks), st.integers(1, 9), st.integers(1, 9)
 )

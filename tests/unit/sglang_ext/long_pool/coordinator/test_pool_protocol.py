@@ -432,14 +432,15 @@ def test_strangers_and_late_answers() -> None:
 
 
 def test_costs_follow_what_chunks_take() -> None:
+    """The member that began last has waited for no one."""
     pool = Pool("a", "b")
     for request in range(1, 4):
         (first, _) = pool.offer(request)
         assert isinstance(first.message, ChunkOrder)
         sequence = first.message.chunk.sequence
-        pool.wait(4.0)
-        for instance in (0, 1):
-            pool.say(instance, StepDone(sequence, TIMES, 1000))
+        pool.wait(6.0)
+        for instance, total_s in ((0, 4.0), (1, 6.0)):
+            pool.say(instance, StepDone(sequence, StepTimes(total_s, 0.2, 0.1), 1000))
         for instance in (1, 0):
             pool.say(instance, StepDone(sequence + 1, TIMES, 1000))
     assert pool.protocol.status(pool.now_s).cost_scale == pytest.approx(4.0 / 2.05)

@@ -50,9 +50,19 @@ def test_no_step_begins_where_one_runs_or_something_is_kept_or_others_do_not_rea
         members.add(instance, 0, MemberReport(1.0, 10_000))
     members.begin_step(1, (5,), 10.0, 1.0)
     members[9].record_unreachable(10.0)
-    assert members.closed(10.5, (7,)) == (1, 2, 3)
+    assert members.begin_in_s(10.5, (7,)) == [0.0, math.inf, math.inf, math.inf]
     members.end_step(1, (5,))
-    assert members.closed(11.5, ()) == ()
+    assert members.begin_in_s(11.5, ()) == [0.0] * 4
+
+
+def test_a_step_begins_when_the_running_batch_ends_whatever_is_queued_behind_it() -> None:
+    members = PoolMembers(0.05)
+    members.add(3, 0, MemberReport(0.0, 10_000))
+    members.report(3, MemberReport(9.0, 10_000, running_s=0.4), 10.0, None)
+    assert members.begin_in_s(10.1, ()) == [pytest.approx(0.3)]
+    assert members.begin_in_s(11.0, ()) == [0.0]
+    members.begin_step(1, (3,), 11.0, 0.5)
+    assert members[3].begins_in_s(11.2) == pytest.approx(0.3)
 
 
 def test_without_a_bound_it_is_as_planned() -> None:

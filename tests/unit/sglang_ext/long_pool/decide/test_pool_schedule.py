@@ -134,16 +134,35 @@ def test_who_has_begun_goes_on_with_busy_members_in_its_turn() -> None:
     assert (turn.placement.group, turn.placement.start_s) == ((0, 1), 0.0)
     assert one.turns(1.0, snapshot, [begun], 0.6)[0].placement.start_s == 0.3
     # Nor does it begin in the middle of something else than ordinary work.
-    assert one.turns(1.0, snapshot, [begun], 0.6, shorts, closed=(1,))[0].placement.start_s == 0.3
+    assert one.turns(1.0, snapshot, [begun], 0.6, shorts, [0.0, math.inf, 0.0])[0].placement.start_s == 0.3
     # One that is before it and waits for these members is not passed by.
-    holders = (Holder(0, 1), Holder(1, 1))
-    before = pending(1, 500, 1.0, 4.0, holders=holders)
+    before = pending(1, 5000, 1.0, 4.0, holders=(Holder(0, 1),))
     turns = {turn.key: turn.placement.start_s for turn in one.turns(1.0, snapshot, [begun, before], 0.6, shorts)}
     assert turns[1] > 0.0
     assert turns[0] > 0.0
     later = before._replace(deadline_s=20.0)
     turns = {turn.key: turn.placement.start_s for turn in one.turns(1.0, snapshot, [begun, later], 0.6, shorts)}
     assert turns[0] == 0.0
+
+
+def test_who_begins_behind_kept_rows_does_not_wait_for_ordinary_work_either() -> None:
+    shorts = ShortLoad(1.0, 0.4, 0.1)
+    snapshot = PrefillSnapshot([0] * 3, [0.3, 3.0, 0.0], [10**6] * 3)
+    follow_up = pending(0, 50, 1.0, 9.0, cached_tokens=4000, holders=(Holder(0, 2000), Holder(1, 2000)))
+    one = schedule(UrgencyOrder(deadline))
+    (turn,) = one.turns(1.0, snapshot, [follow_up], 3.3, shorts)
+    assert (turn.placement.group, turn.placement.start_s) == ((0, 1), 0.0)
+    # Also where none is idle.
+    busy = snapshot._replace(queue_delays_s=[0.3, 3.0, 0.3])
+    (turn,) = one.turns(1.0, busy, [follow_up], 3.6, shorts)
+    assert (turn.placement.group, turn.placement.start_s) == ((0, 1), 0.0)
+    assert one.turns(1.0, snapshot, [follow_up], 3.3, shorts, [0.0, math.inf, 0.0])[0].placement.start_s == 3.0
+    # A batch runs at one of them, and at the other none: that would be idle until it has ended.
+    alone = pending(0, 50, 1.0, 9.0, cached_tokens=4000, holders=(Holder(0, 2000), Holder(1, 2000)))
+    soon = snapshot._replace(queue_delays_s=[0.0, 0.2, 0.0])
+    one.price = 9.0
+    assert one.turns(1.0, soon, [alone], 0.2, shorts, [0.0, 0.1, 0.0])[0].placement.start_s == 0.0
+    assert one.turns(1.0, soon, [alone], 0.2, shorts, [0.0, 0.2, 0.0])[0].placement.start_s == 0.2
 
 
 def test_one_long_prompt_is_no_full_pool() -> None:
