@@ -361,11 +361,7 @@ class Coordinator:
         return orders
 
     def _may_go_on(self, group: Sequence[int]) -> bool:
-        return (
-            bool(group)
-            and all(instance in self._members for instance in group)
-            and self._members.are_ready(group)
-        )
+        return bool(group) and all(instance in self._members for instance in group) and self._members.are_ready(group)
 
     def _turns(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -183,7 +183,9 @@ class PoolSchedule:
         turns = [PlacedPrefill(ordered[placed.prompt].prefill.key, placed) for placed in placements]
         if shorts == NO_SHORT_LOAD:
             return turns
-        continued = self._continued([prefill for prefill, _ in ordered[: len(waiting)]], placements, snapshot, begin_in_s)
+        continued = self._continued(
+            [prefill for prefill, _ in ordered[: len(waiting)]], placements, snapshot, begin_in_s
+        )
         keys = {turn.key for turn in continued}
         return [*(turn for turn in turns if turn.key not in keys), *continued]
 

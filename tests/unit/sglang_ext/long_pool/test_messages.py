@@ -86,7 +86,8 @@ logits = st.none() | st.lists(st.floats(width=32, allow_nan=False), min_size=1, 
 loads = st.floats(0, 1e6)
 batch_costs = st.none() | st.builds(BatchCost, loads, loads, loads)
 reports = st.builds(
-    *(MemberReport, times, counts, st.none() | st.integers(1, 2**40), loads, st.none() | loads, loads, batch_costs, loads)
+    *(MemberReport, times, counts, st.none() | st.integers(1, 2**40), loads, st.none() | loads, loads, batch_costs),
+    running_s=loads,
 )
 layouts_of_heads = st.builds(
     lambda heads, ranks: HeadLayout(heads, ranks, heads * ranks), st.integers(1, 9), st.integers(1, 9)
