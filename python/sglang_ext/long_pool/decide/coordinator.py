@@ -346,7 +346,8 @@ class Coordinator:
         ignores_backlog = not self._steps and now_s > self._quiet_s + self._settings.backlog_timeout_s
         if not (pending or self._announced) or not len(self._members):
             return orders
-        may_go_on = any(self._may_go_on(prompt.kv_group) for prompt in (*pending, *self._announced.values()))
+        groups = (*(prefill.kv_group for prefill in pending), *(one.kv_group for one in self._announced.values()))
+        may_go_on = any(map(self._may_go_on, groups))
         if not (ignores_backlog or may_go_on or self._members.any_idle(now_s, kept)):
             return orders
         turns = self._turns(pending, kept, now_s, counts_backlog=not ignores_backlog)
