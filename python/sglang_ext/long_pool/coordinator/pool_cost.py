@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from sglang_ext.costs.engine_profile import EngineProfile
-from sglang_ext.long_pool.decide.orders import BatchCost
+from sglang_ext.long_pool.decide.orders import MeasuredCost
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost, TabulatedCost
 from sglang_ext.long_pool.decide.table1 import fitted_cost
 
@@ -76,7 +76,7 @@ class PoolCosts:
         """`is_prior`: what members have measured counts instead, once they know."""
         self._candidates = tuple(candidates)
         self._is_prior = is_prior
-        self._measured: dict[int, BatchCost] = {}  # by member
+        self._measured: dict[int, MeasuredCost] = {}  # by member
         self._single: SpCost | None = None  # that the candidates are made of
         self._ratios: deque[float] = deque(maxlen=_SAMPLES)
         self._scale = 1.0
@@ -93,7 +93,7 @@ class PoolCosts:
             SpCandidate(candidate.size, _scaled(candidate.cost, self._scale)) for candidate in self._candidates
         )
 
-    def learn(self, instance: int, cost: BatchCost | None) -> bool:
+    def learn(self, instance: int, cost: MeasuredCost | None) -> bool:
         """A member reports what its batches cost; whether the costs to plan with have changed by a tenth or more."""
         if not self._is_prior or cost is None:
             return False

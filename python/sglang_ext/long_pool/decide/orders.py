@@ -35,7 +35,7 @@ class PromptTicket(NamedTuple):
     text: PromptText | None = None  # None: what the pool has kept of it is known once an instance offers it
 
 
-class BatchCost(NamedTuple):
+class MeasuredCost(NamedTuple):
     """What a prefill of L tokens behind C cached ones takes on an instance by itself, as it has measured:
     `fixed_s` + `token_s` L + `work_s` L (L + 2 C) seconds."""
 
@@ -53,7 +53,7 @@ class MemberReport(NamedTuple):
     short_per_s: Rate = 0.0  # short prefills that have arrived there recently
     short_slo_s: Seconds | None = None  # their objective; None: it serves none, or none that is in a hurry
     short_work_s: Rate = 0.0  # time that the short prefills of a second take there, recently
-    cost: BatchCost | None = None  # None: it does not know
+    cost: MeasuredCost | None = None  # None: it does not know
     running_s: Seconds = 0.0  # of the backlog, what the batch takes that was begun as this was sent
 
 

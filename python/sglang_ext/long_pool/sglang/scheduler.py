@@ -38,7 +38,7 @@ from sglang_ext.laps.decide.cost_model import CostCoefficients
 from sglang_ext.laps.sglang.instance import LapsInstance
 from sglang_ext.laps.sglang.queued_request import LapsEntry, entry_of, prefill_tokens, reclassify
 from sglang_ext.laps.sglang.scheduler import LengthAwareScheduler
-from sglang_ext.long_pool.decide.orders import BatchCost, MemberReport
+from sglang_ext.long_pool.decide.orders import MeasuredCost, MemberReport
 from sglang_ext.long_pool.member.kv_streams import Target
 from sglang_ext.long_pool.member.pool_member import (
     Collected,
@@ -508,8 +508,8 @@ def _send_the_rest(sender: Any, shared: _Shared, outcome: Declined | Collected, 
         sender.go_on_alone(())
 
 
-def _batch_cost(cost: CostCoefficients | None) -> BatchCost | None:
-    return None if cost is None else BatchCost(cost.kappa_s + cost.request_s, cost.token_s, cost.alpha_s)
+def _batch_cost(cost: CostCoefficients | None) -> MeasuredCost | None:
+    return None if cost is None else MeasuredCost(cost.kappa_s + cost.request_s, cost.token_s, cost.alpha_s)
 
 
 def _has_failed(sender: Any) -> bool:

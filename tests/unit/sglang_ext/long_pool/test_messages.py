@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from sglang_ext.long_pool.decide.kept_prompts import KeptPrefix
 from sglang_ext.long_pool.decide.orders import (
-    BatchCost,
     Borrow,
     Collect,
     Decline,
@@ -22,6 +21,7 @@ from sglang_ext.long_pool.decide.orders import (
     DropKept,
     GiveUp,
     Keep,
+    MeasuredCost,
     MemberReport,
     RollBack,
     RunChunk,
@@ -84,7 +84,7 @@ logits = st.none() | st.lists(st.floats(width=32, allow_nan=False), min_size=1, 
     lambda values: array("f", values)
 )
 loads = st.floats(0, 1e6)
-batch_costs = st.none() | st.builds(BatchCost, loads, loads, loads)
+batch_costs = st.none() | st.builds(MeasuredCost, loads, loads, loads)
 reports = st.builds(
     *(MemberReport, times, counts, st.none() | st.integers(1, 2**40), loads, st.none() | loads, loads, batch_costs),
     running_s=loads,

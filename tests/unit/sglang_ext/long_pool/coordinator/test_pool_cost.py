@@ -17,7 +17,7 @@ from sglang_ext.long_pool.coordinator.pool_cost import (
     prior_candidates,
     profiled_candidates,
 )
-from sglang_ext.long_pool.decide.orders import BatchCost
+from sglang_ext.long_pool.decide.orders import MeasuredCost
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost, TabulatedCost
 from sglang_ext.long_pool.decide.table1 import LATENCY_S, PROMPT_TOKENS
 
@@ -96,21 +96,21 @@ def test_what_members_measure_counts_instead_of_a_prior() -> None:
     for _ in range(3):
         costs.observe(1, 0, 4000, 60.0)
     assert costs.scale > 10
-    assert costs.learn(0, BatchCost(0.04, 1e-3, 1e-7))
+    assert costs.learn(0, MeasuredCost(0.04, 1e-3, 1e-7))
     assert costs.scale == 1.0
     one, two = (candidate.cost for candidate in costs.candidates)
     assert one.predict_s(1000, 2000) == pytest.approx(0.04 + 2.0 + 1e-7 * 2000 * 4000)
     assert two.predict_s(0, 0) == pytest.approx(0.04 + RING_OVERHEAD_S)
-    assert not costs.learn(0, BatchCost(0.041, 1.02e-3, 1e-7)), "nearly the same"
-    assert costs.learn(1, BatchCost(0.08, 1e-3, 1e-7)), "what every chunk costs has changed"
+    assert not costs.learn(0, MeasuredCost(0.041, 1.02e-3, 1e-7)), "nearly the same"
+    assert costs.learn(1, MeasuredCost(0.08, 1e-3, 1e-7)), "what every chunk costs has changed"
     assert costs.candidates[0].cost.predict_s(0, 0) == pytest.approx(0.0605)
     costs.forget(1)
-    assert costs.learn(0, BatchCost(0.04, 1e-3, 1e-7))
+    assert costs.learn(0, MeasuredCost(0.04, 1e-3, 1e-7))
     assert costs.candidates[0].cost.predict_s(0, 0) == pytest.approx(0.04)
 
 
 def test_what_members_measure_does_not_count_where_there_is_a_profile() -> None:
     costs = PoolCosts(prior_candidates((1, 2)))
     before = costs.candidates
-    assert not costs.learn(0, BatchCost(0.04, 1e-3, 1e-7))
+    assert not costs.learn(0, MeasuredCost(0.04, 1e-3, 1e-7))
     assert costs.candidates == before
