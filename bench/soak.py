@@ -12,9 +12,12 @@ the supervisor brings it back. How a request may end:
 - `refused_by_faults`: an error status while an instance was out (none is expected: another one is there)
 - `failed`: anything else, also the two before without a fault; `hung`: no end within `--limit-s`
 
+Of the cut, `streams_cut` are streams with which other instances can go on; `tokens_wrong` are greedy replies whose text
+differs from that of an earlier one to the same prompt, which count as failed.
+
 Before the faults begin and after they have ended the users pause, and what the router and the engines hold is compared.
-Writes `soak.png` and `soak.json`; the last line is `RESULT {json}`. Its `failed`, `hung`, `leaked_slots`,
-`leaked_in_flight` and `not_recovered` must be 0, `rss_growth_mib` and `descriptor_growth` about 0.
+Writes `soak.png` and `soak.json`; the last line is `RESULT {json}`. Its `failed`, `hung`, `streams_cut`,
+`leaked_slots`, `leaked_in_flight` and `not_recovered` must be 0, `rss_growth_mib` and `descriptor_growth` about 0.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from typing import NamedTuple
 from support.processor_time import OtherLoad
 from support.result import give_up, machine, print_result, progress, versions
 from support.soak_faults import FAULTS, Fault, Faults, Sample, ServedCluster
-from support.soak_load import Ended, Traffic, count_outcomes
+from support.soak_load import WRONG_TEXT, Ended, Traffic, count_outcomes
 from support.text_model import build_text_model
 
 BOUNDARY_TOKENS = 128
@@ -76,6 +79,7 @@ class Run(NamedTuple):
     samples: list[Sample]
     ended: list[Ended]
     faults: list[Fault]
+    migrated: int  # streams
 
 
 def main() -> None:
@@ -182,7 +186,8 @@ async def _soak(cluster: ServedCluster, faults: Faults, duration_s: float, users
         after = await _idle(cluster)
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
-        return Run(began_s, faults_from_s, before, after, samples, traffic.ended, faults.done)
+        migrated = await asyncio.to_thread(cluster.migrated)
+        return Run(began_s, faults_from_s, before, after, samples, traffic.ended, faults.done, migrated)
 
 
 async def _idle(cluster: ServedCluster) -> Held:
@@ -222,10 +227,13 @@ def _result(run: Run) -> dict[str, object]:
     counts = count_outcomes(run.ended)
     times_s = sorted(one.ended_s - one.started_s for one in run.ended if one.outcome == "ok")
     recovered_s = [fault.recovered_s - fault.at_s for fault in run.faults if fault.recovered_s is not None]
-    details = Counter(one.detail for one in run.ended if one.outcome in ("failed", "hung", "refused_by_faults"))
+    details = Counter(one.detail for one in run.ended if one.outcome not in ("ok", "left"))
     return {
         "failed": counts["failed"],
         "hung": counts["hung"],
+        "streams_cut": sum(one.outcome == "cut_by_faults" and one.may_migrate for one in run.ended),
+        "streams_migrated": run.migrated,
+        "tokens_wrong": sum(one.detail.endswith(WRONG_TEXT) for one in run.ended),
         "rss_growth_mib": round(run.after.sample.rss_mib - run.before.sample.rss_mib, 1),
         "descriptor_growth": run.after.sample.descriptors - run.before.sample.descriptors,
         "leaked_slots": sum(count for name, count in run.after.slots.items() if name.endswith("num_used_tokens")),
@@ -255,7 +263,7 @@ def _result(run: Run) -> dict[str, object]:
         "odd": [
             (round(one.started_s - run.began_s, 1), round(one.ended_s - run.began_s, 1), one.outcome, one.detail[:160])
             for one in run.ended
-            if one.outcome in ("failed", "hung", "refused_by_faults")
+            if one.outcome not in ("ok", "left")
         ][:40],
         "duration_s": round(run.after.sample.at_s - run.faults_from_s, 1),
     }

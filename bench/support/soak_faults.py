@@ -95,6 +95,12 @@ class ServedCluster:
                 totals[key] = totals.get(key, 0.0) + float(value)
         return totals
 
+    def migrated(self) -> int:
+        """Return how many streams have gone on on other instances than they began on."""
+        lines = str(_get(self.state()["url"] + "/metrics")).splitlines()
+        counts = [line.rpartition(" ")[2] for line in lines if 'router_events_total{event="migrated"}' in line]
+        return int(sum(map(float, counts)))
+
     def held(self) -> dict[str, int]:
         """Return what instances hold, by name and kind, where it should be nothing while no request is under way."""
         found: dict[str, int] = {}

@@ -17,6 +17,7 @@ LEAVE_SHARE = 0.2
 LEAVE_WITHIN_S = 0.6
 THINK_S = 0.3
 OUTPUT_TOKENS = (1, 8, 32, 96, 256)
+WRONG_TEXT = "another text than before"
 _MODEL = "soak"
 _OUTCOMES = ("ok", "left", "cut_by_faults", "refused_by_faults", "failed", "hung")
 
@@ -28,6 +29,7 @@ class Ended(NamedTuple):
     ended_s: float
     outcome: str  # one of `_OUTCOMES`
     detail: str  # of what is neither ok nor left
+    may_migrate: bool  # a stream of one sequence, with which other instances can go on
 
 
 class Asked(NamedTuple):
@@ -54,6 +56,7 @@ class Traffic:
         self._is_on = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._under_way = 0
+        self._texts: dict[str, str] = {}  # of each request that was answered, by path and body
         self.ended: list[Ended] = []
         letters = string.ascii_letters + " "
         lengths = [self._random.randrange(4, boundary_tokens // 2) for _ in range(PROMPTS * 3 // 4)]
@@ -137,6 +140,8 @@ class Traffic:
                 outcome, detail = _judge_stream(asked, data)
             else:
                 outcome, detail = _judge_reply(asked, data)
+            if outcome == "ok" and asked.sequences == 1:
+                outcome, detail = self._judge_text(asked, _text(asked, data))
         except TimeoutError:
             if asked.leaves_after_s is None:
                 outcome, detail = "hung", f"no end within {limit_s:g} s"
@@ -152,7 +157,27 @@ class Traffic:
         if detail:
             what = "stream" if asked.body["stream"] else "reply"
             detail = f"{asked.path} {what} x{asked.sequences}: {detail}"
-        return Ended(started_s, ended_s, outcome, detail)
+        return Ended(started_s, ended_s, outcome, detail, bool(asked.body["stream"]) and asked.sequences == 1)
+
+    def _judge_text(self, asked: Asked, text: str) -> tuple[str, str]:
+        """Compare a greedy reply with the earlier ones to the same prompt, streamed or not."""
+        prompt = [asked.body.get(name) for name in ("messages", "prompt", "text")]
+        known = self._texts.setdefault(f"{asked.path} {asked.output_tokens} {prompt}", text)
+        return ("ok", "") if text == known else ("failed", WRONG_TEXT)
+
+
+def _text(asked: Asked, data: bytes) -> str:
+    """Return the text of a whole reply of one sequence."""
+    if not asked.body["stream"]:
+        replies = [json.loads(data)]
+    else:
+        events = [event.removeprefix(b"data: ") for event in data.split(b"\n\n")]
+        replies = [json.loads(event) for event in events if event.startswith(b"{")]
+    if asked.path == "/generate":
+        return str(replies[-1]["text"])
+    choices = [choice for reply in replies for choice in reply["choices"]]
+    parts = [choice.get("delta") or choice.get("message") or choice for choice in choices]
+    return "".join([part.get("content") or part.get("text") or "" for part in parts])
 
 
 def _judge_stream(asked: Asked, data: bytes) -> tuple[str, str]:
