@@ -40,6 +40,8 @@ TORCH_COMPILE_FLAG = "--enable-torch-compile"
 # Every chunk costs a CPU engine something for each token before it, but a chunk is also the time that an abort waits.
 CPU_CHUNK_TOKENS = 512
 CPU_LAPS_CHUNK_TOKENS = 4 * CPU_CHUNK_TOKENS  # the time that a batch may take bounds it before
+ROLE_SWITCH_FLAG = "--enable-pd-role-switch"
+ROLE_SWITCH_TRANSFERS = ("mooncake", "mori")  # whose managers of 0.5.23 have `supports_role_switch`
 KV_CHECKSUM_FLAG = "--disaggregation-enable-kv-checksum"
 CHUNK_FLAG = "--chunked-prefill-size"
 CPU_MAX_RUNNING_REQUESTS = 32
@@ -118,6 +120,7 @@ def build_launch(worker: WorkerOptions, machine: MachineFacts, model: ModelFacts
         or pipeline_problem(stages, worker.role, model)
         or decode_context_problem(worker, machine.device)
         or kv_checksum_problem(worker, machine.device)
+        or role_switch_problem(worker, machine.device)
     )
     if problem is not None:
         raise ValueError(problem)
@@ -319,6 +322,15 @@ def kv_checksum_problem(worker: WorkerOptions, device: Device) -> str | None:
     if worker.cdsp is not None:
         return f"{KV_CHECKSUM_FLAG}: an instance of a long pool does not hold the KV of shared prompts; leave it out"
     return None
+
+
+def role_switch_problem(worker: WorkerOptions, device: Device) -> str | None:
+    """Return why an instance that is to change between prefill and decode is refused; None where it is not."""
+    backend = worker.transfer_backend or default_backend(device)
+    if ROLE_SWITCH_FLAG not in worker.engine_arguments or backend in ROLE_SWITCH_TRANSFERS:
+        return None
+    wanted = " and ".join(ROLE_SWITCH_TRANSFERS)
+    return f"{ROLE_SWITCH_FLAG}: SGLang changes roles only with --transfer-backend {wanted}, not with {backend}"
 
 
 def decode_context_model_problem(arguments: Sequence[str], architecture: str | None) -> str | None:

@@ -279,6 +279,14 @@ def test_a_gpu_machine_without_mooncake_transfers_by_nixl(
     assert value_of(build_launch(SHORT, CPU).argv, "--disaggregation-transfer-backend") == "sglang_ext_tcp"
 
 
+def test_a_role_switch_is_refused_where_the_transfer_backend_has_none() -> None:
+    switched = replace(SHORT, engine_arguments=("--enable-pd-role-switch",))
+    for machine, backend in ((CPU, None), (CPU, "handshake"), (CUDA, "nixl")):
+        with pytest.raises(ValueError, match=r"^--enable-pd-role-switch: SGLang changes roles only with .* not with "):
+            build_launch(replace(switched, transfer_backend=backend), machine)
+    assert "--enable-pd-role-switch" in build_launch(replace(switched, transfer_backend="mooncake"), CUDA).argv
+
+
 def test_kv_checksums_are_refused_where_they_would_end_the_instance() -> None:
     checked = replace(SHORT, engine_arguments=("--disaggregation-enable-kv-checksum",))
     with pytest.raises(ValueError, match=r"^--disaggregation-enable-kv-checksum: SGLang has it only for GPUs"):
