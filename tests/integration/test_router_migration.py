@@ -96,27 +96,30 @@ class Stream:
             assert len({event["meta_info"]["id"] for event in events}) == 1
             lengths = [len(event["output_ids"]) for event in events]
             assert lengths == sorted(set(lengths)), "a token came twice"
-            told = events[-1]["text"], events[-1]["output_ids"], meta["finish_reason"]
-            return {"told": told, "usage": (meta["prompt_tokens"], meta["completion_tokens"])}
+            content = events[-1]["text"], events[-1]["output_ids"], meta["finish_reason"]
+            return {"content": content, "usage": (meta["prompt_tokens"], meta["completion_tokens"])}
         assert len({(event["id"], event["created"]) for event in events}) == 1
         choices = [choice for event in events for choice in event["choices"]]
         fields = [choice.get("delta", choice) for choice in choices]
         text = "".join(field.get("content") or field.get("text") or "" for field in fields)
+        reasoning = "".join(field.get("reasoning_content") or "" for field in fields)
         usage = events[-1]["usage"]
         return {
-            "told": (text, choices[-1]["finish_reason"], choices[-1]["matched_stop"]),
+            "content": (text, reasoning, choices[-1]["finish_reason"], choices[-1]["matched_stop"]),
             "roles": sum(bool(field.get("role")) for field in fields),
             "usage": (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]),
         }
 
 
 @contextmanager
-def killed_instance(role: Role, survivors: list[Engine], *options: str) -> Iterator[tuple[RunningRouter, Engine]]:
-    """A router over a victim, to which requests go, and over survivors of its role that are drained."""
-    victim = Engine.start(EngineSpec(role, name="victim"))
+def killed_instance(
+    role: Role, survivors: list[Engine], arguments: tuple[str, ...] = ()
+) -> Iterator[tuple[RunningRouter, Engine]]:
+    """A router over instances that will survive, and over one of this role that will be killed."""
+    victim = Engine.start(EngineSpec(role, arguments=arguments, name="victim"))
     try:
         victim.wait_ready()
-        with running_router([*survivors, victim], *options) as router:
+        with running_router([*survivors, victim]) as router:
             yield router, victim
     finally:
         victim.stop()
@@ -145,7 +148,7 @@ def check(streams: list[Stream], expected: list[dict[str, Any]]) -> None:
             assert got == reference, name
         else:
             assert got["usage"] == reference["usage"], name
-            assert got["told"][-1] == reference["told"][-1], name
+            assert got["content"][-1] == reference["content"][-1], name
 
 
 def lose(router: RunningRouter, victim: Engine, survivor: Engine, cases: list[Case]) -> list[Stream]:
@@ -194,13 +197,34 @@ def test_an_undivided_instance_killed_leaves_every_stream_unbroken() -> None:
     survivor.wait_idle(10.0)
 
 
+TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object", "properties": {}}}}]
+PARSERS = ("--reasoning-parser", "deepseek-r1", "--tool-call-parser", "qwen25")
+
+
+def test_the_parsers_of_reasoning_and_tools_go_on_where_they_were() -> None:
+    cases = [
+        openai("what is reasoned", CHAT, 40),
+        openai("what is not taken apart", CHAT, 60, separate_reasoning=False),
+        openai("what might call a tool", CHAT, 25, tools=TOOLS),
+        openai("what might call one at once", CHAT, 50, tools=TOOLS, separate_reasoning=False),
+    ]
+    (survivor,) = FLEET.get(EngineSpec(Role.PLAIN, arguments=PARSERS))
+    with killed_instance(Role.PLAIN, [survivor], PARSERS) as (router, victim):
+        drain(router, victim, drains=True)
+        expected = references(router, cases)
+        assert [bool(reference["content"][1]) for reference in expected] == [True, False, True, False]
+        drain(router, victim, drains=False)
+        drain(router, survivor, drains=True)
+        check(lose(router, victim, survivor, cases), expected)
+
+
 def test_replies_that_are_no_streams_are_tried_again_whole() -> None:
     prefill, survivor = FLEET.get(EngineSpec(Role.SHORT), EngineSpec(Role.DECODE))
     bodies = [(case.path, {**case.body, "stream": False}) for case in CASES if case.is_greedy]
     bodies = [(path, {key: value for key, value in body.items() if key != "stream_options"}) for path, body in bodies]
     with killed_instance(Role.DECODE, [prefill, survivor]) as (router, victim):
         drain(router, victim, drains=True)
-        expected = [said(router.post(path, body).body) for path, body in bodies]
+        expected = [content_of(router.post(path, body).body) for path, body in bodies]
         drain(router, victim, drains=False)
         drain(router, survivor, drains=True)
         with ThreadPoolExecutor(len(bodies)) as threads:
@@ -211,10 +235,10 @@ def test_replies_that_are_no_streams_are_tried_again_whole() -> None:
             victim.kill()
             replies = [task.result() for task in running]
         assert [reply.status for reply in replies] == [200] * len(bodies)
-        assert [said(reply.body) for reply in replies] == expected
+        assert [content_of(reply.body) for reply in replies] == expected
 
 
-def said(reply: dict[str, Any]) -> Any:
+def content_of(reply: dict[str, Any]) -> Any:
     """What a reply says, without its id and its times."""
     if "output_ids" in reply:
         return reply["output_ids"], reply["text"], reply["meta_info"]["finish_reason"]

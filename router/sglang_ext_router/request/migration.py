@@ -31,14 +31,18 @@ _PATHS: Final = frozenset({_CHAT, b"/v1/completions", b"/generate"})
 # Fields with which a stream has a state that tokens do not restore, or events that cannot be cut.
 _HINDRANCES: Final = frozenset(
     {
-        *("tools", "response_format", "json_schema", "regex", "ebnf", "structural_tag", "custom_logit_processor"),
+        *("tool_choice", "response_format", "json_schema", "regex", "ebnf", "structural_tag", "custom_logit_processor"),
         *("logprobs", "top_logprobs", "return_logprob", "return_token_ids", "return_hidden_states", "watermark"),
         *("return_routed_experts", "return_indexer_topk", "return_sampling_mask", "input_embeds", "beam_width"),
         *("session_id", "session_params", "frequency_penalty", "presence_penalty", "repetition_penalty"),
         *("image_data", "video_data", "audio_data"),
     }
 )
-_NEUTRAL: Final = {"repetition_penalty": 1, "response_format": {"type": "text"}}
+_NEUTRAL: Final[dict[str, tuple[object, ...]]] = {
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),  # a grammar forces any other choice
+}
 
 
 def may_migrate(path: bytes, body: dict[str, Any], prompt: Prompt) -> bool:
@@ -56,7 +60,7 @@ def _are_neutral(fields: dict[str, Any]) -> bool:
     for name in _HINDRANCES.intersection(fields):
         value = fields[name]
         is_count = name == "logprobs" and type(value) is int  # 0 asks for the tokens' own
-        if (value or is_count) and value != _NEUTRAL.get(name):
+        if (value or is_count) and value not in _NEUTRAL.get(name, ()):
             return False
     return True
 

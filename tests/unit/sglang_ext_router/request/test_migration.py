@@ -73,7 +73,7 @@ def kept(path: bytes, events: list[bytes], sizes: random.Random | None = None) -
     return sent
 
 
-def told(path: bytes, events: list[bytes]) -> tuple[str, list[Any]]:
+def text_and_ends(path: bytes, events: list[bytes]) -> tuple[str, list[Any]]:
     """The text that these events bring, and what ends them."""
     text, ends = "", []
     for message in [json.loads(one[6:]) for one in events if one.startswith(b"data: {")]:
@@ -164,9 +164,9 @@ def test_the_rest_joins_what_was_sent_wherever_the_seam_is(path: bytes) -> None:
             assert got.endswith(END)
             assert b"r2" not in body
             rest = [one + b"\n\n" for one in body.split(b"\n\n") if one]
-            text, ends = told(path, first + rest)
+            text, ends = text_and_ends(path, first + rest)
             assert text == "".join(texts)
-            assert len(ends) == len(told(path, whole)[1])
+            assert len(ends) == len(text_and_ends(path, whole)[1])
             assert rest[-1] == DONE
             if path == CHAT:
                 assert sum(b'"role":"assistant"' in one for one in first + rest) == 1
@@ -234,7 +234,10 @@ def test_the_clients_own_id_stays_its_own() -> None:
         (CHAT, {"tools": [], "logprobs": False, "repetition_penalty": 1.0, "response_format": None}, True),
         (CHAT, {"response_format": {"type": "text"}}, True),
         (CHAT, {"response_format": {"type": "json_object"}}, False),
-        (CHAT, {"tools": [{"type": "function"}]}, False),
+        (CHAT, {"tools": [{"type": "function"}]}, True),
+        (CHAT, {"tools": [{"type": "function"}], "tool_choice": "auto"}, True),
+        (CHAT, {"tools": [{"type": "function"}], "tool_choice": "required"}, False),
+        (CHAT, {"tools": [{"type": "function"}], "tool_choice": {"type": "function"}}, False),
         (CHAT, {"logprobs": True}, False),
         (COMPLETIONS, {"logprobs": 0}, False),
         (COMPLETIONS, {"regex": "a*"}, False),
