@@ -47,12 +47,14 @@ MOONCAKE := $(VENV)/mooncake/.installed-$(shell cksum < requirements/mooncake.lo
 TRACES := $(VENV)/traces/.installed-$(shell cksum < requirements/traces.lock | cut -d' ' -f1)
 # What renders and checks the Helm chart.
 CHARTS := $(VENV)/charts/.installed-$(shell cksum < requirements/charts.lock | cut -d' ' -f1)
+IMPORTED := $(VENV)/.imported
+IMPORTS := import importlib, sglang_ext.engine.launch; from sglang_ext.engine.preload import MODULES; [importlib.import_module(name) for name in MODULES]
 # Bytecode is kept, also where the caller's environment forbids it: the imports of SGLang take twice as long without.
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST_ARGS ?=
-# Tests of engines wait more than they compute, so there is one worker more than cores; a module is not divided among
+# Half of the time tests wait, so there are two workers more than cores; a module is not divided among
 # workers, and those that start engines come first.
-WORKERS ?= $(shell expr $$(nproc) + 1)
+WORKERS ?= $(shell expr $$(nproc) + 2)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=40
 
 .PHONY: env compiled plain linted check cuda-lock kernels-env ray-env judges-env nixl-env mooncake-env charts-env traces-env demo test test-all test-k8s unit lint format clean
@@ -138,12 +140,16 @@ lint: env
 	@$(BIN)/lint-imports
 	@$(BIN)/python tools/check_structure.py
 
-# The bytecode of the tests, made once in a fresh clone instead of by each worker of pytest; an error is reported there.
+# The bytecode of the tests and of SGLang, made once instead of by each worker of pytest; an error is reported there.
 tests/__pycache__: | $(STAMP)
 	@$(BIN)/python -m pytest -q --collect-only >/dev/null 2>&1 || true
 
+$(IMPORTED): | $(STAMP)
+	@SGLANG_USE_CPU_ENGINE=1 $(BIN)/python -c '$(IMPORTS)' >/dev/null 2>&1 || true
+	@touch $@
+
 linted: env
-	@$(MAKE) --no-print-directory -j3 lint tests/__pycache__ $(NATIVE)
+	@$(MAKE) --no-print-directory -j3 lint tests/__pycache__ $(NATIVE) $(IMPORTED)
 
 check: linted
 	@$(BIN)/python -m pytest -q -n $$(nproc) -m 'not slow' tests/unit $(PYTEST_ARGS)

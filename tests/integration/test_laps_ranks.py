@@ -27,6 +27,7 @@ TWO_RANKS = EngineSpec(
     ),
 )
 SHORT_TOKENS = 24
+PARKED_TOKENS = LONG_TOKENS // 2  # 75 chunks, each of which both ranks compute
 NO_HURRY_MS = 60_000
 PRIORITIES = ("low", "normal", "high", "real-time")
 
@@ -43,7 +44,7 @@ def test_greedy_tokens_with_several_parked_and_shorts_between(pair: Pair) -> Non
     parks_before = pair.status()["parks"]
     longs = []
     for number, priority in enumerate(PRIORITIES):
-        longs.append(pair.send(LONG_TOKENS + number, seed=1000 + number, priority=priority))
+        longs.append(pair.send(PARKED_TOKENS + number, seed=1000 + number, priority=priority))
         pair.wait_for_running(parked=number)
     shorts = [pair.send(SHORT_TOKENS + number, seed=1010 + number) for number in range(5)]
     assert all(request.is_exact() for request in (*shorts, *longs))

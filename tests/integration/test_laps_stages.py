@@ -32,6 +32,7 @@ from support.pipeline import (
 pytestmark = pytest.mark.integration
 
 SHORT_TOKENS = 24
+PARKED_TOKENS = LONG_TOKENS // 2  # 75 chunks, each of which both stages compute
 PRIORITIES = ("low", "normal", "high", "real-time")
 ABORT_LIMIT_S = 20.0
 
@@ -88,7 +89,7 @@ def test_greedy_tokens_with_several_parked_and_shorts_between(any_pair: Pair) ->
     parks_before = any_pair.status()["parks"]
     longs = []
     for number, priority in enumerate(PRIORITIES):
-        longs.append(any_pair.send(LONG_TOKENS + number, seed=1000 + number, priority=priority))
+        longs.append(any_pair.send(PARKED_TOKENS + number, seed=1000 + number, priority=priority))
         any_pair.wait_for_running(parked=number)
     shorts = [any_pair.send(SHORT_TOKENS + number, seed=1010 + number) for number in range(5)]
     assert all(request.is_exact() for request in (*shorts, *longs))
