@@ -120,7 +120,7 @@ class Load:
         return "error event" if b'"error"' in data else "ok"
 
 
-@pytest.mark.parametrize("role", [Role.SHORT, Role.DECODE])
+@pytest.mark.parametrize("role", [Role.SHORT, pytest.param(Role.DECODE, marks=pytest.mark.full)])
 def test_a_killed_instance_costs_only_what_it_was_serving(engines: list[Engine], role: Role) -> None:
     """kill -9 under load, at whatever stage each request is; then a restart at the same address."""
     victim = Engine.start(EngineSpec(role, name="victim"))

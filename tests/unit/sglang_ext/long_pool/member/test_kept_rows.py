@@ -116,7 +116,7 @@ class Conversations:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(4, 16))])
 def test_conversations_go_on_behind_what_is_kept_whatever_happens(make: Make, decode: Decode, seed: int) -> None:
     """Three turns of several conversations on changing members, some of which share a beginning; in some runs steps
     fail, in others memory is short, so that rows make way for new prompts."""
