@@ -3,7 +3,8 @@
 Moore's and Hodgson's rule: in the order of deadlines, while all prefills so far would be on time; where one would not,
 the longest so far is put back. The number of prefills put back is a share of the arrivals. Behind those that can be on
 time come the others, late or put back, the one with the least work left first: then a queue that cannot be on time as
-a whole ends soonest, and most that arrive next are on time again. So that no prefill pays for that without bound, one
+a whole ends soonest, and most that arrive next are on time again. Late ones with so little work that all the others are
+still on time come before these: a short question about a long document does not wait for other documents. So that no prefill pays for that without bound, one
 that has waited for ten deadlines, which grow with its work, comes first. Without a deadline it comes last, until it has
 waited for a minute: then it comes first in its turn among its like, one of them for every fifty arrivals.
 
@@ -126,11 +127,16 @@ class OnTimeOrder:
         self._allowance += len(self._put_back - put_back) - len(put_back - self._put_back)
         self._put_back = put_back
         behind = put_back | late
-        turns = [
-            *first,
-            *(prefill for prefill in by_deadline if prefill.key not in behind and prefill.key not in are_first),
+        on_time = [prefill for prefill in timely if prefill.key not in put_back]
+        late_ones = [prefill for prefill in by_deadline if prefill.key in late and prefill.key not in are_first]
+        passing = self._passing(now_s, late_ones, on_time, ahead_s, per_work)
+        have_passed = {prefill.key for prefill in passing}
+        turns = [*first, *passing, *on_time]
+        left_behind = [
+            prefill
+            for prefill in by_deadline
+            if prefill.key in behind and prefill.key not in are_first and prefill.key not in have_passed
         ]
-        left_behind = [prefill for prefill in by_deadline if prefill.key in behind and prefill.key not in are_first]
         turns += sorted(left_behind, key=lambda prefill: prefill.work_s)
         shares = options.due_share, options.put_back_due_share
         due_s = [turn.arrival_s + shares[turn.key in behind] * (turn.deadline_s - turn.arrival_s) for turn in turns]
@@ -140,6 +146,32 @@ class OnTimeOrder:
             OrderedPrefill(turn, due if may_hurry or not lost else math.inf)
             for turn, due, lost in zip(turns, due_s, is_lost, strict=True)
         ]
+
+    def _passing(
+        self,
+        now_s: float,
+        late: Sequence[PendingPrefill],
+        on_time: Sequence[PendingPrefill],
+        ahead_s: float,
+        per_work: float,
+    ) -> list[PendingPrefill]:
+        """Return the late prefills that come before those which can be on time, and leave them on time: the least work
+        first."""
+        spare_s, end_s = math.inf, now_s + ahead_s
+        for prefill in on_time:
+            end_s += prefill.work_s * per_work
+            spare_s = min(spare_s, self._planned_s(prefill) - end_s)
+        passing: list[PendingPrefill] = []
+        for prefill in sorted(late, key=lambda prefill: prefill.work_s):
+            spare_s -= prefill.work_s * per_work
+            if spare_s < 0:
+                break
+            passing.append(prefill)
+        return passing
+
+    def _planned_s(self, prefill: PendingPrefill) -> float:
+        """Return until when it is planned to end, to be on time."""
+        return prefill.arrival_s + self._options.planned_share * (prefill.deadline_s - prefill.arrival_s)
 
     def _record_aged(self, now_s: float, by_deadline: Sequence[PendingPrefill]) -> None:
         """The oldest of those without a deadline comes first, where it has waited this long and it is its turn."""
@@ -163,8 +195,7 @@ class OnTimeOrder:
             end_s += takes_s
             if not prefill.is_started and prefill.deadline_s < math.inf:
                 heappush(longest, (-takes_s, -prefill.arrival_s, prefill.key))
-            planned_s = prefill.arrival_s + self._options.planned_share * (prefill.deadline_s - prefill.arrival_s)
-            if end_s > planned_s and longest and len(put_back) + 1 <= allowance:
+            if end_s > self._planned_s(prefill) and longest and len(put_back) + 1 <= allowance:
                 saved_s, _, key = heappop(longest)
                 end_s += saved_s
                 put_back.add(key)
