@@ -51,8 +51,8 @@ def expected_boundary_tokens(cost: CostCoefficients, objective_s: float, max_tok
 
 
 def _least_tokens(cost: CostCoefficients) -> float:
-    """Return the tokens that take as long as the fixed cost of their iteration: fewer are not worth one."""
-    return tokens_within(cost, 2 * cost.kappa_s)
+    """Return the tokens that take twice the fixed cost of their iteration: parts of fewer cost a third and more."""
+    return tokens_within(cost, 3 * cost.kappa_s)
 
 
 def tokens_within(cost: CostCoefficients, budget_s: float) -> float:

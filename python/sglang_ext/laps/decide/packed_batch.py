@@ -22,9 +22,11 @@ _LEAST_OF_SLO: Final = 0.05
 _LEAST_IN_PIPELINE: Final = 0.2  # each chunk waits for the longest stage, and for the stages to fill
 _MOST_OF_SLO: Final = 1 / 3  # a short prefill waits for the end of one batch, perhaps a longer one, and for its own
 _LEAST_OVERHEADS: Final = 2.4  # at any objective: below, next to nothing is computed
-_SPARE_SHARE: Final = 0.75  # of the time that the load leaves free: most of it that fixed costs may take
+_SPARE_SHARE: Final = 0.75  # of the time that the load leaves free: most of it that a batch more may take
 APART_SHARE: Final = 0.5  # of it: most that short prefills may take which run apart from long ones to be on time
-_LEAST_SPARE: Final = 0.05
+_CUT_SHARE: Final = 0.4  # of it: most that may be lost with the parts of long prefills
+_LEAST_SPARE: Final = 0.25  # an estimate of the load that is a little too high must not make batches long
+_MIXED_WAITS: Final = 3.0  # halves of a batch that a prefill waits which arrives during one and shares the next
 _RARE_ARRIVALS: Final = 0.05  # during a batch that is longer than the objective allows
 _LONG_MODE_ROUNDS: Final = 3.0
 _WITHOUT_SHORTS: Final = 1.5  # who arrives meanwhile waits for this batch, and not for a part of it in its own
@@ -56,19 +58,21 @@ def loaded_round_s(fixed_s: float, short_slo_s: float, load: OfferedLoad, waitin
     """The least time budget of a batch under a load, s; `waiting` requests are queued.
 
     With batches of T the fixed cost f takes the share f / T of the time. Of the share 1 - u that the utilisation u
-    leaves free it may take three quarters, under any objective: T >= f / (0.75 (1 - u)).
+    leaves free it may take two fifths, under any objective: T >= f / (0.4 (1 - u)). Above u = 0.75 that stays at 10 f:
+    a longer batch saves less than a tenth of the time, and the load is only estimated.
 
     And cutting a prompt into parts of T costs f for each part, by which all that wait, and those who come before the
     queue is empty again, are later: N f / (1 - u) in sum. It saves those who arrive meanwhile, r in a second, T / 2
-    each. Per second that is N f / (T (1 - u)) + r T / 2, which is least at T = sqrt(2 N f / (r (1 - u))). Where the
+    until their batch starts, and T as they share it with a long prefill. Per second that is
+    N f / (T (1 - u)) + 3 r T / 2, which is least at T = sqrt(2 N f / (3 r (1 - u))). Where the
     objective can be held it is no more than a third of it, unless in fewer than one of twenty such batches a request
     arrives: while nothing comes, nothing is cut.
     """
     spare = max(1.0 - load.utilisation, _LEAST_SPARE)
-    stable_s = fixed_s / (_SPARE_SHARE * spare)
+    stable_s = fixed_s / (_CUT_SHARE * spare)
     if load.requests_per_s <= 0:
         return inf
-    shared_s = sqrt(2 * max(waiting, 1) * fixed_s / (load.requests_per_s * spare))
+    shared_s = sqrt(2 * max(waiting, 1) * fixed_s / (_MIXED_WAITS * load.requests_per_s * spare))
     held_s = _MOST_OF_SLO * short_slo_s
     if stable_s <= held_s:
         shared_s = min(shared_s, max(held_s, _RARE_ARRIVALS / load.requests_per_s))
