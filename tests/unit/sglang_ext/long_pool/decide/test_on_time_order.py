@@ -104,6 +104,18 @@ def test_of_those_that_cannot_be_on_time_the_one_with_the_least_work_left_comes_
     assert keys(order, 20.0, *late, *timely) == [3, 1, 2, 0, 4]
 
 
+def test_a_late_one_with_little_work_passes_those_that_stay_on_time() -> None:
+    late = prefill(1, 0.5, 11.0)
+    calm, tight = prefill(3, 8.0, 60.0, 15.0), prefill(3, 8.0, 30.5, 15.0)
+    assert keys(OnTimeOrder(OnTimeOptions()), 20.0, late, calm) == [1, 3]
+    assert keys(OnTimeOrder(OnTimeOptions()), 20.0, late, tight) == [3, 1]
+    # Of several the shortest, as far as there is time; and none with more than a tenth of their work.
+    more = [late._replace(key=key, work_s=work_s) for key, work_s in ((4, 0.7), (5, 0.6), (6, 0.9))]
+    assert keys(OnTimeOrder(OnTimeOptions()), 20.0, *more, late, calm) == [1, 5, 4, 3, 6]
+    some = prefill(3, 8.0, 32.0, 15.0)
+    assert keys(OnTimeOrder(OnTimeOptions()), 20.0, *more, late, some) == [1, 5, 3, 4, 6]
+
+
 def test_what_has_started_is_not_put_back() -> None:
     order = OnTimeOrder(OnTimeOptions())
     started, other = prefill(0, 7.0, 10.0, is_started=True), prefill(1, 2.0, 9.9, 0.5)
