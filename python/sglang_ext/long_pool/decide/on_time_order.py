@@ -4,9 +4,11 @@ Moore's and Hodgson's rule: in the order of deadlines, while all prefills so far
 the longest so far is put back. The number of prefills put back is a share of the arrivals. Behind those that can be on
 time come the others, late or put back, the one with the least work left first: then a queue that cannot be on time as
 a whole ends soonest, and most that arrive next are on time again. Late ones with so little work that all the others are
-still on time come before these: a short question about a long document does not wait for other documents. So that no prefill pays for that without bound, one
-that has waited for ten deadlines, which grow with its work, comes first. Without a deadline it comes last, until it has
-waited for a minute: then it comes first in its turn among its like, one of them for every fifty arrivals.
+still on time come before these: a short question about a long document does not wait for other documents.
+
+So that no prefill pays for that without bound, one that has waited for ten deadlines, which grow with its work, comes
+first. Without a deadline it comes last, until it has waited for a minute: then it comes first in its turn among its
+like, one of them for every fifty arrivals.
 
 What is late on any group is placed only by the price, as if it had no deadline: if each of several such took its
 fastest group, which takes the most instance-seconds, the queue would grow by that, and more would be late. A lone one
@@ -22,7 +24,6 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from sglang_ext.long_pool.decide.price_planner import Holder
-
 
 _PASSING_WORK = 0.1  # of the mean of those that are passed
 
