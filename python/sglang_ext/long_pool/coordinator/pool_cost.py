@@ -21,6 +21,7 @@ from sglang_ext.long_pool.decide.table1 import fitted_cost
 RING_EFFICIENCY = 0.92
 RING_OVERHEAD_S = 0.02  # for each further instance
 _SAMPLES = 15
+_KEPT = 64
 _LEAST_SAMPLES = 3
 _LEAST_CHANGE = 1.1
 _USUAL_TOKENS = 2048
@@ -70,7 +71,11 @@ def profiled_candidates(profile: EngineProfile, sizes: Sequence[int]) -> tuple[S
 
 
 class PoolCosts:
-    """Costs that follow what chunks take: all sizes times the median of the last 15 ratios of measured to predicted."""
+    """Costs that follow what chunks take: all sizes times the median of the last 15 ratios of measured to predicted.
+
+    Where members have measured what a batch costs, each size is corrected by its own ratios: what a ring of two adds to
+    that is not known before, and a size that looks better than it is wastes instances.
+    """
 
     def __init__(self, candidates: Sequence[SpCandidate], *, is_prior: bool = False) -> None:
         """`is_prior`: what members have measured counts instead, once they know."""
@@ -78,19 +83,20 @@ class PoolCosts:
         self._is_prior = is_prior
         self._measured: dict[int, MeasuredCost] = {}  # by member
         self._single: SpCost | None = None  # that the candidates are made of
-        self._ratios: deque[float] = deque(maxlen=_SAMPLES)
-        self._scale = 1.0
+        self._ratios: deque[tuple[int, float]] = deque(maxlen=_KEPT)  # with the chunk's size
+        self._scales = {candidate.size: 1.0 for candidate in candidates}
 
     @property
     def scale(self) -> float:
-        """Return what the given costs are multiplied with."""
-        return self._scale
+        """Return what the given costs are multiplied with; where that is not the same for all, the largest size's."""
+        return self._scales[max(self._scales)] if self._scales else 1.0
 
     @property
     def candidates(self) -> tuple[SpCandidate, ...]:
         """The costs to plan with."""
         return tuple(
-            SpCandidate(candidate.size, _scaled(candidate.cost, self._scale)) for candidate in self._candidates
+            SpCandidate(candidate.size, _scaled(candidate.cost, self._scales[candidate.size]))
+            for candidate in self._candidates
         )
 
     def learn(self, instance: int, cost: MeasuredCost | None) -> bool:
@@ -102,12 +108,13 @@ class PoolCosts:
         single = SpCost(fixed_s, token_s, 2 * work_s, work_s)
         if self._single is not None and not _differ(single, self._single):
             return False
+        if self._single is None:  # of the prior
+            self._ratios.clear()
+            self._scales = dict.fromkeys(self._scales, 1.0)
         self._single = single
         self._candidates = tuple(
             SpCandidate(candidate.size, divided(single, candidate.size)) for candidate in self._candidates
         )
-        self._ratios.clear()
-        self._scale = 1.0
         return True
 
     def forget(self, instance: int) -> None:
@@ -120,14 +127,19 @@ class PoolCosts:
         predicted_s = 0.0 if cost is None else cost.predict_s(cached_tokens, new_tokens)
         if not 0 < predicted_s < float("inf") or duration_s <= 0:
             return False
-        self._ratios.append(duration_s / predicted_s)
-        if len(self._ratios) < _LEAST_SAMPLES:
+        self._ratios.append((size, duration_s / predicted_s))
+        scales = {size: self._scale_of(size) for size in self._scales}
+        if all(1 / _LEAST_CHANGE < scales[size] / scale < _LEAST_CHANGE for size, scale in self._scales.items()):
             return False
-        scale = median(self._ratios)
-        if 1 / _LEAST_CHANGE < scale / self._scale < _LEAST_CHANGE:
-            return False
-        self._scale = scale
+        self._scales = scales
         return True
+
+    def _scale_of(self, size: int) -> float:
+        """Return the ratio of a size; of one that was seldom run, that of all groups, or of an instance alone."""
+        own = [ratio for of_size, ratio in self._ratios if of_size == size]
+        like = [ratio for of_size, ratio in self._ratios if self._single is None or (of_size > 1) == (size > 1)]
+        ratios = own if self._single is not None and len(own) >= _LEAST_SAMPLES else like
+        return median(ratios[-_SAMPLES:]) if len(ratios) >= _LEAST_SAMPLES else 1.0
 
 
 def _differ(one: SpCost, other: SpCost) -> bool:

@@ -109,6 +109,27 @@ def test_what_members_measure_counts_instead_of_a_prior() -> None:
     assert costs.candidates[0].cost.predict_s(0, 0) == pytest.approx(0.04)
 
 
+def test_each_size_has_a_ratio_of_its_own_where_members_have_measured() -> None:
+    costs = PoolCosts(prior_candidates((1, 2, 4)), is_prior=True)
+    costs.learn(0, MeasuredCost(0.04, 1e-3, 0.0))
+    one, two, four = (candidate.cost.predict_s(0, 2000) for candidate in costs.candidates)
+    for _ in range(3):
+        costs.observe(1, 0, 2000, one)
+    assert [costs.observe(2, 0, 2000, 1.5 * two) for _ in range(3)] == [False, False, True]
+    assert [candidate.cost.predict_s(0, 2000) for candidate in costs.candidates] == pytest.approx(
+        [one, 1.5 * two, 1.5 * four]
+    ), "a ring of four was never run: it is as far from what was expected as one of two"
+    assert costs.scale == 1.5
+    for _ in range(3):
+        costs.observe(4, 0, 2000, 2.0 * four)
+    assert costs.candidates[1].cost.predict_s(0, 2000) == pytest.approx(1.5 * two)
+    assert costs.scale == 2.0
+    # A member's own costs change, and what a ring adds to them does not.
+    assert costs.learn(0, MeasuredCost(0.08, 2e-3, 0.0))
+    assert costs.candidates[0].cost.predict_s(0, 2000) == pytest.approx(4.08)
+    assert costs.scale == 2.0
+
+
 def test_what_members_measure_does_not_count_where_there_is_a_profile() -> None:
     costs = PoolCosts(prior_candidates((1, 2)))
     before = costs.candidates
