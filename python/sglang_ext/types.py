@@ -50,7 +50,7 @@ _SHORT, _LONG, _BOTH = Role.SHORT, Role.LONG, Role.BOTH
 class PrefillLoad(NamedTuple):
     """One prefill instance at the moment of a decision."""
 
-    worker_id: int  # what a decision names
+    worker_id: int  # what a decision names; the higher, the later the instance was added to this router
     pending_tokens: int  # uncached prompt tokens queued or being prefilled there
     in_flight: int  # requests sent there whose prefill has not ended
     cached_tokens: int  # of this request's prompt, believed to be in its prefix cache

@@ -201,7 +201,7 @@ class TestCacheAware:
             CacheAware(**{field: value})  # type: ignore[arg-type]
 
 
-LOADS = st.builds(
+ONE_LOAD = st.builds(
     load,
     pending=st.integers(0, 50_000),
     in_flight=st.integers(0, 9),
@@ -211,7 +211,7 @@ LOADS = st.builds(
 
 
 @pytest.mark.slow
-@given(own=LOADS, others=st.lists(LOADS, max_size=5), prompt=st.integers(1, 4_000), draw=DRAWS)
+@given(own=ONE_LOAD, others=st.lists(ONE_LOAD, max_size=5), prompt=st.integers(1, 4_000), draw=DRAWS)
 def test_who_helps_waits_less_than_half_as_long_and_ends_first(
     own: PrefillLoad, others: list[PrefillLoad], prompt: int, draw: float
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 from sglang_ext.types import LengthClass, Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress
 from sglang_ext_router.decide.pool_choice import FixedBoundary
+from sglang_ext_router.decide.prefill_choice import PREFILL_POLICIES
 from sglang_ext_router.decide.prefix_index import BLOCK_BYTES
 from sglang_ext_router.instances.registry import WorkerRegistry
 from sglang_ext_router.instances.workers import Worker
@@ -348,7 +349,7 @@ def test_instances_of_a_long_pool_hold_a_prompt_together(role: Role) -> None:
     assert pools.route(prompt, 3000).prefill is small
 
 
-@pytest.mark.parametrize("policy", ["round_robin", "random", "power_of_two", "cache_aware"])
+@pytest.mark.parametrize("policy", sorted({*PREFILL_POLICIES} - {"predicted_wait"}))
 def test_every_policy_stays_within_the_pool(policy: str) -> None:
     pools = Pools(SHORT, LONG, SHORT, LONG, DECODE, prefill_policy=policy)
     for step in range(20):
