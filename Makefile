@@ -52,9 +52,9 @@ IMPORTS := import importlib, sglang_ext.engine.launch; from sglang_ext.engine.pr
 # Bytecode is kept, also where the caller's environment forbids it: the imports of SGLang take twice as long without.
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST_ARGS ?=
-# Half of the time tests wait, so there are two workers more than cores; a module is not divided among
+# Tests of engines wait more than they compute, so there is one worker more than cores; a module is not divided among
 # workers, and those that start engines come first.
-WORKERS ?= $(shell expr $$(nproc) + 2)
+WORKERS ?= $(shell expr $$(nproc) + 1)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=40
 
 .PHONY: env compiled plain linted check cuda-lock kernels-env ray-env judges-env nixl-env mooncake-env charts-env traces-env demo test test-all test-k8s unit lint format clean
