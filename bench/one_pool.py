@@ -1,4 +1,4 @@
-"""Conversations over long documents beside chat prompts, on one pool and on its peers: real SGLang on two cores.
+"""Conversations over long documents, and chat prompts, on one pool and on its peers: real SGLang on two cores.
 
     python bench/one_pool.py [--full | --trial] [--out FOLDER]
 
@@ -73,7 +73,7 @@ SYSTEMS = (
     System("laps", ("both", "both")),
     System("stock", ("both", "both"), engine_arguments=SHORT_FIRST),
 )
-BESIDE = System(FCFS, ("both", "both"), engine_arguments=("--chunked-prefill-size", "1024"))
+COLD_PEER = System(FCFS, ("both", "both"), engine_arguments=("--chunked-prefill-size", "1024"))
 
 
 class Plan(NamedTuple):
@@ -105,7 +105,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="one-pool-") as scratch, ExitStack() as stack:
             bench = Bench(Path(scratch), cores, plan, stack)
             runs = bench.run()
-            beside = bench.run_beside()
+            during = bench.run_beside()
             pool = bench.pool_status()
     except EngineStartError as error:
         give_up(str(error))
@@ -119,14 +119,14 @@ def main() -> None:
             )
             for key in ("short_p50", "short_p90", "long_p50", "long_p90", "follow_up_p50")
         },
-        "warm_ttft_stock_over_ours": round(beside[FCFS]["warm_s"] / beside[OURS]["warm_s"], 2),
-        "cold_ttft_over_stock": round(beside[OURS]["cold_s"] / beside[FCFS]["cold_s"], 3),
+        "warm_ttft_stock_over_ours": round(during[FCFS]["warm_s"] / during[OURS]["warm_s"], 2),
+        "cold_ttft_over_stock": round(during[OURS]["cold_s"] / during[FCFS]["cold_s"], 3),
         "answers_that_differ": _differing(runs),
         "failed": sum(answer.ttft_s is None for answers in runs.values() for answer in answers),
         "requests": len(runs[OURS]),
         "table": {name: {key: round(value, 3) for key, value in row.items()} for name, row in table.items()},
         "beside_cold_prompts": {
-            name: {key: round(value, 3) for key, value in row.items()} for name, row in beside.items()
+            name: {key: round(value, 3) for key, value in row.items()} for name, row in during.items()
         },
         "prefix_hits": pool["prefix_hits"],
         "prefix_hit_tokens": pool["prefix_hit_tokens"],
@@ -187,7 +187,7 @@ class Bench:
         return runs
 
     def run_beside(self) -> dict[str, dict[str, float]]:
-        """Measure warm follow-ups beside cold prompts: the median TTFT of each."""
+        """Measure warm follow-ups during cold prompts: the median TTFT of each."""
         measured = {}
         for name in (FCFS, OURS):
             served = self._served[name]
@@ -204,7 +204,7 @@ class Bench:
                 warm_s += [one.ttft_s for one in warm_answers if one.ttft_s is not None]
             warm_p50_s, cold_p50_s = median(warm_s), median(cold_s)
             measured[name] = {"warm_s": round(warm_p50_s, 3), "cold_s": round(cold_p50_s, 3), "follow_ups": len(warm_s)}
-            progress(f"{name}: follow-ups {warm_p50_s:.2f} s beside cold prompts of {cold_p50_s:.1f} s")
+            progress(f"{name}: follow-ups {warm_p50_s:.2f} s during cold prompts of {cold_p50_s:.1f} s")
         return measured
 
     def pool_status(self) -> dict[str, float]:
@@ -222,7 +222,7 @@ class Bench:
         coordinator_port, self._pool_url = self._start_coordinator()
         engines: dict[str, tuple[BenchEngine, BenchEngine]] = {}
         decode = self._engine("decode", HANDSHAKE)
-        for system in (*SYSTEMS, BESIDE):
+        for system in (*SYSTEMS, COLD_PEER):
             stock = ("--laps-mode", "off")
             options = (*HANDSHAKE, *(stock if system.engine_arguments else OWN_SCHEDULER))
             if system.name == OURS:
@@ -233,7 +233,7 @@ class Bench:
         self._stack.callback(lambda: [engine.terminate() for engine in everything])
         for engine in everything:
             engine.wait_ready()
-        for system in (*SYSTEMS, BESIDE):
+        for system in (*SYSTEMS, COLD_PEER):
             for engine, core in zip(engines[system.name], self._cores, strict=False):
                 engine.pin({core})
             url = self._start_router(system, engines[system.name], decode)

@@ -1,4 +1,4 @@
-"""Chat prompts beside long ones: every request divided, against the router's choice of the way.
+"""Chat prompts and long ones: every request divided, against the router's choice of the way.
 
     python bench/plain_or_divided.py [--full | --trial] [--data FOLDER] [--out FOLDER]
 

@@ -1,4 +1,4 @@
-"""Conversations over long documents beside chat prompts: who says what when, and the client that sends it."""
+"""Conversations over long documents, and chat prompts: who says what when, and the client that sends it."""
 
 from __future__ import annotations
 

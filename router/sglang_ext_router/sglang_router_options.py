@@ -38,7 +38,7 @@ WITHOUT_EFFECT: Mapping[str, tuple[int | str, str]] = {
     **dict.fromkeys(("--mini-lb", "--enable-igw"), (0, _NOT_NEEDED)),
     **dict.fromkeys(("--tokenizer-cache-enable-l0", "--tokenizer-cache-enable-l1"), (0, _NO_CACHE)),
     **dict.fromkeys(("--tokenizer-cache-l0-max-entries", "--tokenizer-cache-l1-max-memory"), (1, _NO_CACHE)),
-    "--enable-trace": (0, "--otlp-traces-endpoint alone turns traces on"),
+    "--enable-trace": (0, "--otlp-traces-endpoint turns traces on by itself"),
     "--model-path": (1, "it names a tokenizer, which is read where the instances have theirs; see --tokenizer-path"),
     "--worker-startup-timeout-secs": (1, "an instance gets requests as soon as it is ready, however late that is"),
     "--worker-startup-check-interval": (1, "see --health-check-interval-secs"),

@@ -164,7 +164,7 @@ class PoolsConfig:
     )
     decode: PoolConfig = field(metadata=_help("decode"), default=_EMPTY_POOL)
     plain: PoolConfig = field(
-        metadata=_help("undivided: each instance prefills and decodes whole requests, beside the other pools or alone"),
+        metadata=_help("undivided: each instance prefills and decodes whole requests, with other pools or without"),
         default=_EMPTY_POOL,
     )
 

@@ -86,7 +86,7 @@ def send_signal(pids: Collection[int], signal_number: int) -> None:
 
 
 def end_processes(find: Callable[[], list[int]], *, grace_s: float) -> None:
-    """Ask the processes that `find` returns to end, and kill those that live on after `grace_s`.
+    """Ask the processes that `find` returns to end, and kill what lives on after `grace_s`.
 
     Searches again until none is left, so that a process which was forked meanwhile does not escape.
     """

@@ -86,13 +86,13 @@ class ClassBoundary:
     and `max_tokens`, what one iteration may compute, bounds what is fitted.
     """
 
-    __slots__ = ("_contradictions", "_given", "_most_tokens", "_samples", "is_fitted", "tokens")
+    __slots__ = ("_contradictions", "_given", "_max_tokens", "_samples", "is_fitted", "tokens")
 
     def __init__(
         self, given_tokens: int | None, max_tokens: int, expected_tokens: int = DEFAULT_BOUNDARY_TOKENS
     ) -> None:
         self._given = given_tokens is not None
-        self._most_tokens = max_tokens
+        self._max_tokens = max_tokens
         self._samples = 0
         self._contradictions = 0
         self.is_fitted = False
@@ -105,7 +105,7 @@ class ClassBoundary:
         self._samples += 1
         if self._given or self._samples % (_SAMPLES if self.is_fitted else _UNFITTED_SAMPLES):
             return
-        fitted = fitted_boundary_tokens(fit, write_s, objective_s, self._most_tokens)
+        fitted = fitted_boundary_tokens(fit, write_s, objective_s, self._max_tokens)
         if fitted is None:
             return
         if not self.is_fitted:
@@ -121,6 +121,6 @@ class ClassBoundary:
         return not self.tokens / _MARGIN <= fitted <= _next(self.tokens) * _MARGIN
 
     def _use(self, fitted: float) -> None:
-        self.tokens = min(coarse_tokens(fitted), self._most_tokens)
+        self.tokens = min(coarse_tokens(fitted), self._max_tokens)
         self.is_fitted = True
         self._contradictions = 0

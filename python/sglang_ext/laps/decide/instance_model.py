@@ -178,7 +178,7 @@ class InstanceModel:
     def patience_s(self, now_s: float, waiting: int) -> float:
         """Return how long a late short prefill waits until it is due; `waiting` requests with deadlines are queued.
 
-        Half of what these take in order of arrival if each takes as long as those that arrive do on average. Where
+        Half of what these take in order of arrival if each takes as long as arriving ones do on average. Where
         clients wait for their answers, the whole is what requests take on average in any order (Little's law).
         """
         load = self.offered.load(now_s)

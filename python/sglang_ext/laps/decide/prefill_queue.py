@@ -89,7 +89,7 @@ class _Order:
         self.count += 1
 
     def first(self, most: int, chosen: list[RankedPrefill], look: int) -> None:
-        """Append the first ones to `chosen`, most urgent first: up to `most`, less those that this look found due."""
+        """Append the first ones to `chosen`, most urgent first: up to `most`, less those found due in this look."""
         turns = self.turns
         while turns and not _is_here(turns[-1]):
             turns.pop()

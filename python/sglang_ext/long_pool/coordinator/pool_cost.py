@@ -135,7 +135,7 @@ class PoolCosts:
         return True
 
     def _scale_of(self, size: int) -> float:
-        """Return the ratio of a size; of one that was seldom run, that of all groups, or of an instance alone."""
+        """Return the ratio of a size; of one that was seldom run, that of all groups, or of a single instance."""
         own = [ratio for of_size, ratio in self._ratios if of_size == size]
         like = [ratio for of_size, ratio in self._ratios if self._single is None or (of_size > 1) == (size > 1)]
         ratios = own if self._single is not None and len(own) >= _LEAST_SAMPLES else like

@@ -1,6 +1,6 @@
 """The prompts whose KV rows remain on the members that computed them, as a prefix cache of the whole pool.
 
-Prompts make a tree: each keeps the rows behind those that it shares with an earlier prompt. What is used least
+Prompts make a tree: each keeps the rows behind the rows that it shares with an earlier prompt. What is used least
 recently is dropped first, a prompt that others build on never before them. A prompt that a request reads is locked,
 and so are all that it builds on.
 
@@ -99,12 +99,12 @@ class KeptPrompts:
         """Return the number of rows that are kept there and that requests read: their memory cannot be had now."""
         return self._locked.get(instance, 0)
 
-    def match(self, blocks: PromptBlocks, most_tokens: int) -> KeptPrefix | None:
-        """Return the longest kept prefix, in full blocks and of at most `most_tokens`; None where there is none.
+    def match(self, blocks: PromptBlocks, max_tokens: int) -> KeptPrefix | None:
+        """Return the longest kept prefix, in full blocks and of at most `max_tokens`; None where there is none.
 
         Takes time in proportion to the logarithm of the number of blocks: with a block all before it are known.
         """
-        low, high = 0, min(len(blocks.hashes), most_tokens // blocks.block_tokens)
+        low, high = 0, min(len(blocks.hashes), max_tokens // blocks.block_tokens)
         while low < high:
             middle = (low + high + 1) // 2
             if blocks.hashes[middle - 1] in self._by_block:
@@ -113,12 +113,12 @@ class KeptPrompts:
                 high = middle - 1
         return KeptPrefix(self._by_block[blocks.hashes[low - 1]].key, low * blocks.block_tokens) if low else None
 
-    def match_text(self, text: PromptText, most_tokens: int) -> KeptPrefix | None:
+    def match_text(self, text: PromptText, max_tokens: int) -> KeptPrefix | None:
         """Return about what `match` would, for a prompt whose token ids are not known."""
         for text_hash, end_tokens in zip(reversed(text.hashes), reversed(text.end_tokens), strict=True):
             prompt = self._by_text.get(text_hash)
             if prompt is not None:
-                tokens = min(end_tokens, most_tokens, prompt.end_tokens) // prompt.block_tokens * prompt.block_tokens
+                tokens = min(end_tokens, max_tokens, prompt.end_tokens) // prompt.block_tokens * prompt.block_tokens
                 return KeptPrefix(prompt.key, tokens) if tokens else None
         return None
 

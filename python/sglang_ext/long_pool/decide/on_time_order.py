@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from sglang_ext.long_pool.decide.price_planner import Holder
 
-_PASSING_WORK = 0.1  # of the mean of those that are passed
+_PASSING_WORK = 0.1  # of the mean of the passed ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,10 +166,10 @@ class OnTimeOrder:
             end_s += prefill.work_s * per_work
             spare_s = min(spare_s, self._planned_s(prefill) - end_s)
         passing: list[PendingPrefill] = []
-        most_s = _PASSING_WORK * sum(prefill.work_s for prefill in on_time) / max(1, len(on_time))
+        max_work_s = _PASSING_WORK * sum(prefill.work_s for prefill in on_time) / max(1, len(on_time))
         for prefill in sorted(late, key=lambda prefill: prefill.work_s):
             spare_s -= prefill.work_s * per_work
-            if spare_s < 0 or prefill.work_s > most_s:
+            if spare_s < 0 or prefill.work_s > max_work_s:
                 break
             passing.append(prefill)
         return passing

@@ -196,8 +196,8 @@ class PoolSchedule:
         snapshot: PrefillSnapshot,
         begin_in_s: Sequence[float],
     ) -> list[PlacedPrefill]:
-        """Return the prefills that go on where they have KV, although these instances have ordinary work: those that
-        have begun, and those behind kept rows for which nothing better is planned.
+        """Return the prefills that go on where they have KV, although these instances have ordinary work: begun
+        ones, and those behind kept rows for which nothing better is planned.
 
         Members compute a chunk and then a batch, in turn. There may be ordinary work at one of them all the time: the
         group would never be idle as a whole, and the prefill would keep its KV there. It goes on in its turn, where

@@ -29,7 +29,7 @@ def iteration_sample(iteration: Iteration, costs: PipelineCosts) -> IterationSam
 
 
 def advance(items: list[WorkItem], iteration: Iteration) -> list[WorkItem]:
-    """Take what an iteration has computed off its prompts; remove those that have nothing left from `items` and return
+    """Take what an iteration has computed off its prompts; remove the finished ones from `items` and return
     them."""
     ended = []
     if any(tokens < item.new_tokens or item.length_class is LengthClass.LONG for item, tokens in iteration.slices):

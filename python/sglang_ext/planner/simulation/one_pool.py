@@ -5,7 +5,7 @@ cache.
            ──long───▶ Coordinator ──RunChunk──▶ all members of a group, each when its batch has ended
                                   ──Decline───▶ batches of LAPS on a single instance
 
-The coordinator and the queues are those that serve. A turn of a member is at most one chunk and then one batch, as it
+The coordinator and the queues are the serving ones. A turn of a member is at most one chunk and then one batch, as it
 is in an engine. A member that waits for its group computes batches that end before the others come. History that
 changes hands is hidden behind computing as far as the bandwidth allows; messages take no time.
 
