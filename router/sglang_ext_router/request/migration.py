@@ -66,7 +66,7 @@ def _are_neutral(fields: dict[str, Any]) -> bool:
 
 
 class Delivered(NamedTuple):
-    """What a client has of its stream."""
+    """The part of a stream that its client has."""
 
     ids: list[int]  # tokens, at least those of the text
     texts: dict[str, str]  # by the name of an event's field

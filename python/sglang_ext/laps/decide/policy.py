@@ -186,7 +186,7 @@ class Laps:
 
     @property
     def measured_cost(self) -> CostCoefficients | None:
-        """Return what iterations were found to take here; None before they tell what a long prefill takes."""
+        """Return what iterations were found to take here; None before they determine the time of a long prefill."""
         fit = self._model.fit
         return fit.fitted if fit.is_determined(_LONG_TOKENS) else None
 

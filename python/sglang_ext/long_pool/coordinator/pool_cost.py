@@ -2,8 +2,8 @@
 corrected by what chunks really took.
 
 Before members know, a prior serves: whether two instances are worth it depends on ratios. One ratio corrects all sizes,
-because queue delays, which are real seconds, are compared with costs. It cannot tell what every chunk costs again from
-what its tokens cost, as members can: how long a chunk may take depends on that.
+because queue delays, which are real seconds, are compared with costs. It cannot separate a chunk's fixed cost from
+the cost of its tokens, as members can: how long a chunk may take depends on that.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class PoolCosts:
         return True
 
     def _scale_of(self, size: int) -> float:
-        """Return the ratio of a size; of one that was seldom run, that of all groups, or of a single instance."""
+        """Return the ratio of a size; where it was seldom run, the ratio of all groups, or of a single instance."""
         own = [ratio for of_size, ratio in self._ratios if of_size == size]
         like = [ratio for of_size, ratio in self._ratios if self._single is None or (of_size > 1) == (size > 1)]
         ratios = own if self._single is not None and len(own) >= _LEAST_SAMPLES else like

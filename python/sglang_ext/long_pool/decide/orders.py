@@ -36,7 +36,7 @@ class PromptTicket(NamedTuple):
 
 
 class MeasuredCost(NamedTuple):
-    """What a prefill of L tokens behind C cached ones takes on an instance by itself, as it has measured:
+    """The time of a prefill on a single instance, as the instance has measured it: L tokens behind C cached ones take
     `fixed_s` + `token_s` L + `work_s` L (L + 2 C) seconds."""
 
     fixed_s: Rate

@@ -152,8 +152,8 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         return plan
 
     def _count_follow_ups(self, member: PoolMember) -> None:
-        """What the pool computes of short follow-ups here is in as much of a hurry as short prefills of this instance's
-        own: neither its batches nor chunks may be so long that the next ones wait."""
+        """Count the short follow-ups that the pool computes here as arrivals of short prefills: they are in as much of a
+        hurry, so neither batches nor chunks may become long while they keep coming."""
         laps = self._laps
         for new_tokens, cached_tokens in member.take_follow_ups():
             if laps is not None and laps.policy.classify(new_tokens, cached_tokens) is LengthClass.SHORT:
