@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 MARKS_HEADER = "x-sglang-ext-mark-tokens"
-BITS = 20  # of one id, the highest first: a tab is 1, a space 0
-MAX_TOKEN_ID = (1 << BITS) - 1
+BITS = 20  # of one id, the highest first: a tab is 1, a space 0; no vocabulary has a million tokens
 _TO_MARKS = str.maketrans("01", " \t")
 _TO_BITS = bytes.maketrans(b" \t", b"01")
 

@@ -152,8 +152,10 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         return plan
 
     def _count_follow_ups(self, member: PoolMember) -> None:
-        """Count the short follow-ups that the pool computes here as arrivals of short prefills: they are in as much of a
-        hurry, so neither batches nor chunks may become long while they keep coming."""
+        """Count the short follow-ups that the pool computes here as arrivals of short prefills.
+
+        They are in as much of a hurry: neither batches nor chunks may become long while they keep coming.
+        """
         laps = self._laps
         for new_tokens, cached_tokens in member.take_follow_ups():
             if laps is not None and laps.policy.classify(new_tokens, cached_tokens) is LengthClass.SHORT:
