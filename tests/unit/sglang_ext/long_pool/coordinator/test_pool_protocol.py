@@ -10,7 +10,7 @@ import pytest
 from sglang_ext.identifiers import pool_request
 from sglang_ext.long_pool.coordinator import coordinator_server
 from sglang_ext.long_pool.coordinator.coordinator_server import StatusEncoder
-from sglang_ext.long_pool.coordinator.pool_cost import PoolCosts
+from sglang_ext.long_pool.coordinator.pool_cost import PoolCosts, prior_candidates
 from sglang_ext.long_pool.coordinator.pool_history import (
     FormerMember,
     PoolHistory,
@@ -21,7 +21,7 @@ from sglang_ext.long_pool.coordinator.pool_history import (
 )
 from sglang_ext.long_pool.coordinator.pool_protocol import NewMember, PoolProtocol, PoolProtocolError
 from sglang_ext.long_pool.coordinator.pool_settings import PoolSettings
-from sglang_ext.long_pool.decide.orders import Decline, Drop, GiveUp, MemberReport, RollBack, RunChunk
+from sglang_ext.long_pool.decide.orders import Decline, Drop, GiveUp, MeasuredCost, MemberReport, RollBack, RunChunk
 from sglang_ext.long_pool.decide.sharding import Interleaving, lay_out
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
 from sglang_ext.long_pool.link_frames import PeerAddress
@@ -429,6 +429,21 @@ def test_strangers_and_late_answers() -> None:
     assert pool.say(9, StepDone(1, TIMES, 1000)) == []
     assert pool.say(0, StepDone(1, TIMES, 1000)) == []
     assert pool.protocol.lose(9, "test", pool.now_s) == []
+
+
+def test_what_members_measure_is_planned_with_in_place_of_a_prior() -> None:
+    protocol = PoolProtocol(SETTINGS, PoolCosts(prior_candidates((1, 2)), is_prior=True))
+    for number, name in enumerate(("a", "b")):
+        assert isinstance(protocol.greet(hello(name)), NewMember)
+        protocol.join(number, hello(name), 1.0)
+    slow = MemberReport(0.0, 100_000, cost=MeasuredCost(0.5, 1e-3, 0.0))
+    for number in (0, 1):
+        protocol.take(number, ReportMessage(slow), 2.0)
+    assert protocol._costs.candidates[0].cost.predict_s(0, 1000) == pytest.approx(1.5)
+    core = protocol._pool
+    assert core is not None
+    planned_with = core.coordinator._schedule.planner.options.candidates
+    assert planned_with[0].cost.predict_s(0, 1000) == pytest.approx(1.5)
 
 
 def test_costs_follow_what_chunks_take() -> None:

@@ -1187,6 +1187,18 @@ def test_an_owner_does_not_use_a_shorter_prefix_of_its_own() -> None:
     assert orders[0] == Borrow(2, (0, 1), (KeptPrefix(7, 4000),), 500)
 
 
+@pytest.mark.parametrize(("running_s", "is_behind"), [(0.1, True), (60.0, False)])
+def test_a_prompt_begins_behind_kept_rows_unless_their_holders_run_something_long(
+    running_s: float, is_behind: bool
+) -> None:
+    """What is queued at them does not matter: their chunk comes between two batches."""
+    one = coordinator(4, keeps_rows=True)
+    one.kept.keep(7, PromptBlocks(500, tuple(range(8))), {1: (range(4000),)})
+    one.report(1, MemberReport(running_s + 60.0, 100_000, running_s=running_s), 0.0)
+    prompt = offer(2, tokens=5000)._replace(is_streamed=True, blocks=PromptBlocks(500, tuple(range(10))))
+    assert any(isinstance(order, Borrow) for order in one.offer(prompt, 0.0)) is is_behind
+
+
 @pytest.mark.parametrize(("backlog_s", "is_ordered"), [(0.1, True), (0.11, False)])
 def test_members_wait_for_each_other_for_a_sixteenth_of_the_short_objective(backlog_s: float, is_ordered: bool) -> None:
     one = coordinator(2)
