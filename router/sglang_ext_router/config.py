@@ -194,7 +194,8 @@ class RouterConfig:
     # Instances that change their pool
     controller: str = _option(
         "off",
-        "move instances between the short and the long pool: not, only say what it would do, or do it",
+        "move instances between the short and the long pool, and between prefill and decode where they can change "
+        "their role: not, only say what it would do, or do it",
         choices=("off", "advise", "on"),
     )
     controller_interval_secs: float = _option(

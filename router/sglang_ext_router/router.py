@@ -468,8 +468,7 @@ class Router:
     def drop_worker(self, worker: Worker) -> None:
         """Remove an instance here only; what it is serving runs to its end."""
         self.registry.remove(worker)
-        if worker.role.computes_prompts:
-            self.planner.index.remove_worker(worker.id)
+        self.planner.index.remove_worker(worker.id)
         self.prober.forget(worker)
         self.services.pools.drop(worker)
         logger.info("worker %s (%s) removed", worker.url, worker.role)
@@ -520,6 +519,8 @@ class Router:
     def _on_worker_info(self, worker: Worker) -> None:
         if worker.label_header:
             self.services.forwarded_headers.add(worker.label_header)
+        if worker.role.computes_prompts:  # it may have been a decode instance so far
+            self.planner.index.add_worker(worker.id)
         self.planner.learn_capacity(worker)
         self.planner.learn_boundary(worker)
         self._compare_boundary(worker)

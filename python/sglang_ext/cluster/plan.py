@@ -15,7 +15,7 @@ from sglang_ext.cluster.fork_client import WORKER_COMMAND
 from sglang_ext.cluster.model import PreparedModel
 from sglang_ext.cluster.state import POOL_KEY_FILE
 from sglang_ext.engine.device import cuda_device_count, torch_has_cuda
-from sglang_ext.engine.launch_plan import last_value, shared_cpu_environment
+from sglang_ext.engine.launch_plan import ROLE_SWITCH_FLAG, last_value, shared_cpu_environment
 from sglang_ext.types import LengthClass, Role
 
 ROUTER_NAME = "router"
@@ -50,7 +50,7 @@ class Program:
     url: str
     ready_path: str
     role: Role | None  # None: no instance
-    bootstrap_port: int | None  # prefill instances only
+    bootstrap_port: int | None  # of prefill instances, and of those that may become one
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +132,14 @@ def count_ports(config: ClusterConfig) -> int:
         open_ports += [config.coordinator.port, config.coordinator.http_port].count(0)
     for role, pool in config.pools.by_role():
         open_ports += sum(pool.port_of(i) == 0 for i in range(pool.count))
-        if role.is_prefill:
+        if _has_bootstrap_server(config, role, pool):
             open_ports += sum(pool.bootstrap_port_of(i) == 0 for i in range(pool.count))
     return open_ports
+
+
+def _has_bootstrap_server(config: ClusterConfig, role: Role, pool: PoolConfig) -> bool:
+    """Return whether decode finds an instance of this role by a port of its own, now or once it has become prefill."""
+    return role.is_prefill or (role is Role.DECODE and ROLE_SWITCH_FLAG in (*config.args, *pool.args))
 
 
 def make_plan(
@@ -178,7 +183,8 @@ def make_plan(
             if device == "cuda":
                 env.setdefault("CUDA_VISIBLE_DEVICES", ",".join(gpus_of[role, index]))
             port = pool.port_of(index) or next(ports)
-            bootstrap_port = (pool.bootstrap_port_of(index) or next(ports)) if role.is_prefill else None
+            has_bootstrap_server = _has_bootstrap_server(config, role, pool)
+            bootstrap_port = (pool.bootstrap_port_of(index) or next(ports)) if has_bootstrap_server else None
             instances.append(
                 Program(
                     name=f"{role}-{index}",

@@ -155,6 +155,13 @@ HOOK_TABLE: tuple[Hook, ...] = (
         target="sglang.srt.disaggregation.common.conn.CommonKVManager.update_status",
     ),
     Hook(
+        name="prefill-restarts",
+        why="decode keeps sending to the old ports of a prefill instance that was restarted or switched; forgets them",
+        kind=HookKind.AFTER,
+        implementation="sglang_ext.transfer.sglang.prefill_restarts:drop_restarted",
+        target="sglang.srt.disaggregation.common.conn.CommonKVManager._on_heartbeat_success",
+    ),
+    Hook(
         name="scoring-metadata",
         why="metadata for decode may not fit its buffer; left out for a request without a decode instance",
         kind=HookKind.AROUND,

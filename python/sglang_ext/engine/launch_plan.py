@@ -166,7 +166,7 @@ def _common_flags(worker: WorkerOptions, machine: MachineFacts) -> Iterable[str]
         yield from ("--disaggregation-mode", "prefill" if worker.role.is_prefill else "decode")
         backend = worker.transfer_backend or default_backend(machine.device)
         yield from ("--disaggregation-transfer-backend", backend)
-    if worker.role.is_prefill:
+    if worker.role.is_prefill or ROLE_SWITCH_FLAG in worker.engine_arguments:  # which has a decode instance listen, too
         yield from ("--disaggregation-bootstrap-port", str(worker.bootstrap_port))
     yield from ("--enable-metrics", "--enable-cache-report")
 

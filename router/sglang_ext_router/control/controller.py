@@ -1,7 +1,8 @@
 """Drives the pool controller: asks the instances, lets the policies decide, carries moves out, says so.
 
-Decisions are `decide.instance_pressure`, a move is the state machine `decide.pool_move`; here are only the
-clock, the requests to the instances and the log.
+Decisions are `decide.instance_pressure` (between the short and the long pool) and `decide.role_choice` (between prefill
+and decode), a move is the state machine `decide.pool_move`; here are only the clock, the requests to the instances and
+the log.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 
 import aiohttp
-import orjson
 
 from sglang_ext.laps.decide.round_plan import LapsMode
 from sglang_ext.types import LengthClass, Role
@@ -40,9 +40,16 @@ from sglang_ext_router.decide.pool_move import (
     Relabel,
     Release,
 )
-from sglang_ext_router.instances.laps_monitor import MODE_PATH, LapsMonitor, NoReportError, NotServedError
+from sglang_ext_router.decide.role_choice import RoleInstance, RoleState, Side, choose_switch
+from sglang_ext_router.instances.laps_monitor import (
+    LapsMonitor,
+    NoReportError,
+    NotServedError,
+    SwitchRefusedError,
+)
 from sglang_ext_router.instances.probe import Prober
-from sglang_ext_router.instances.registry import WorkerRegistry
+from sglang_ext_router.instances.registry import WorkerRegistry, kind_of, used_share
+from sglang_ext_router.instances.role_switches import RoleSwitches
 from sglang_ext_router.instances.workers import Worker
 
 logger = logging.getLogger(__name__)
@@ -67,9 +74,9 @@ class MoveRecord:
 
     started_at_s: float  # Unix time
     url: str
-    source: LengthClass
-    target: LengthClass
-    reason: str  # a DecisionReason, or OPERATOR
+    source: LengthClass | Side
+    target: LengthClass | Side
+    reason: str  # a DecisionReason or SwitchReason, or OPERATOR
     model: str
     outcome: MoveOutcome | None = None
     detail: str = ""
@@ -83,6 +90,7 @@ class ModelControl:
     state: ControllerState = field(default_factory=ControllerState)
     decision: Decision | None = None  # the latest
     reported: tuple[DecisionReason, LengthClass | None] | None = None  # what was logged last
+    roles: dict[str, RoleState] = field(default_factory=dict)  # by revision
 
 
 def pool_of(worker: Worker) -> LengthClass | None:
@@ -92,7 +100,7 @@ def pool_of(worker: Worker) -> LengthClass | None:
 
 
 class PoolController:
-    """Runs Algorithm 2 of LAPS every control period, and moves that an operator asks for in every mode.
+    """Runs Algorithm 2 of LAPS every control period, switches roles, and moves what an operator asks for in every mode.
 
     Each model has pools of its own, and decisions; an instance moves between those of its model. One moves at a time.
     """
@@ -113,12 +121,14 @@ class PoolController:
         self._prober = prober
         timeout_s = min(config.controller_interval_secs, config.health_check_timeout_secs)
         self.monitor = LapsMonitor(registry, prober, loop.time, timeout_s)
+        self._switches = RoleSwitches(registry, prober, config.controller_drain_timeout_secs)
         self.settings = config.pressure_settings
         self._controls: dict[str, ModelControl] = {}  # by model
         self.current: MoveRecord | None = None
         self.moves: deque[MoveRecord] = deque(maxlen=KEPT_MOVES)  # the latest last
         # (from, to, outcome) → count; from 0, so that the first one shows as an increase
-        directions = ((Role.SHORT.value, Role.LONG.value), (Role.LONG.value, Role.SHORT.value))
+        pairs = ((Role.SHORT.value, Role.LONG.value), (Side.PREFILL.value, Side.DECODE.value))
+        directions = (*pairs, *(pair[::-1] for pair in pairs))
         self.move_counts = {(*direction, outcome.value): 0 for direction in directions for outcome in MoveOutcome}
         self.decision_counts: dict[tuple[str, str], int] = {}  # (result, reason) → count
         self._joined_s: dict[int, float] = {}
@@ -183,9 +193,11 @@ class PoolController:
             self._adopt_modes()
         instances = self._instances()
         models = self._models()
-        self._controls = {name: control for name, control in self._controls.items() if name in models}
+        known = {*models, *self._registry.models}
+        self._controls = {name: control for name, control in self._controls.items() if name in known}
         for model in models:
             self._decide(model, instances.get(model, ()))
+        self._decide_roles()
 
     def _decide(self, model: str, instances: Sequence[PoolInstance]) -> None:
         """Decide for one model, and begin the move, if any."""
@@ -205,6 +217,42 @@ class PoolController:
         if self.is_on and worker is not None and proposal is not None:
             self.current = self._record(worker, proposal.source, proposal.target, decision.reason.value)
             self._spawn(self._move(worker, self.current))
+
+    def _decide_roles(self) -> None:
+        """Decide for the instances of each model and revision that can switch, and begin the move, if any."""
+        now_s = self._loop.time()
+        groups: dict[tuple[str, str], list[Worker]] = {}
+        for worker in self._registry:
+            if worker.is_ready and worker.role is not Role.PLAIN:
+                groups.setdefault((worker.model, worker.revision), []).append(worker)
+        for (model, revision), workers in groups.items():
+            if not any(worker.can_switch_roles for worker in workers):
+                continue
+            roles = self.control(model).roles
+            instances = [self._role_instance(worker, now_s) for worker in workers]
+            switch, roles[revision] = choose_switch(instances, self.settings, roles.get(revision, RoleState()), now_s)
+            if switch is None:
+                continue
+            result = "hold" if self.current is not None else "move" if self.is_on else "advise"
+            key = (result, switch.reason.value)
+            self.decision_counts[key] = self.decision_counts.get(key, 0) + 1
+            worker = next(worker for worker in workers if worker.id == switch.worker_id)
+            if result == "advise" and roles[revision].wanted_rounds == self.settings.confirm_rounds:
+                logger.info("the controller would switch %s to %s (%s)", worker.url, switch.target, switch.reason)
+            elif result == "move":
+                self.current = self._record(worker, switch.target.other, switch.target, switch.reason.value)
+                self._spawn(self._move(worker, self.current))
+
+    def _role_instance(self, worker: Worker, now_s: float) -> RoleInstance:
+        _, alone_until_s = self._failures.get(worker.id, (0, now_s))
+        return RoleInstance(
+            worker.id,
+            Side(kind_of(worker.role)),
+            Side(kind_of(worker.given_role)),
+            is_movable=worker.can_switch_roles and now_s >= alone_until_s,
+            used_share=used_share(worker),
+            in_flight=worker.in_flight + worker.sibling_in_flight,
+        )
 
     def _instances(self) -> dict[str, list[PoolInstance]]:
         """The members of both pools that take requests, by model."""
@@ -267,13 +315,21 @@ class PoolController:
 
     # -- moving -----------------------------------------------------------------------------------------
 
-    async def request_move(self, worker: Worker, target: LengthClass) -> MoveRecord:
+    async def request_move(self, worker: Worker, target: LengthClass | Side) -> MoveRecord:
         """Begin a move that an operator wants; MoveRefusedError if it cannot be made."""
-        source = pool_of(worker)
+        source: LengthClass | Side | None = pool_of(worker)
+        if isinstance(target, Side):
+            if not worker.can_switch_roles:
+                raise MoveRefusedError(
+                    409, f"{worker.url} cannot be switched: it was not started with --enable-pd-role-switch"
+                )
+            source = Side(kind_of(worker.role))
         if source is None:
             raise MoveRefusedError(409, f"{worker.url} is in neither pool: its role is {worker.role}")
         if source is target:
             raise MoveRefusedError(409, f"{worker.url} is in the {target} pool already")
+        if isinstance(target, Side) and not self._has_other(worker, source):
+            raise MoveRefusedError(409, f"{worker.url} is the last {source} instance of its model")
         if self._config.processes > 1:
             raise MoveRefusedError(409, "instances can be moved only by a router of one process (--processes 1)")
         if self.current is not None:
@@ -282,7 +338,8 @@ class PoolController:
             raise MoveRefusedError(409, f"{worker.url} is not ready")
         record = self.current = self._record(worker, source, target, OPERATOR)
         try:
-            await self.monitor.read(worker)
+            if not isinstance(target, Side):
+                await self.monitor.read(worker)
         except NotServedError:
             self.current = None
             raise MoveRefusedError(
@@ -296,7 +353,9 @@ class PoolController:
         self._spawn(self._move(worker, record))
         return record
 
-    def _record(self, worker: Worker, source: LengthClass, target: LengthClass, reason: str) -> MoveRecord:
+    def _record(
+        self, worker: Worker, source: LengthClass | Side, target: LengthClass | Side, reason: str
+    ) -> MoveRecord:
         return MoveRecord(time.time(), worker.url, source, target, reason, worker.model)
 
     async def _move(self, worker: Worker, record: MoveRecord) -> None:
@@ -306,13 +365,7 @@ class PoolController:
         plan = MovePlan(
             record.source,
             record.target,
-            can_drain=any(
-                other is not worker
-                and other.model == worker.model
-                and other.is_ready
-                and other.role.serves(record.source)
-                for other in self._registry
-            ),
+            can_drain=self._has_other(worker, record.source),
             verify_timeout_s=self._config.controller_drain_timeout_secs,
         )
         try:
@@ -330,16 +383,34 @@ class PoolController:
         self.move_counts[key] = self.move_counts.get(key, 0) + 1
         self._learn(worker, record, finished)
 
+    def _has_other(self, worker: Worker, source: LengthClass | Side) -> bool:
+        """Return whether another instance serves what this one has served, once it is moved."""
+        return any(
+            other is not worker
+            and other.is_ready
+            and other.model == worker.model
+            and (
+                other.role.serves(source)
+                if isinstance(source, LengthClass)
+                else kind_of(other.role) == source and other.revision == worker.revision
+            )
+            for other in self._registry
+        )
+
     def _learn(self, worker: Worker, record: MoveRecord, finished: MoveFinished) -> None:
         now_s = self._loop.time()
         control = self.control(record.model)
         control.reported = None  # what is decided after a move is news
-        if finished.outcome is MoveOutcome.MOVED:
+        if isinstance(record.target, Side):
+            control.roles[worker.revision] = RoleState(last_switch_s=now_s)
+        elif finished.outcome is MoveOutcome.MOVED:
             control.state = control.state.after_move(record.target, now_s)
+        else:
+            control.state = control.state.after_failed_move(now_s)
+        if finished.outcome is MoveOutcome.MOVED:
             self._failures.pop(worker.id, None)
             logger.info("%s is in the %s pool now (%.1f s)", record.url, record.target, record.duration_s)
             return
-        control.state = control.state.after_failed_move(now_s)
         failures = self._failures.get(worker.id, (0, 0.0))[0] + 1
         alone_s = self.settings.cooldown_s * 2.0 ** min(failures, MAX_BACKOFF_DOUBLINGS)
         self._failures[worker.id] = (failures, now_s + alone_s)
@@ -358,7 +429,10 @@ class PoolController:
                 case Release():
                     self._hold_back(worker, False)
                 case Relabel():
-                    self._relabel(worker, action.pool)
+                    if action.mode in tuple(Side):
+                        self._prober.take_side(worker, Side(action.mode))
+                    else:
+                        self._relabel(worker, LengthClass(action.mode))
                 case MoveFinished():
                     return action
                 case AwaitDrain() | ReadMode() | PostMode():
@@ -367,12 +441,15 @@ class PoolController:
 
     async def _ask(self, machine: PoolMove, worker: Worker, action: AwaitDrain | ReadMode | PostMode) -> MoveActions:
         """Wait for, or ask, the instance; what the state machine makes of the answer."""
+        is_role = machine.plan.target in tuple(Side)
         match action:
             case AwaitDrain():
                 return machine.on_drained() if await self._drain(worker) else machine.on_drain_timeout()
             case ReadMode():
                 await asyncio.sleep(action.after_s)
                 try:
+                    if is_role:
+                        return machine.on_mode(await self._switches.read(worker), None, self._loop.time())
                     report = await self.monitor.read(worker)
                 except (NotServedError, NoReportError) as error:
                     return machine.on_mode_unknown(str(error), self._loop.time())
@@ -380,16 +457,15 @@ class PoolController:
                 return machine.on_mode(report.mode, report.generation, self._loop.time())
             case PostMode():
                 try:
-                    status, answer = await self._prober.ask(
-                        worker, MODE_PATH, orjson.dumps({"mode": action.mode.value})
-                    )
+                    await (self._switches.switch if is_role else self.monitor.switch)(worker, action.mode)
                 except (aiohttp.ClientError, TimeoutError, OSError) as error:
                     logger.info("%s did not answer its switch: %s", worker.url, str(error) or type(error).__name__)
                     return machine.on_switch_unanswered(self._loop.time())
-                if status == 200:
-                    return machine.on_switched(self._loop.time())
-                text = answer.decode("utf-8", "replace")[:200]
-                return machine.on_switch_failed(f"{MODE_PATH} answered {status} {text}", self._loop.time())
+                except SwitchRefusedError as error:
+                    if error.is_broken:
+                        self._prober.take_out(worker, str(error))
+                    return machine.on_switch_failed(str(error), self._loop.time())
+                return machine.on_switched(self._loop.time())
 
     async def _drain(self, worker: Worker) -> bool:
         """Wait for what is in flight there; whether it has ended."""

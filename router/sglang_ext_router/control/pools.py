@@ -17,6 +17,7 @@ from sglang_ext_router.config import RouterConfig, RouterConfigError, parse_work
 from sglang_ext_router.control.api_document import ADMIN_ONLY, WORKER_URL_PATTERN, answers
 from sglang_ext_router.control.controller import MoveRecord, MoveRefusedError, PoolController, pool_of
 from sglang_ext_router.decide.instance_pressure import pressure
+from sglang_ext_router.decide.role_choice import Side
 from sglang_ext_router.instances.registry import WorkerRegistry, describe_roles
 from sglang_ext_router.instances.workers import Worker
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Move(BaseModel):
-    """Body of POST /pools/move: an instance by its URL or as `host:port`, and the pool that it shall be in."""
+    """Body of POST /pools/move: an instance by its URL or as `host:port`, and the pool or role that it shall get."""
 
     model_config = ConfigDict(
         extra="forbid", json_schema_extra={"oneOf": [{"required": ["url"]}, {"required": ["worker_id"]}]}
@@ -33,7 +34,7 @@ class Move(BaseModel):
 
     url: Annotated[str, Field(json_schema_extra={"pattern": WORKER_URL_PATTERN})] | SkipJsonSchema[None] = None
     worker_id: str | SkipJsonSchema[None] = None
-    to: LengthClass
+    to: LengthClass | Side
 
 
 def worker_id(worker: Worker) -> str:
@@ -78,7 +79,7 @@ def add_pool_routes(app: FastAPI, router: Router, client: Sequence[Depends], adm
         responses=answers(_404="no such instance", _409="another move is under way, or the instance is not ready"),
     )
     async def move(wanted: Move) -> dict[str, Any]:
-        """Begin to move an instance to the other pool; GET /pools shows how it ends."""
+        """Begin to move an instance to the other pool, or between prefill and decode; GET /pools shows how it ends."""
         if (wanted.url is None) == (wanted.worker_id is None):
             raise HTTPException(400, "give either url or worker_id")
         try:

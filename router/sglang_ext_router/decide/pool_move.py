@@ -1,8 +1,10 @@
-"""One instance changing its pool: drain → switch → verify → relabel, undone when the switch did nothing.
+"""One instance changing its pool, or its role: drain → switch → verify → relabel, undone when the switch did nothing.
 
 A state machine without I/O: events in, actions out, in order. Each batch of actions ends with at most one action that
 the driver answers with an event. A reply "200" to a switch proves nothing; the move counts once the instance
-itself reports the new mode under a higher generation.
+itself reports the new mode, under a higher generation where it counts its switches.
+
+A mode is `short`, `long` or `both` of LAPS, or `prefill` or `decode`.
 """
 
 from __future__ import annotations
@@ -10,9 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
-
-from sglang_ext.laps.decide.round_plan import LapsMode
-from sglang_ext.types import LengthClass
 
 VERIFY_PAUSE_S = 0.1  # between two readings of an instance's mode
 
@@ -40,10 +39,10 @@ class MovePhase(StrEnum):
 
 
 class MovePlan(NamedTuple):
-    """An instance and the pool that it shall be moved to."""
+    """The mode that an instance shall leave, and the mode that it shall get."""
 
-    source: LengthClass
-    target: LengthClass
+    source: str
+    target: str
     can_drain: bool  # False where no other instance serves the old class: it goes on serving until it is switched
     verify_timeout_s: float
 
@@ -69,14 +68,14 @@ class ReadMode:
 class PostMode:
     """Send the instance its mode, then `on_switched`, `on_switch_unanswered` or `on_switch_failed`."""
 
-    mode: LapsMode
+    mode: str
 
 
 @dataclass(frozen=True, slots=True)
 class Relabel:
-    """The router counts the instance to this pool from now on."""
+    """The router counts the instance to the pool of this mode from now on."""
 
-    pool: LengthClass
+    mode: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +101,8 @@ class PoolMove:
 
     def __init__(self, plan: MovePlan) -> None:
         self.plan = plan
-        self._target_mode = LapsMode(plan.target.value)
         self._phase = MovePhase.NEW
-        self._previous_mode = LapsMode(plan.source.value)
+        self._previous_mode = plan.source
         self._generation = 0  # before the switch
         self._verify_until_s = 0.0
         self._failure = ""
@@ -136,22 +134,23 @@ class PoolMove:
         """Something still is: the instance serves it in its new mode too, only later."""
         return self.on_drained()
 
-    def on_mode(self, mode: LapsMode, generation: int, now_s: float) -> MoveActions:
-        """The instance reports its mode and how often it has been switched."""
+    def on_mode(self, mode: str, generation: int | None, now_s: float) -> MoveActions:
+        """The instance reports its mode and how often it has been switched; None where it does not count that."""
         match self._phase:
             case MovePhase.READING:
-                self._previous_mode, self._generation = mode, generation
-                if mode is self._target_mode:
+                self._previous_mode, self._generation = mode, generation or 0
+                if mode == self.plan.target:
                     return self._moved("it was in that mode already")
                 self._phase = MovePhase.SWITCHING
-                return (PostMode(self._target_mode),)
+                return (PostMode(self.plan.target),)
             case MovePhase.VERIFYING:
-                if mode is self._target_mode and generation > self._generation:
+                if mode == self.plan.target and (generation is None or generation > self._generation):
                     return self._moved("")
-                seen = f"it reports mode {mode} and generation {generation} (before: {self._generation})"
+                counted = "" if generation is None else f" and generation {generation} (before: {self._generation})"
+                seen = f"it reports mode {mode}{counted}"
                 return self._read_again(now_s) or self._undo(f"the switch had no effect: {seen}")
             case MovePhase.VERIFYING_UNDO:
-                if mode is self._previous_mode:
+                if mode == self._previous_mode:
                     return self._finish(MoveOutcome.FAILED, self._failure)
                 return self._read_again(now_s) or self._not_undone(f"it reports mode {mode}")
             case _:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import aiohttp
+import orjson
 
 from sglang_ext.laps.decide.round_plan import LapsMode
 from sglang_ext.types import LengthClass
@@ -114,6 +115,14 @@ class NoReportError(Exception):
     """The instance did not answer, or not as it should; the message says how."""
 
 
+class SwitchRefusedError(Exception):
+    """The instance has not taken another mode. With `is_broken` it has lost its old one, too, and must be restarted."""
+
+    def __init__(self, message: str, is_broken: bool = False) -> None:
+        super().__init__(message)
+        self.is_broken = is_broken
+
+
 class LapsMonitor:
     """The latest report of every healthy prefill instance, by worker id."""
 
@@ -143,6 +152,12 @@ class LapsMonitor:
             raise NoReportError(f"{REPORT_PATH} answered {error.status}") from None
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             raise NoReportError(str(error) or type(error).__name__) from None
+
+    async def switch(self, worker: Worker, mode: str) -> None:
+        """Give an instance another mode. Errors as for `RoleSwitches.switch`."""
+        status, answer = await self._prober.ask(worker, MODE_PATH, orjson.dumps({"mode": mode}))
+        if status != 200:
+            raise SwitchRefusedError(f"{MODE_PATH} answered {status} {answer.decode('utf-8', 'replace')[:200]}")
 
     async def refresh(self) -> None:
         """Ask all at once. The last report of an instance that does not answer is forgotten."""

@@ -19,6 +19,7 @@ import aiohttp
 
 from sglang_ext.types import Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress, may_be_forwarded
+from sglang_ext_router.decide.role_choice import Side
 from sglang_ext_router.decide.served_models import AUTO, PairingFacts, pairing_refusal
 from sglang_ext_router.decide.signs_of_life import FailedChecks, Judgement, Silence, judge_checks, judge_silence
 from sglang_ext_router.instances.registry import WorkerRegistry, kind_of
@@ -35,9 +36,11 @@ REGISTRATION_TIMEOUT_S = 2.0  # for an instance that is being added to say what 
 EXTENSION_KEY = "sglang_ext"
 _MODES = {Role.DECODE: "decode", Role.PLAIN: "null"}  # of SGLang's --disaggregation-mode; of other roles prefill
 LAPS_PATH = "/laps"
+MODEL_PATH = "/model_info"  # says the role that the instance has now, `/server_info` that of its start
 PARALLEL_SAMPLES_HOOK = "parallel-samples"
 ABORT_FAMILY_HOOK = "abort-family"
 OUTPUT_HOOK = "continued-output"
+RESTARTS_HOOK = "prefill-restarts"
 _ELEMENT_TYPES = {"half": "float16", "float": "float32"}  # SGLang's other names of them
 _NO_TIMEOUT = aiohttp.ClientTimeout(total=None)  # the caller has its own
 # What a broken answer of an instance can raise while it is read.
@@ -136,10 +139,15 @@ class Prober:
             reply.raise_for_status()
             return await reply.json(content_type=None)
 
-    async def ask(self, worker: Worker, path: str, body: bytes | None) -> tuple[int, bytes]:
+    async def ask(
+        self, worker: Worker, path: str, body: bytes | None, timeout_s: float | None = None
+    ) -> tuple[int, bytes]:
         """POST to an instance, or GET without a body; return status and body. Errors as for get_json."""
         method, headers = ("GET", {}) if body is None else ("POST", {"content-type": "application/json"})
-        async with self._open_session().request(method, worker.url + path, data=body, headers=headers) as reply:
+        timeout = aiohttp.ClientTimeout(total=timeout_s or self._config.health_check_timeout_secs)
+        async with self._open_session().request(
+            method, worker.url + path, data=body, headers=headers, timeout=timeout
+        ) as reply:
             return reply.status, await reply.read()
 
     def _open_session(self) -> aiohttp.ClientSession:
@@ -186,6 +194,8 @@ class Prober:
                 self._take_info(worker, await self.get_json(worker, "/server_info"))
             if worker.fits_length_boundary:
                 await self._read_boundary(worker)
+            if worker.can_switch_roles:
+                await self._read_role(worker)
         except _ANSWER_ERRORS as error:
             is_refused = isinstance(error, _MisfitError)
             if is_refused and worker.last_error != str(error):
@@ -217,6 +227,25 @@ class Prober:
             worker.length_boundary_tokens = tokens
             self._on_info(worker)
 
+    async def _read_role(self, worker: Worker) -> None:
+        """Another router, or an operator, may have changed the instance's role."""
+        if worker.is_moving:  # the controller changes it just now
+            return
+        mode = (await self.get_json(worker, MODEL_PATH)).get("disaggregation_mode")
+        if mode in tuple(Side) and not worker.is_moving:
+            self.take_side(worker, Side(mode))
+
+    def take_side(self, worker: Worker, side: Side) -> None:
+        """Count an instance to prefill or to decode, as it says itself. It comes without what it had cached."""
+        if kind_of(worker.role) == side:
+            return
+        given = worker.given_role
+        role = given if kind_of(given) == side else Role.DECODE if side is Side.DECODE else Role.BOTH
+        logger.info("worker %s (%s) says that it is %s: it serves as %s", worker.url, worker.role, side, role)
+        self._on_restarted(worker)
+        self._registry.relabel(worker, role)
+        self._on_info(worker)
+
     async def refusal(self, address: WorkerAddress) -> str | None:
         """Return why an instance must not be added; None if it may, or does not answer yet and is checked later."""
         assert self._session is not None
@@ -237,7 +266,8 @@ class Prober:
         """
         mode = info.get("disaggregation_mode")
         wanted = _MODES.get(role, "prefill")
-        if isinstance(mode, str) and mode in {"prefill", "decode", "null"} and mode != wanted:
+        may_differ = role is not Role.PLAIN and mode != "null" and _can_switch_roles(info)
+        if isinstance(mode, str) and mode in {"prefill", "decode", "null"} and mode != wanted and not may_differ:
             return f"it runs with --disaggregation-mode {mode}, but was given to the router as {kind_of(role)}"
         if role is Role.PLAIN:  # no KV passes between it and another one
             return None
@@ -266,7 +296,7 @@ class Prober:
         )
         judgement = judge_checks(checks, self._config.health_failure_threshold)
         if judgement in (Judgement.OUT, Judgement.LOST):
-            self._take_out(worker, reason)
+            self.take_out(worker, reason)
             if judgement is Judgement.LOST:
                 self._on_frozen(worker)
         elif is_unanswered and checks.has_worked:
@@ -277,7 +307,8 @@ class Prober:
                 *(worker.url, worker.role),
             )
 
-    def _take_out(self, worker: Worker, reason: str) -> None:
+    def take_out(self, worker: Worker, reason: str) -> None:
+        """Send the instance nothing until a health check passes."""
         worker.is_healthy = worker.is_silent = False
         # What it was and what it had cached may be gone when it comes back.
         worker.has_info = False
@@ -354,7 +385,7 @@ class Prober:
         if judgement is Judgement.LOST:
             worker.failed_checks += 1
             worker.last_error = f"it is frozen: no answer of any kind for {silent_s:.1f} s"
-            self._take_out(worker, worker.last_error)
+            self.take_out(worker, worker.last_error)
             self._on_frozen(worker)
             return False
         if judgement is Judgement.SILENT and not worker.is_silent:
@@ -411,6 +442,7 @@ class Prober:
         refusal = self._refusal(worker.role, facts, info)
         if refusal is not None:
             raise _MisfitError(refusal)
+        worker.can_switch_roles = worker.role is not Role.PLAIN and _can_switch_roles(info)
         worker.tokenizer_path = str(info.get("tokenizer_path") or info.get("model_path") or "")
         capacity = _positive(info.get("max_total_num_tokens"))
         longest = _positive(info.get("max_req_input_len")) or _positive(info.get("context_length"))
@@ -418,7 +450,7 @@ class Prober:
             worker.kv_capacity_tokens = capacity
         worker.context_tokens = _positive(info.get("context_length")) or UNKNOWN_CAPACITY_TOKENS
         worker.max_prompt_tokens = min(longest or worker.kv_capacity_tokens, worker.kv_capacity_tokens)
-        if worker.role.is_prefill and not worker.has_given_bootstrap_port:
+        if (worker.role.is_prefill or worker.can_switch_roles) and not worker.has_given_bootstrap_port:
             port = _positive(info.get("disaggregation_bootstrap_port"))
             if port is None:
                 raise ValueError("its /server_info has no disaggregation_bootstrap_port; give it on the command line")
@@ -427,6 +459,7 @@ class Prober:
         is_used = isinstance(label_header, str) and bool(info.get("tokenizer_metrics_allowed_custom_labels"))
         name = str(label_header).lower() if is_used else ""
         worker.label_header = name.encode() if may_be_forwarded(name) else b""
+        worker.max_running = _positive(scheduler_state(info).get("effective_max_running_requests_per_dp"))
         own = _extension(info)
         hooks = own.get("hooks")
         worker.serves_parallel_samples = isinstance(hooks, list) and PARALLEL_SAMPLES_HOOK in hooks
@@ -498,6 +531,19 @@ def read_facts(url: str, info: Mapping[str, Any], given_revision: str | None = N
         has_kv_checksums=_flag(info.get("disaggregation_enable_kv_checksum")),
         revision=(_text(own.get("revision")) or "") if given_revision is None else given_revision,
     )
+
+
+def _can_switch_roles(info: Mapping[str, Any]) -> bool:
+    """Return whether SGLang lets the instance change between prefill and decode, and it notices when others do."""
+    hooks = _extension(info).get("hooks")
+    return info.get("enable_pd_role_switch") is True and isinstance(hooks, list) and RESTARTS_HOOK in hooks
+
+
+def scheduler_state(info: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what the scheduler says in `/server_info`; the other fields are those of the instance's start."""
+    states = info.get("internal_states")
+    state = states[0] if isinstance(states, list) and states else None
+    return state if isinstance(state, dict) else {}
 
 
 def _extension(info: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -148,10 +148,9 @@ class WorkerRegistry:
         self.refresh()
 
     def relabel(self, worker: Worker, role: Role) -> None:
-        """Count a prefill instance to another pool; what it has under way and cached stays its own."""
-        assert worker.role.is_prefill
-        assert role.is_prefill
-        worker.role = role
+        """Count an instance to another pool."""
+        assert Role.PLAIN not in (worker.role, role)
+        worker.take_role(role)
         self.refresh()
 
     def refresh(self) -> None:
@@ -273,6 +272,14 @@ def kind_of(role: Role) -> str:
     if role is Role.PLAIN:
         return PLAIN_KIND
     return "prefill" if role.is_prefill else "decode"
+
+
+def used_share(worker: Worker) -> float:
+    """Return how much of its capacity an instance uses, from 0 to 1: time, or KV cache and places in a batch."""
+    if worker.role.is_prefill:
+        return worker.rate.busy_share
+    kv_share = 1.0 - worker.reported_free_kv_tokens / worker.kv_capacity_tokens
+    return max(0.0, kv_share, worker.reported_running / worker.max_running if worker.max_running else 0.0)
 
 
 def describe_roles(workers: Iterable[Worker]) -> dict[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from urllib.parse import urlsplit
 
-from sglang_ext.types import DecodeLoad, PrefillLoad
+from sglang_ext.types import DecodeLoad, PrefillLoad, Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress
 from sglang_ext_router.decide.circuit_breaker import CircuitBreaker
 from sglang_ext_router.decide.prefill_progress import PrefillProgress
@@ -32,6 +32,7 @@ class PrefillRate:
         self._last_s = 0.0
         self.tokens = 0.0
         self.busy_s = 0.0
+        self._elapsed_s = 0.0
         self.tokens_per_s = PRIOR_TOKENS_PER_S
 
     def observe(
@@ -43,13 +44,20 @@ class PrefillRate:
         if last is None:
             return
         if total_tokens < last or total_busy_us < last_us:
-            self.tokens = self.busy_s = 0.0
+            self.tokens = self.busy_s = self._elapsed_s = 0.0
         else:
-            keep = 0.5 ** (max(0.0, now_s - last_s) / MEMORY_S)
+            elapsed_s = max(0.0, now_s - last_s)
+            keep = 0.5 ** (elapsed_s / MEMORY_S)
+            self._elapsed_s = self._elapsed_s * keep + elapsed_s
             # An iteration counts when it has ended: tokens without busy time are those of the next report, too.
             self.tokens = self.tokens * keep + (total_tokens - last)
             self.busy_s = self.busy_s * keep + (total_busy_us - last_us) / 1e6
         self.tokens_per_s = blended_rate(self.tokens, self.busy_s, expected_tokens_per_s)
+
+    @property
+    def busy_share(self) -> float:
+        """Return the share of the last half minute or so in which the instance prefilled."""
+        return min(1.0, self.busy_s / self._elapsed_s) if self._elapsed_s else 0.0
 
     def forget(self) -> None:
         """The instance is gone: what comes back at its address is another one."""
@@ -70,7 +78,8 @@ class Worker:
         assert parts.port is not None
         self.id = worker_id  # never reused while the router lives
         self.url = address.url
-        self.role = address.role
+        self.role = self.given_role = address.role
+        self.can_switch_roles = False  # between prefill and decode, by its own report
         self.host = parts.hostname
         self.port = parts.port
         self.is_tls = parts.scheme == "https"
@@ -98,6 +107,7 @@ class Worker:
         self.kv_capacity_tokens = UNKNOWN_CAPACITY_TOKENS
         self.max_prompt_tokens = UNKNOWN_CAPACITY_TOKENS  # by context length and KV capacity
         self.context_tokens = UNKNOWN_CAPACITY_TOKENS  # of prompt and reply together
+        self.max_running: int | None = None  # requests that its scheduler runs at once
         self.label_header = b""  # of clients, from which it takes labels of its metrics
         self.serves_parallel_samples = False
         self.takes_output = False  # a request may bring the output so far, and goes on behind it
@@ -127,6 +137,11 @@ class Worker:
         self.reported_awaiting_tokens = 0  # decode: KV that it waits for by its own report, wherever it comes from
         self.sibling_in_flight = 0  # sent by the router's other processes
         self.sibling_tokens = 0
+        self._bind()
+
+    def take_role(self, role: Role) -> None:
+        """Serve in another role from now on; what is under way and cached stays the instance's own."""
+        self.role = role
         self._bind()
 
     def _bind(self) -> None:

@@ -148,5 +148,5 @@ async def test_moves_are_counted_from_zero() -> None:
     """So that the first one is an increase."""
     async with running_router(FAST) as served:
         moves = {name: value for name, value in (await shown(served)).items() if name.startswith("pool_moves_total")}
-    assert len(moves) == 8
+    assert len(moves) == 16  # short and long, prefill and decode; both ways, four outcomes
     assert set(moves.values()) == {0.0}

@@ -33,13 +33,12 @@ from sglang_ext.transfer.endpoint.handshake_endpoint import HandshakeEndpoint
 from sglang_ext.transfer.endpoint.invitations import DecodeRank
 from sglang_ext.transfer.sglang.layout import cpu_head_layout, gpu_head_layout, pool_layout
 from sglang_ext.transfer.sglang.metrics import start_publishing
-from sglang_ext.transfer.sglang.prefill_restarts import PrefillRestarts
 from sglang_ext.transfer.sglang.transfer_options import TransferOptions, model_conflict
 from sglang_ext.transfer.transports.registry import create_transport
 from sglang_ext.transfer.transports.transport import GpuBuffers
 
 
-class HandshakeKVManager(PrefillRestarts, CommonKVManager):  # type: ignore[misc]  # SGLang is untyped
+class HandshakeKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is untyped
     """Raises ValueError, in one line, for a model whose KV it does not transfer."""
 
     # Slots of a failed request are released when the endpoint reports that no prefill rank writes to them.

@@ -1,9 +1,10 @@
-"""A decode instance notices that a prefill instance was started again at the same address.
+"""A decode instance notices that a prefill instance was started again at the same address, or has become prefill again.
 
 SGLang's decode keeps, for each bootstrap address, where the ranks behind it listen, until two health checks in a row
 (5 s apart) have failed. An instance that is back sooner, as one forked on a CPU is, goes unnoticed: what its ranks are
-sent goes to ports of the process before, and requests wait for minutes. So every health check that succeeds asks the
-bootstrap server where a rank listens now.
+sent goes to ports of the process before, and requests wait for minutes. An instance that was switched to decode and
+back listens on other ports, too, while its bootstrap server has answered all the time. So every health check that
+succeeds asks the bootstrap server where a rank listens now.
 """
 
 from __future__ import annotations
@@ -15,34 +16,29 @@ logger = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 3.0
 RankAddress = tuple[str, str]  # host, port
+_ATTRIBUTE = "_sglang_ext_rank_addresses"  # of a KV manager: bootstrap address → where one of its ranks listens
 
 
-class PrefillRestarts:
-    """Mixed into a KV manager of SGLang, before its class."""
+def drop_restarted(result: None, manager: Any, bootstrap_addr: str) -> None:
+    """AFTER `CommonKVManager._on_heartbeat_success()`: forget a prefill instance whose ranks listen elsewhere now.
 
-    _rank_addresses: dict[str, RankAddress] | None = None  # bootstrap address → where one of its ranks listens
-
-    def _on_heartbeat_success(self: Any, bootstrap_addr: str) -> None:
-        """SGLang's hook behind a health check: drop what is known of a prefill instance that is another process now.
-
-        Its requests fail; they could not have been served any more.
-        """
-        cached = cached_ranks(self, bootstrap_addr)
-        if not cached:
-            return
-        key, known = cached
-        now = registered_rank(self, bootstrap_addr, key)
-        if now is None:
-            return
-        if self._rank_addresses is None:
-            self._rank_addresses = {}
-        before = self._rank_addresses.get(bootstrap_addr)
-        self._rank_addresses[bootstrap_addr] = now
-        # With different numbers of ranks the rank asked for may not be known: ask only once.
-        if before == now or (before is None and now in known):
-            return
-        logger.warning("the prefill instance at %s was started again", bootstrap_addr)
-        self._handle_node_failure(bootstrap_addr)
+    Its requests fail; they could not have been served any more.
+    """
+    cached = cached_ranks(manager, bootstrap_addr)
+    if not cached:
+        return
+    key, known = cached
+    now = registered_rank(manager, bootstrap_addr, key)
+    if now is None:
+        return
+    addresses: dict[str, RankAddress] = vars(manager).setdefault(_ATTRIBUTE, {})
+    before = addresses.get(bootstrap_addr)
+    addresses[bootstrap_addr] = now
+    # With different numbers of ranks the rank asked for may not be known: ask only once.
+    if before == now or (before is None and now in known):
+        return
+    logger.warning("the prefill instance at %s was started again", bootstrap_addr)
+    manager._handle_node_failure(bootstrap_addr)
 
 
 def cached_ranks(manager: Any, bootstrap_addr: str) -> tuple[str, set[RankAddress]] | None:

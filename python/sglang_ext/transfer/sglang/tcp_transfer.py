@@ -19,7 +19,6 @@ from sglang.srt.disaggregation.mooncake.conn import (
 from sglang.srt.disaggregation.utils import KVClassType
 from sglang.srt.utils.network import get_local_ip_auto
 
-from sglang_ext.transfer.sglang.prefill_restarts import PrefillRestarts
 from sglang_ext.transfer.transports.tcp import TcpTransferEngine, TransferError
 
 logger = logging.getLogger(__name__)
@@ -68,7 +67,7 @@ class EngineAdapter:
         return 0
 
 
-class TcpKVManager(PrefillRestarts, MooncakeKVManager):  # type: ignore[misc]  # SGLang is untyped
+class TcpKVManager(MooncakeKVManager):  # type: ignore[misc]  # SGLang is untyped
     """Mooncake's manager on an engine of its own instead of the process-wide mooncake engine."""
 
     def init_engine(self) -> None:

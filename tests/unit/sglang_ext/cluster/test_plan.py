@@ -48,6 +48,16 @@ def option(program: Program, name: str) -> str:
     return program.command[program.command.index(name) + 1]
 
 
+def test_decode_instances_that_may_become_prefill_have_bootstrap_ports() -> None:
+    switching = PoolConfig(count=2, args=("--enable-pd-role-switch",))
+    plan = plan_of(cluster(both=PoolConfig(), decode=switching))
+    _, first, second = plan.instances
+    assert first.bootstrap_port
+    assert first.bootstrap_port != second.bootstrap_port
+    assert option(first, "--bootstrap-port") == str(first.bootstrap_port)
+    assert str(first.bootstrap_port) not in plan.router.command  # the router asks the instance
+
+
 def test_a_small_cluster_word_by_word() -> None:
     config = cluster(
         RouterSettings(port=0, length_boundary_tokens=512),

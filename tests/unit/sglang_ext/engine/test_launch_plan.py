@@ -287,6 +287,13 @@ def test_a_role_switch_is_refused_where_the_transfer_backend_has_none() -> None:
     assert "--enable-pd-role-switch" in build_launch(replace(switched, transfer_backend="mooncake"), CUDA).argv
 
 
+def test_decode_that_may_become_prefill_has_a_bootstrap_server() -> None:
+    decode = replace(SHORT, role=Role.DECODE, transfer_backend="mooncake", bootstrap_port=9001)
+    assert "--disaggregation-bootstrap-port" not in build_launch(decode, CUDA).argv
+    switched = build_launch(replace(decode, engine_arguments=("--enable-pd-role-switch",)), CUDA)
+    assert value_of(switched.argv, "--disaggregation-bootstrap-port") == "9001"
+
+
 def test_kv_checksums_are_refused_where_they_would_end_the_instance() -> None:
     checked = replace(SHORT, engine_arguments=("--disaggregation-enable-kv-checksum",))
     with pytest.raises(ValueError, match=r"^--disaggregation-enable-kv-checksum: SGLang has it only for GPUs"):

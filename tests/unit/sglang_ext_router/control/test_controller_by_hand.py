@@ -26,7 +26,7 @@ async def test_moves_that_are_refused() -> None:
             ({"to": "long"}, 400, "either url or worker_id"),
             ({"url": urls["short"], "worker_id": "a:1", "to": "long"}, 400, "either url or worker_id"),
             ({"url": urls["short"]}, 400, "to"),
-            ({"url": urls["short"], "to": "decode"}, 400, "to"),
+            ({"url": urls["short"], "to": "decode"}, 409, "--enable-pd-role-switch"),
             ({"url": urls["short"], "to": "medium"}, 400, "to"),
             ({"url": urls["short"], "to": "long", "now": True}, 400, "now"),
             ({"url": urls["short"], "to": "short"}, 409, "already"),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.transfer.sglang.prefill_restarts import PrefillRestarts
+from sglang_ext.transfer.sglang.prefill_restarts import drop_restarted
 
 ADDRESS = "127.0.0.1:8998"
 
@@ -31,8 +31,8 @@ class Bootstrap:
         return SimpleNamespace(status_code=self.status, json=lambda: self.answer)
 
 
-class Manager(PrefillRestarts):
-    """What the mixin uses of SGLang's manager."""
+class Manager:
+    """What the hook uses of SGLang's manager."""
 
     def __init__(self, **pool: int) -> None:
         self.connection_lock = threading.Lock()
@@ -49,7 +49,7 @@ class Manager(PrefillRestarts):
         self.connection_pool.clear()
 
     def check(self) -> list[str]:
-        self._on_heartbeat_success(ADDRESS)
+        drop_restarted(None, self, ADDRESS)
         return self.lost
 
 
@@ -104,13 +104,14 @@ def test_nothing_is_asked_while_nothing_is_known() -> None:
 
 
 @pytest.mark.usefixtures("sglang_imported")
-def test_sglang_calls_it_for_both_backends() -> None:
+def test_sglang_calls_it_for_every_backend() -> None:
     from sglang.srt.disaggregation.common.conn import CommonKVManager
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVManager
+    from sglang.srt.disaggregation.nixl.conn import NixlKVManager
 
     from sglang_ext.transfer.sglang.manager import HandshakeKVManager
     from sglang_ext.transfer.sglang.tcp_transfer import TcpKVManager
 
-    assert hasattr(CommonKVManager, "_on_heartbeat_success")
-    for manager in (HandshakeKVManager, TcpKVManager):
-        assert manager._on_heartbeat_success is PrefillRestarts._on_heartbeat_success
+    for manager in (HandshakeKVManager, TcpKVManager, MooncakeKVManager, NixlKVManager):
+        assert manager._on_heartbeat_success is CommonKVManager._on_heartbeat_success
         assert manager._handle_node_failure.__module__.startswith("sglang.")
