@@ -29,7 +29,7 @@ from pathlib import Path
 import psutil
 
 from sglang_ext.cluster.ports import pick_free_ports
-from support.result import give_up, machine, print_result, progress, versions
+from support.result import BenchmarkRun, give_up, progress
 
 _FOLDER = Path(__file__).parent
 _SAMPLE_S = 0.25
@@ -124,6 +124,7 @@ def each_once(path: Path, rows: int) -> bool:
 def main() -> None:
     """Run and print the result line."""
     arguments = _arguments()
+    benchmark = BenchmarkRun("sglang-ext", "aiohttp", "orjson")
     draw = random.Random(arguments.seed)
     port = pick_free_ports("127.0.0.1", 1, draw=random.SystemRandom())[0]
     with tempfile.TemporaryDirectory(prefix="batch-million-") as scratch:
@@ -140,7 +141,7 @@ def main() -> None:
         finally:
             stand_in.kill()
             stand_in.wait()
-    print_result({**result, "versions": versions("sglang-ext", "aiohttp", "orjson"), "machine": machine()})
+    benchmark.end(result)
 
 
 def _measure(folder: Path, port: int, rows: int, kills: int, draw: random.Random) -> dict[str, object]:

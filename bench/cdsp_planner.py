@@ -44,7 +44,7 @@ from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
 from sglang_ext.long_pool.decide.table1 import LARGEST_SIZE, fitted_candidates
 from support.cdsp_optimum import unrestricted_optimum_s
 from support.compiled import use_compiled_modules
-from support.result import machine, print_result, progress
+from support.result import BenchmarkRun, progress
 
 NODE_SIZE = 8
 IMPROVEMENT_RATE = 0.05
@@ -196,7 +196,8 @@ def main() -> None:
         if getattr(options, name) < 1:
             parser.error(f"--{name}: at least 1 is needed")
 
-    result: dict[str, object] = {"machine": machine()}
+    benchmark = BenchmarkRun("sglang-ext")
+    result: dict[str, object] = {}
     progress(f"{'µs per plan':>12s} {'scaling':>8s} {'mean':>8s} {'P99':>8s} {'max':>8s} {'chunked':>8s}")
     for scaling, suffix in (("ring", ""), ("ideal", "_ideal")):
         for size in options.sizes:
@@ -237,7 +238,7 @@ def main() -> None:
             f"TTFT above the optimum, improvement rate {rate}: " + ", ".join(f"{k} {v:.2%}" for k, v in quality.items())
         )
         result[f"rate_{rate}"] = {name: round(value, 5) for name, value in quality.items()}
-    print_result(result)
+    benchmark.end(result)
 
 
 if __name__ == "__main__":

@@ -28,13 +28,11 @@ a collection over that with one; `grow_over_wait` = time to first token of 1 →
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -42,9 +40,8 @@ from typing import NamedTuple
 from sglang_ext.cpu.models.smollm2 import ModelError, ensure_smollm2
 from support.cdsp_pool import HANDSHAKE, Costs, PoolCoordinator, Sent
 from support.engines import BenchEngine, EngineStartError
-from support.processor_time import OtherLoad
 from support.random_model import RandomLlama, build_random_llama
-from support.result import give_up, machine, print_result, progress, versions
+from support.result import BenchmarkRun, give_up, progress
 
 VOCABULARY = 49152
 ONE_CHUNK = ("--chunked-prefill-size", "8192")
@@ -90,7 +87,7 @@ def main() -> None:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         give_up("two cores are needed, one for each prefill instance")
-    others, began_s = OtherLoad(), time.monotonic()
+    benchmark = BenchmarkRun("sglang", "torch")
     try:
         model = ensure_smollm2()
         with tempfile.TemporaryDirectory(prefix="cdsp-speed-") as scratch:
@@ -105,15 +102,8 @@ def main() -> None:
         "tokens": arguments.tokens,
         "transport": arguments.transport,
         "rounds": arguments.rounds,
-        "duration_s": round(time.monotonic() - began_s, 1),
-        "other_load_cores": round(others.mean_cores(), 2),
-        "machine": machine(),
-        "versions": versions("sglang", "torch"),
-        "date": datetime.now(UTC).date().isoformat(),
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "cdsp-speed.json").write_text(json.dumps(result, indent=1) + "\n")
-    print_result(result)
+    benchmark.end(result, arguments.out / "cdsp-speed.json")
 
 
 # ---------------------------------------------------------------- two instances, SmolLM2

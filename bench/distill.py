@@ -28,16 +28,14 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from support.distill_job import BatchRun, Job, JobFailedError, best_concurrency, run_batch, run_client, write_job
 from support.engines import BenchEngine, EngineStartError, free_port
 from support.mixed_load import Replayer, TraceMix, load_mix, percentile
-from support.processor_time import OtherLoad
 from support.random_model import RandomLlama, build_random_llama
-from support.result import give_up, machine, print_result, progress, versions
+from support.result import BenchmarkRun, give_up, progress
 
 MODEL = RandomLlama(layers=6, hidden=384, heads=6, kv_heads=2)
 LONG_SHARE = 0.1
@@ -73,11 +71,10 @@ class Sides(NamedTuple):
 def main() -> None:
     """Run the benchmark and print the result line."""
     arguments = _arguments()
-    began_s = time.monotonic()
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         give_up("two cores are needed: one for the prefill instances, one for everything else")
-    others, facts = OtherLoad(), machine()
+    benchmark = BenchmarkRun("sglang", "torch", "sglang-router")
     mix = load_mix(arguments.data, LONG_RANGE_TOKENS, DIVIDE_LENGTHS_BY)
     rows = arguments.rows * (3 if arguments.full else 1)
     progress(f"model: {MODEL}, float32; workload: {rows} rows, {mix.describe(LONG_SHARE)}; {NEW_TOKENS} new tokens")
@@ -89,15 +86,8 @@ def main() -> None:
     result = {
         **figures,
         "rows": rows,
-        "duration_s": round(time.monotonic() - began_s, 1),
-        "other_load_cores": round(others.mean_cores(), 2),
-        "machine": facts,
-        "versions": versions("sglang", "torch", "sglang-router"),
-        "date": datetime.now(UTC).date().isoformat(),
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "distill.json").write_text(json.dumps(result, indent=1) + "\n")
-    print_result(result)
+    benchmark.end(result, arguments.out / "distill.json")
 
 
 def _measure(sides: Sides, folder: Path, mix: TraceMix, rows: int) -> dict[str, object]:

@@ -19,7 +19,6 @@ one_fast_cpu_s over one_cold_cpu_s; `*_memory_mib` = their proportional share of
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import tempfile
@@ -28,7 +27,6 @@ import urllib.request
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -37,9 +35,9 @@ from sglang_ext.cluster.fork_client import WORKER_COMMAND, ForkClient, ForkedPro
 from sglang_ext.cluster.process_tree import session_processes
 from sglang_ext.engine.launch_plan import shared_cpu_environment
 from support.engines import EngineStartError, free_port
-from support.processor_time import OtherLoad, processor_time_s
+from support.processor_time import processor_time_s
 from support.random_model import RandomLlama, build_random_llama
-from support.result import give_up, machine, print_result, progress, versions
+from support.result import BenchmarkRun, give_up, progress
 
 ROLES = ("short", "short", "long", "decode")
 READY_TIMEOUT_S = 240.0
@@ -59,7 +57,7 @@ class Start(NamedTuple):
 def main() -> None:
     """Run the benchmark and print the result line."""
     arguments = _arguments()
-    others, began_s = OtherLoad(), time.monotonic()
+    benchmark = BenchmarkRun("sglang", "torch")
     with tempfile.TemporaryDirectory(prefix="engine-start-") as scratch:
         model, log = build_random_llama(SHAPE, Path(scratch) / "model"), Path(scratch) / "log"
         with ForkClient(log, {**os.environ, **shared_cpu_environment(is_offline=True)}) as client:
@@ -68,7 +66,7 @@ def main() -> None:
                     give_up(f"the fork server ended: {log.read_text()[-400:]}")
                 time.sleep(0.05)
             imports = Start(
-                time.monotonic() - began_s, processor_time_s(client.process.pid), _memory_mib(client.process.pid)
+                benchmark.elapsed_s(), processor_time_s(client.process.pid), _memory_mib(client.process.pid)
             )
             progress(f"imports made in {imports.wall_s:.1f} s, {imports.cpu_s:.1f} s of processor time")
             starters = {"cold": _executed("spawn"), "single": _executed("fork"), "fast": _forked(client)}
@@ -95,16 +93,9 @@ def main() -> None:
         "imports_memory_mib": round(imports.memory_mib),
         "rounds": arguments.rounds,
         "measured": {key: [[round(value, 2) for value in one] for one in ones] for key, ones in starts.items()},
-        "duration_s": round(time.monotonic() - began_s, 1),
-        "other_load_cores": round(others.mean_cores(), 2),
         "model": str(SHAPE),
-        "machine": machine(),
-        "versions": versions("sglang", "torch"),
-        "date": datetime.now(UTC).date().isoformat(),
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "engine-start.json").write_text(json.dumps(result, indent=1) + "\n")
-    print_result(result)
+    benchmark.end(result, arguments.out / "engine-start.json")
 
 
 def _executed(method: str) -> Starter:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import multiprocessing
 import random
 import resource
@@ -57,8 +56,7 @@ from sglang_ext_router.request.prompt import measure
 from sglang_ext_router.request.routing import RoutePlanner
 from support.compiled import use_compiled_modules
 from support.group_peers import BLOCKS_PER_PROMPT, PeerFigures, PeerLoad, run_instances, run_peers
-from support.processor_time import OtherLoad
-from support.result import machine, print_result, progress, versions
+from support.result import BenchmarkRun, progress
 
 GROUPS = ((3, 30), (10, 300), (30, 3000), (100, 10_000))  # routers, instances
 REQUESTS_PER_INSTANCE_S = 2.0
@@ -110,7 +108,7 @@ def main() -> None:
     options = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    other = OtherLoad()
+    benchmark = BenchmarkRun("uvloop", "aiohttp", "orjson")
     result: dict[str, Any] = {"peers": {}}
     for routers, instances in GROUPS:
         figures = _run(measure_peers(routers, instances, options.seconds))
@@ -121,15 +119,8 @@ def main() -> None:
     for name, of_size in (("discovery", discovery_ms), ("controller", controller_ms), ("routing", routing_us)):
         result[name] = {str(size): of_size(size) for size in SIZES}
         progress(f"{name}: {result[name]}")
-    result |= {
-        "seconds": options.seconds,
-        "other_load_cores": round(other.mean_cores(), 2),
-        "machine": machine(),
-        "versions": versions("uvloop", "aiohttp", "orjson"),
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "group-scale.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print_result(result)
+    result["seconds"] = options.seconds
+    benchmark.end(result, options.out / "group-scale.json")
 
 
 def _run(measurement: Any) -> Any:

@@ -25,7 +25,6 @@ import multiprocessing
 import random
 import time
 from array import array
-from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -42,8 +41,7 @@ from sglang_ext.transfer.endpoint.transfer_status import Stage
 from sglang_ext.transfer.pool_layout import ItemBuffer, LayerBuffers, PoolLayout
 from sglang_ext.transfer.transports.registry import create_transport
 from support.compiled import use_compiled_modules
-from support.processor_time import OtherLoad
-from support.result import give_up, machine, print_result, progress, write_json
+from support.result import BenchmarkRun, give_up, progress
 
 TRANSPORTS = ("tcp", "shared_memory")
 LAYERS = 8
@@ -215,7 +213,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=25, help="timed rounds (default %(default)s)")
     parser.add_argument("--output", type=Path, help="also write the result to this file")
     options = parser.parse_args()
-    others = OtherLoad()
+    benchmark = BenchmarkRun("sglang-ext")
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
     receiver = context.Process(target=decode, args=(there,), daemon=True)
@@ -234,16 +232,7 @@ def main() -> None:
     receiver.join()
     for endpoint in transfers.rank.endpoints.values():
         endpoint.close()
-    result = {
-        **ratios(times),
-        "rounds": options.rounds,
-        "other_load_cores": round(others.mean_cores(), 2),
-        "machine": machine(),
-        "date": datetime.now(UTC).date().isoformat(),
-    }
-    if options.output:
-        write_json(options.output, result)
-    print_result(result)
+    benchmark.end({**ratios(times), "rounds": options.rounds}, options.output)
 
 
 def ratios(times: dict[tuple[str, str], list[float]]) -> dict[str, object]:

@@ -21,15 +21,12 @@ seconds of processor time of the instance, which other load on the machine lengt
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import tempfile
-import time
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -38,8 +35,8 @@ from sglang_ext.cpu.models.smollm2 import ModelError, ensure_smollm2
 from sglang_ext.cpu.prefix_attention import STOCK_ATTENTION_VARIABLE
 from support.cdsp_pool import Sent
 from support.engines import BenchEngine, EngineStartError
-from support.processor_time import OtherLoad, processor_time_s
-from support.result import give_up, machine, print_result, progress, versions
+from support.processor_time import processor_time_s
+from support.result import BenchmarkRun, give_up, progress
 
 VOCABULARY = 49152
 CHUNK_TOKENS = 512
@@ -64,7 +61,7 @@ def main() -> None:
     """Run the benchmark and print the result line."""
     arguments = _arguments()
     core = min(os.sched_getaffinity(0))
-    others, began_s = OtherLoad(), time.monotonic()
+    benchmark = BenchmarkRun("sglang", "torch")
     try:
         model = ensure_smollm2()
         with tempfile.TemporaryDirectory(prefix="long-prompt-cpu-") as scratch, ExitStack() as stack:
@@ -81,15 +78,8 @@ def main() -> None:
             f"{name} {tokens}": [[round(value, 2) for value in one] for one in ones]
             for (name, tokens), ones in prefills.items()
         },
-        "duration_s": round(time.monotonic() - began_s, 1),
-        "other_load_cores": round(others.mean_cores(), 2),
-        "machine": machine(),
-        "versions": versions("sglang", "torch"),
-        "date": datetime.now(UTC).date().isoformat(),
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "long-prompt-cpu.json").write_text(json.dumps(result, indent=1) + "\n")
-    print_result(result)
+    benchmark.end(result, arguments.out / "long-prompt-cpu.json")
 
 
 def _start(model: Path, scratch: Path, core: int, stack: ExitStack) -> dict[str, BenchEngine]:

@@ -30,16 +30,13 @@ The last line is `RESULT {json}`.
 from __future__ import annotations
 
 import argparse
-import json
-import resource
 import shlex
 import sys
-import time
-from datetime import UTC, datetime
 from pathlib import Path
 
 from support import papers_laps, papers_medha, papers_tetris_run, papers_transfer
-from support.result import give_up, machine, print_result, versions
+from support.processor_time import own_time_s
+from support.result import BenchmarkRun, give_up
 
 _EXPERIMENTS = {
     "tetris": papers_tetris_run,
@@ -48,12 +45,6 @@ _EXPERIMENTS = {
     "medha": papers_medha,
 }
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
-
-
-def processor_s() -> float:
-    """Processor time of this process and of those it has waited for."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def main() -> int:
@@ -70,22 +61,13 @@ def main() -> int:
         give_up(f"--data: {args.data} is not there")
     if args.processes < 1:
         give_up(f"--processes: {args.processes} is less than 1")
-    result = {
-        "bench": f"papers {args.paper}",
-        "command": f"python bench/papers.py {shlex.join(sys.argv[1:])}",
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-    began_s = time.monotonic()
-    result |= args.experiment(args)
-    result |= {
-        "seconds": round(time.monotonic() - began_s, 1),
-        "processor_seconds": round(processor_s(), 1),
-        "versions": versions("sglang-ext"),
-        "machine": machine(),
-    }
-    if args.out:
-        args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    print_result(result)
+    benchmark = BenchmarkRun("sglang-ext")
+    command = f"python bench/papers.py {shlex.join(sys.argv[1:])}"
+    figures = args.experiment(args)
+    benchmark.end(
+        {"bench": f"papers {args.paper}", "command": command, **figures, "processor_seconds": round(own_time_s(), 1)},
+        args.out,
+    )
     return 0
 
 

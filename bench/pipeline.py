@@ -37,7 +37,6 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -47,8 +46,7 @@ from sglang_ext.cpu.models.smollm2 import ModelError, ensure_smollm2
 from support.cdsp_pool import HANDSHAKE, Costs, PoolCoordinator, Sent
 from support.engines import BenchEngine, EngineStartError
 from support.mixed_load import percentile
-from support.processor_time import OtherLoad
-from support.result import give_up, machine, print_result, progress, versions, write_json
+from support.result import BenchmarkRun, give_up, print_result, progress, write_json
 
 VOCABULARY = 49152
 STAGES = 2
@@ -105,15 +103,9 @@ def main() -> None:
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < STAGES:
         give_up("two cores are needed, one for each stage")
-    others, began_s = OtherLoad(), time.monotonic()
+    benchmark = BenchmarkRun("sglang", "torch")
     measured = Measured({tokens: [] for tokens in arguments.tokens})
-    facts: dict[str, object] = {
-        "command": shlex.join(["python", *sys.argv]),
-        "machine": machine(),
-        "versions": versions("sglang", "torch"),
-        "date": datetime.now(UTC).date().isoformat(),
-    }
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    command = shlex.join(["python", *sys.argv])
     path = arguments.out / "pipeline.json"
     try:
         model = ensure_smollm2()
@@ -121,22 +113,17 @@ def main() -> None:
             bench = Bench(model, Path(scratch), cores[:STAGES], stack, arguments)
             bench.start()
             for number in range(arguments.rounds):
-                round_began_s = time.monotonic()
-                progress(f"round {number + 1} of {arguments.rounds}, after {round_began_s - began_s:.0f} s")
+                round_began_s = benchmark.elapsed_s()
+                progress(f"round {number + 1} of {arguments.rounds}, after {round_began_s:.0f} s")
                 bench.measure(number, measured)
-                write_json(path, {**_result(measured), **facts, "is_complete": False})
-                now_s = time.monotonic()
-                if now_s - began_s + (now_s - round_began_s) > arguments.end_s and number + 1 < arguments.rounds:
+                write_json(path, {**_result(measured), "command": command, **benchmark.facts(), "is_complete": False})
+                now_s = benchmark.elapsed_s()
+                if now_s + (now_s - round_began_s) > arguments.end_s and number + 1 < arguments.rounds:
                     progress("no time for more rounds")
                     break
     except (EngineStartError, ModelError) as error:
         give_up(str(error))
-    result = {
-        **_result(measured),
-        "duration_s": round(time.monotonic() - began_s, 1),
-        "other_load_cores": round(others.mean_cores(), 2),
-        **facts,
-    }
+    result = {**_result(measured), "command": command, **benchmark.facts()}
     write_json(path, {**result, "is_complete": True})
     result.pop("raw")
     print_result(result)

@@ -25,15 +25,13 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
 from support.engines import BenchEngine, EngineStartError, free_port
 from support.mixed_load import Outcome, Replayer, TraceMix, load_mix, percentile
-from support.processor_time import OtherLoad
 from support.random_model import RandomLlama, build_random_llama
-from support.result import give_up, machine, print_result, progress, versions, write_json
+from support.result import BenchmarkRun, give_up, progress
 
 MODEL = RandomLlama(layers=8, hidden=512, heads=8, kv_heads=2)
 LEAST_SHORT_TOKENS = 16
@@ -57,11 +55,10 @@ class Round(NamedTuple):
 def main() -> None:
     """Run the benchmark and print the result line."""
     arguments = _arguments()
-    began_s = time.monotonic()
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         give_up("two cores are needed")
-    others = OtherLoad()
+    benchmark = BenchmarkRun("sglang", "torch")
     mix = load_mix(arguments.data, LONG_RANGE_TOKENS, 1, LEAST_SHORT_TOKENS)
     rounds, duration_s = (1, 15.0) if arguments.trial else (8, 60.0) if arguments.full else (4, 45.0)
     progress(f"model: {MODEL}, float32; workload: {mix.describe(LONG_SHARE)}")
@@ -90,15 +87,8 @@ def main() -> None:
         "long_share": LONG_SHARE,
         "output_tokens": OUTPUT_TOKENS,
         "workload": mix.describe(LONG_SHARE),
-        "duration_s": round(time.monotonic() - began_s, 1),
-        "other_load_cores": round(others.mean_cores(), 2),
-        "machine": machine(),
-        "versions": versions("sglang", "torch"),
-        "date": datetime.now(UTC).date().isoformat(),
     }
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    write_json(arguments.out / "plain-or-divided.json", result)
-    print_result(result)
+    benchmark.end(result, arguments.out / "plain-or-divided.json")
 
 
 def _measure(

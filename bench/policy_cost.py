@@ -10,7 +10,6 @@ short chat request (480 bytes, two blocks, two pools of that size) passes throug
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from random import Random
 from time import process_time
@@ -27,6 +26,7 @@ from sglang_ext_router.decide.prefill_choice import PREFILL_POLICIES, prefill_po
 from sglang_ext_router.decide.prefix_index import BLOCK_BYTES, BLOCK_ENDS, PrefixIndex, block_hashes
 from sglang_ext_router.decide.token_estimate import TokenEstimator
 from support.compiled import use_compiled_modules
+from support.result import BenchmarkRun
 
 Decision = Callable[[], object]
 PROMPT_BYTES = 480
@@ -148,6 +148,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.05, help="length of one run")
     parser.add_argument("--repeats", type=int, default=5, help="runs per figure, of which the best counts")
     options = parser.parse_args()
+    benchmark = BenchmarkRun("sglang-ext")
     if min(options.workers) < 1:
         parser.error("--workers: every number must be at least 1")
 
@@ -174,7 +175,7 @@ def main() -> None:
         },
         "request_us": {str(workers): round(figure, 2) for workers, figure in request_us.items()},
     }
-    print("RESULT " + json.dumps(result))
+    benchmark.end(result)
 
 
 if __name__ == "__main__":

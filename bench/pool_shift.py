@@ -41,9 +41,8 @@ from support.engines import BenchEngine, EngineStartError, free_port
 from support.idle_ttft import IdleTtft, measure_idle_ttft
 from support.mixed_load import Arrival, Outcome, Replayer, TraceMix, load_mix, percentile
 from support.pool_turns import Move, Phase, turns_s, unanswered
-from support.processor_time import OtherLoad
 from support.random_model import RandomLlama, build_random_llama
-from support.result import give_up, machine, print_result, progress, versions
+from support.result import BenchmarkRun, give_up, progress
 
 # Prefill must be what is scarce, so prompts are not too short, the model not too small, and decode does next to
 # nothing: two prefill instances, the decode instance, router and client share two cores.
@@ -102,11 +101,10 @@ class Run(NamedTuple):
 def main() -> None:
     """Run the benchmark and print the result line."""
     arguments = _arguments()
-    began_s = time.monotonic()
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < INSTANCES:
         give_up("two cores are needed, one for each prefill instance")
-    others = OtherLoad()
+    benchmark = BenchmarkRun("sglang", "torch")
     mix = load_mix(arguments.data, LONG_RANGE_TOKENS, DIVIDE_LENGTHS_BY, LEAST_SHORT_TOKENS)
     stretch = 2.0 if arguments.full else 0.3 if arguments.trial else 1.0
     phases = [phase._replace(duration_s=phase.duration_s * stretch) for phase in PHASES]
@@ -135,19 +133,13 @@ def main() -> None:
         "capacity_per_s": {name: round(value, 3) for name, value in capacity._asdict().items()},
         "slowdowns": {name: round(run.slowdown, 3) for name, run in runs.items()},
         "phases": [phase._asdict() for phase in phases],
-        "duration_s": round(time.monotonic() - began_s, 1),
-        "other_load_cores": round(others.mean_cores(), 2),
-        "machine": machine(),
-        "versions": versions("sglang", "torch"),
-        "date": datetime.now(UTC).date().isoformat(),
     }
     for name, run in runs.items():
         _print_run(name, run, phases)
     arguments.out.mkdir(parents=True, exist_ok=True)
     _draw(arguments.out / "pool-shift.png", runs, phases)
-    (arguments.out / "pool-shift.json").write_text(json.dumps(result, indent=1) + "\n")
     progress(f"wrote {arguments.out / 'pool-shift.png'} and pool-shift.json")
-    print_result(result)
+    benchmark.end(result, arguments.out / "pool-shift.json")
 
 
 def _measure(

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import secrets
@@ -34,15 +33,13 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
 from sglang_ext.cluster.fork_client import ForkClient, ForkedProcess
 from sglang_ext.cluster.ports import pick_free_ports
 from sglang_ext.engine.launch_plan import shared_cpu_environment
-from support.processor_time import OtherLoad
-from support.result import give_up, machine, print_result, progress, versions
+from support.result import BenchmarkRun, give_up, progress
 from support.rolling_pods import Cluster, Pod, PodError, Process, Service, run_program
 from support.steady_load import Ended, SteadyLoad
 from support.text_model import build_text_model
@@ -288,7 +285,7 @@ def main() -> None:
     )
     if built.returncode:
         give_up("there is no API server; see the line above")
-    others, began_s = OtherLoad(), time.monotonic()
+    benchmark = BenchmarkRun("sglang-ext", "sglang", "torch")
     try:
         if arguments.keep is not None:
             arguments.keep.mkdir(parents=True, exist_ok=True)
@@ -298,17 +295,7 @@ def main() -> None:
                 result = asyncio.run(run(arguments, Path(folder)))
     except PodError as error:
         give_up(str(error))
-    result |= {
-        "wall_s": round(time.monotonic() - began_s, 1),
-        "other_load_cores": round(others.mean_cores(), 2),
-        "machine": machine(),
-        "versions": versions("sglang-ext", "sglang", "torch"),
-        "date": datetime.now(UTC).date().isoformat(),
-    }
-    if arguments.out is not None:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "rolling_update.json").write_text(json.dumps(result, indent=1) + "\n")
-    print_result(result)
+    benchmark.end(result, None if arguments.out is None else arguments.out / "rolling_update.json")
 
 
 if __name__ == "__main__":

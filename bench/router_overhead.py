@@ -41,8 +41,7 @@ from statistics import median
 
 from sglang_ext.cluster.ports import pick_free_ports
 from support.compiled import use_compiled_modules
-from support.processor_time import OtherLoad
-from support.result import give_up, machine, print_result, progress, versions, write_json
+from support.result import BenchmarkRun, give_up, progress
 from support.routers import COMMANDS, OURS, RouterError, RunningRouter, Upstreams
 from support.sse_upstream import EVENTS_PER_STREAM
 from support.static_upstreams import StaticUpstreams, UpstreamError, wait_until_healthy
@@ -253,8 +252,7 @@ def main() -> None:
     names = [name for name in COMMANDS if name in arguments.routers]
     if shutil.which("wrk") is None:
         give_up("wrk is not installed: apt-get install nginx wrk")
-    began_s = time.monotonic()
-    load = OtherLoad()
+    benchmark = BenchmarkRun("sglang-ext", "sglang-router", "smg")
     with tempfile.TemporaryDirectory(prefix="router-overhead-") as scratch:
         folder = Path(scratch)
         bench = Bench(folder, arguments.seconds)
@@ -266,17 +264,17 @@ def main() -> None:
             with bench.upstreams() as static, trace_sink() as sink_url:
                 for repeat in range(arguments.repeats):
                     if arguments.ui:
-                        progress(f"[{time.monotonic() - began_s:5.0f} s] repeat {repeat + 1} of {arguments.repeats}")
+                        progress(f"[{benchmark.elapsed_s():5.0f} s] repeat {repeat + 1} of {arguments.repeats}")
                         bench.measure_viewed()
                         continue
                     if arguments.traces:
-                        progress(f"[{time.monotonic() - began_s:5.0f} s] repeat {repeat + 1} of {arguments.repeats}")
+                        progress(f"[{benchmark.elapsed_s():5.0f} s] repeat {repeat + 1} of {arguments.repeats}")
                         bench.measure_traced(built, sink_url)
                         continue
                     # None is always first, nor always after the same one.
                     order = names[repeat % len(names) :] + names[: repeat % len(names)]
                     for name in order:
-                        elapsed_s = time.monotonic() - began_s
+                        elapsed_s = benchmark.elapsed_s()
                         progress(f"[{elapsed_s:5.0f} s] repeat {repeat + 1} of {arguments.repeats}: {name}")
                         bench.measure_requests(name, static)
                         bench.measure_stream(name)
@@ -285,14 +283,10 @@ def main() -> None:
                 if log.name != "served.log" and log.stat().st_size:
                     print(f"--- end of {log.name}\n{log.read_text(errors='replace')[-1500:]}", file=sys.stderr)
             give_up(str(error))
-    others = round(load.mean_cores(), 2)
+    others = benchmark.other_load_cores()
     if others > QUIET_CORES:
         progress(f"note: other programs used {others:g} cores meanwhile; run it again on a quiet machine")
-    result = summarise(bench.samples, arguments)
-    result = {**result, "other_load_cores": others, "wall_s": round(time.monotonic() - began_s, 1)}
-    if arguments.out is not None:
-        write_json(arguments.out, result)
-    print_result(result)
+    benchmark.end(summarise(bench.samples, arguments), arguments.out)
 
 
 def summarise(samples: Samples, arguments: argparse.Namespace) -> dict[str, object]:
@@ -332,8 +326,6 @@ def summarise(samples: Samples, arguments: argparse.Namespace) -> dict[str, obje
         "repeats": arguments.repeats,
         "seconds_each": arguments.seconds,
         "stream_concurrency": STREAM_CONCURRENCY,
-        "versions": versions("sglang-ext", "sglang-router", "smg"),
-        "machine": machine(),
     }
 
 

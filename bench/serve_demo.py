@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -27,8 +26,7 @@ from sglang_ext.cluster.state import ClusterInUseError
 from sglang_ext.cluster.supervisor import StartError
 from sglang_ext.cpu.models.smollm2 import MODEL_NAME, ModelError, ensure_smollm2
 from support.bench_serving import BenchServing, BenchServingError, ClassLoad, ClassResult
-from support.processor_time import OtherLoad
-from support.result import give_up, machine, print_result, progress, versions
+from support.result import BenchmarkRun, give_up, progress
 
 LENGTH_BOUNDARY_TOKENS = 512
 
@@ -43,8 +41,7 @@ class Target(NamedTuple):
 def main() -> None:
     """Run the benchmark and print the result line."""
     arguments = _arguments()
-    began_s = time.monotonic()
-    others = OtherLoad()
+    benchmark = BenchmarkRun("sglang-ext", "sglang", "torch")
     loads = {
         "short": ClassLoad(arguments.short, arguments.short_rate, 128, arguments.output_tokens, seed=1),
         "long": ClassLoad(arguments.long, arguments.long_rate, 1200, arguments.output_tokens, seed=2),
@@ -78,17 +75,13 @@ def main() -> None:
     for name, values in summary.items():
         progress(f"{name}: {values}")
     failures = sum(loads[name].requests - len(result.ttft_ms) for name, result in results.items())
-    print_result(
+    benchmark.end(
         {
             "failures": failures,
             "requests": sum(load.requests for load in loads.values()),
             "classes": summary,
             "overlap_s": round(_overlap_s(list(results.values())), 1),
             "model": MODEL_NAME,
-            "versions": versions("sglang-ext", "sglang", "torch"),
-            "machine": machine(),
-            "other_load_cores": round(others.mean_cores(), 2),
-            "wall_s": round(time.monotonic() - began_s, 1),
         }
     )
     if failures:

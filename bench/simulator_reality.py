@@ -29,12 +29,10 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from pathlib import Path
 
 from support.engines import BenchEngine, EngineStartError
 from support.mixed_load import Arrival, Replayer, load_mix
-from support.processor_time import OtherLoad
 from support.random_model import RandomLlama, build_random_llama
 from support.reality import (
     POLICIES,
@@ -49,7 +47,7 @@ from support.reality import (
     pin_scheduler,
     simulated_ttfts_s,
 )
-from support.result import give_up, machine, print_result, progress, versions
+from support.result import BenchmarkRun, give_up, progress
 
 MODEL = RandomLlama(layers=6, hidden=384, heads=6, kv_heads=2)
 LONG_SHARE = 0.1
@@ -63,11 +61,10 @@ WARM_UP_PROMPTS = (8, 40, 200, 700)
 def main() -> None:
     """Run the benchmark and print the result line."""
     arguments = _arguments()
-    began_s = time.monotonic()
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         give_up("two cores are needed: one for the scheduler, one for everything else")
-    others, facts = OtherLoad(), machine()
+    benchmark = BenchmarkRun("sglang", "torch")
     mix = load_mix(arguments.data, LONG_RANGE_TOKENS, DIVIDE_LENGTHS_BY)
     progress(f"model: {MODEL}, float32; workload: {mix.describe(LONG_SHARE)}")
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -102,15 +99,9 @@ def main() -> None:
         "failed": sum(comparison.failed for comparison in comparisons),
         "policies": {comparison.policy: comparison.as_json() for comparison in comparisons},
         "fit": json.loads(profile_path.read_text(encoding="utf-8"))["fit"],
-        "duration_s": round(time.monotonic() - began_s, 1),
-        "other_load_cores": round(others.mean_cores(), 2),
-        "machine": facts,
-        "versions": versions("sglang", "torch"),
-        "date": datetime.now(UTC).date().isoformat(),
     }
-    (arguments.out / "simulator-reality.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     progress(f"wrote simulator-reality.json, .png and -profile.json in {arguments.out}")
-    print_result(result)
+    benchmark.end(result, arguments.out / "simulator-reality.json")
 
 
 def _start(scratch: Path, cores: Sequence[int], stack: ExitStack) -> dict[str, BenchEngine]:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from datetime import UTC, datetime
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
@@ -35,7 +34,7 @@ from sglang_ext.planner.simulation.engines import load_engine
 from sglang_ext.planner.simulation.report import make_report
 from sglang_ext.planner.simulation.run import RunOptions, simulate
 from sglang_ext.planner.simulation.workload import WorkloadError, drawn_requests, load_workload
-from support.result import give_up, machine, print_result, progress, versions
+from support.result import BenchmarkRun, give_up, progress
 
 TRACE = Path(__file__).resolve().parents[2] / "shared" / "data" / "mooncake" / "conversation_trace.jsonl"
 LOAD = 0.7
@@ -102,8 +101,8 @@ def main() -> int:
     except WorkloadError as error:
         give_up(f"the trace is needed: {error}")
     progress(f"{TRACE.name}: {load:.0f} prompt tokens on average")
-    started = datetime.now(UTC).isoformat(timespec="seconds")
-    result: dict[str, object] = {"bench": "simulator_scale", "started": started}
+    benchmark = BenchmarkRun("sglang-ext")
+    result: dict[str, object] = {"bench": "simulator_scale"}
     for run in RUNS:
         with get_context("spawn").Pool(1) as pool:
             figures = pool.apply(carry_out, (run,))
@@ -113,7 +112,7 @@ def main() -> int:
             f"mean TTFT {figures.mean_ttft_s:.3f} s"
         )
         result |= {f"{run.name}_{name}": round(value, 3) for name, value in figures._asdict().items()}
-    print_result({**result, "versions": versions("sglang-ext"), "machine": machine()})
+    benchmark.end(result)
     return 0
 
 

@@ -29,7 +29,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
@@ -44,10 +43,9 @@ from sglang_ext.planner.sizing.deployment import DeployedModel, cluster_config
 from sglang_ext.planner.sizing.load_trial import ClusterLayout, LoadTrial, ServiceObjective, TrialSetup, run_load_trial
 from support.engines import BenchEngine, EngineStartError
 from support.mixed_load import Arrival, Outcome, Replayer, TraceMix, load_mix, percentile
-from support.processor_time import OtherLoad
 from support.random_model import RandomLlama, build_random_llama
 from support.reality import SpeedProbe, busy_core, pin_scheduler, slowed
-from support.result import give_up, machine, print_result, progress, versions
+from support.result import BenchmarkRun, give_up, progress
 
 MODEL = RandomLlama(layers=8, hidden=512, heads=8, kv_heads=2)
 LEAST_SHORT_TOKENS = 64
@@ -94,11 +92,10 @@ class Measurement(NamedTuple):
 def main() -> None:
     """Run the benchmark and print the result line."""
     arguments = _arguments()
-    began_s = time.monotonic()
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         give_up("two cores are needed: one for each prefill instance")
-    others, facts = OtherLoad(), machine()
+    benchmark = BenchmarkRun("sglang", "torch")
     mix = load_mix(arguments.data, LONG_RANGE_TOKENS, 1, LEAST_SHORT_TOKENS)
     arguments.out.mkdir(parents=True, exist_ok=True)
     profile = arguments.out / "size-reality-profile.json"
@@ -144,15 +141,9 @@ def main() -> None:
         "failed": sum(measurement.failed for measurement in measurements),
         "chosen": measurements[0].as_json(),
         "cheaper": measurements[1].as_json(),
-        "duration_s": round(time.monotonic() - began_s, 1),
-        "other_load_cores": round(others.mean_cores(), 2),
-        "machine": facts,
-        "versions": versions("sglang", "torch"),
-        "date": datetime.now(UTC).date().isoformat(),
     }
-    (arguments.out / "size-reality.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     progress(f"wrote size-reality.json, size-reality-profile.json and sized/ in {arguments.out}")
-    print_result(result)
+    benchmark.end(result, arguments.out / "size-reality.json")
 
 
 def _start(scratch: Path, stack: ExitStack) -> dict[str, BenchEngine]:

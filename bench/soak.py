@@ -33,12 +33,10 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from support.processor_time import OtherLoad
-from support.result import give_up, machine, print_result, progress, versions
+from support.result import BenchmarkRun, give_up, progress
 from support.soak_faults import FAULTS, Fault, Faults, Sample, ServedCluster
 from support.soak_load import WRONG_TEXT, Ended, Traffic, count_outcomes
 from support.text_model import build_text_model
@@ -86,29 +84,19 @@ def main() -> None:
     """Run the benchmark and print the result line."""
     arguments = _arguments()
     duration_s = arguments.hours * 3600.0 if arguments.hours else arguments.minutes * 60.0
-    others = OtherLoad()
-    began_s = time.monotonic()
+    benchmark = BenchmarkRun("sglang-ext", "sglang", "torch")
     arguments.out.mkdir(parents=True, exist_ok=True)
     try:
         with _scratch(arguments.keep) as scratch, _cluster(scratch) as cluster:
-            progress(f"the cluster is up after {time.monotonic() - began_s:.0f} s; {duration_s:.0f} s of traffic")
+            progress(f"the cluster is up after {benchmark.elapsed_s():.0f} s; {duration_s:.0f} s of traffic")
             faults = Faults(cluster, arguments.calm_s, arguments.faults)
             run = asyncio.run(_soak(cluster, faults, duration_s, arguments.users, arguments.limit_s))
     except SoakError as error:
         give_up(str(error))
-    result = _result(run)
-    result |= {
-        "users": arguments.users,
-        "wall_s": round(time.monotonic() - began_s, 1),
-        "other_load_cores": round(others.mean_cores(), 2),
-        "machine": machine(),
-        "versions": versions("sglang-ext", "sglang", "torch"),
-        "date": datetime.now(UTC).date().isoformat(),
-    }
+    result = {**_result(run), "users": arguments.users}
     _draw(arguments.out / "soak.png", run)
-    (arguments.out / "soak.json").write_text(json.dumps(result, indent=1) + "\n")
     progress(f"wrote {arguments.out / 'soak.png'} and soak.json")
-    print_result(result)
+    benchmark.end(result, arguments.out / "soak.json")
 
 
 @contextmanager
@@ -265,7 +253,7 @@ def _result(run: Run) -> dict[str, object]:
             for one in run.ended
             if one.outcome not in ("ok", "left")
         ][:40],
-        "duration_s": round(run.after.sample.at_s - run.faults_from_s, 1),
+        "traffic_s": round(run.after.sample.at_s - run.faults_from_s, 1),
     }
 
 

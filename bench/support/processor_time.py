@@ -48,11 +48,11 @@ class OtherLoad:
     def __init__(self) -> None:
         self._began_s = time.monotonic()
         self._machine_s = _machine_busy_s()
-        self._own_s = _own_s()
+        self._own_s = own_time_s()
 
     def mean_cores(self) -> float:
         """Return the mean number of cores that others have used; call it when all children have ended."""
-        others_s = (_machine_busy_s() - self._machine_s) - (_own_s() - self._own_s)
+        others_s = (_machine_busy_s() - self._machine_s) - (own_time_s() - self._own_s)
         return max(0.0, others_s) / (time.monotonic() - self._began_s)
 
 
@@ -63,6 +63,7 @@ def _machine_busy_s() -> float:
     return (user + nice + system + irq + softirq) / _TICKS_PER_S
 
 
-def _own_s() -> float:
+def own_time_s() -> float:
+    """Return the processor time in seconds of this process and of those it has waited for."""
     own = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in own)

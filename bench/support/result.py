@@ -6,10 +6,50 @@ import json
 import os
 import platform
 import sys
+import time
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn
+
+from support.processor_time import OtherLoad
+
+
+class BenchmarkRun:
+    """Describes one run of a benchmark: made before anything is measured, ended with its figures."""
+
+    def __init__(self, *packages: str) -> None:
+        """`packages` are those whose versions a reader needs."""
+        self._packages = packages
+        self._began_s = time.monotonic()
+        self._others = OtherLoad()
+        self._machine = machine()  # now: the benchmark may keep itself to one core later
+
+    def elapsed_s(self) -> float:
+        """Return the seconds since the run began."""
+        return time.monotonic() - self._began_s
+
+    def other_load_cores(self) -> float:
+        """Return the mean number of cores that other programs have used; ask when all children have ended."""
+        return round(self._others.mean_cores(), 2)
+
+    def facts(self) -> dict[str, object]:
+        """Return what a reader needs beside the figures."""
+        return {
+            "duration_s": round(self.elapsed_s(), 1),
+            "other_load_cores": self.other_load_cores(),
+            "machine": self._machine,
+            "versions": versions(*self._packages),
+            "date": datetime.now(UTC).date().isoformat(),
+        }
+
+    def end(self, figures: Mapping[str, object], file: Path | None = None) -> None:
+        """Print the closing line of these figures, plain JSON values; write them to `file`, too."""
+        result = {**figures, **self.facts()}
+        if file is not None:
+            write_json(file, result)
+        print_result(result)
 
 
 def print_result(values: Mapping[str, object]) -> None:
@@ -19,8 +59,9 @@ def print_result(values: Mapping[str, object]) -> None:
 
 def write_json(path: Path, values: object) -> None:
     """Write plain JSON values; who reads it, also after a kill, finds the file before or after, never half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(values, indent=1), encoding="utf-8")
+    part.write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
     part.replace(path)
 
 
