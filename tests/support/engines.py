@@ -34,6 +34,7 @@ from sglang_ext.types import Role
 from support.tiny_model import STANDARD_SHAPE, TinyModelShape, tiny_model
 
 READY_TIMEOUT_S = 400.0
+READY_LINE = b"The server is fired up and ready to roll!"
 SHARED_MEMORY = Path("/dev/shm")
 MAX_ALIVE = 6
 LOG_TAIL_LINES = 40
@@ -123,17 +124,18 @@ class Engine:
         return self.process.poll() is None
 
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Return when /health answers 200. Raises EngineError when the process ends or the time is up."""
+        """Return when SGLang has logged that it serves. Raises EngineError when the process ends or the time is up.
+
+        `/health` says the same, but no sooner than a second after it was asked.
+        """
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if not self.is_alive:
                 raise self._error(f"ended with status {self.process.returncode} while starting")
-            try:
-                if self.get("/health", timeout_s=2).status == 200:
-                    return
-            except OSError:
-                pass
-            time.sleep(0.2)
+            if READY_LINE in self.log_path.read_bytes():
+                self.last_used = time.monotonic()
+                return
+            time.sleep(0.1)
         raise self._error(f"was not ready within {timeout_s:.0f} s")
 
     def get(self, path: str, timeout_s: float = 30.0) -> Reply:
