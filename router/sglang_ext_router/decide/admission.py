@@ -34,23 +34,6 @@ class AdmissionQueue(Generic[T]):
     ValueError, naming the argument, when a bound makes no sense.
     """
 
-    __slots__ = (
-        "_heap",
-        "_late",
-        "_sequence",
-        "_waiting",
-        "admitted",
-        "expired",
-        "limit",
-        "max_concurrent",
-        "queue_size",
-        "queue_timeout_s",
-        "queued",
-        "refused",
-        "removed",
-        "running",
-    )
-
     def __init__(self, max_concurrent: int | None, queue_size: int, queue_timeout_s: float) -> None:
         if max_concurrent is not None and max_concurrent < 1:
             raise ValueError(f"max_concurrent must be at least 1, got {max_concurrent}")

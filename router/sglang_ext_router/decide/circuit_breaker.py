@@ -34,20 +34,6 @@ class CircuitBreaker:
     naming the argument.
     """
 
-    __slots__ = (
-        "_failures_s",
-        "_last_failure_s",
-        "_opened_s",
-        "_state",
-        "_successes",
-        "_trial_s",
-        "failure_threshold",
-        "is_suspected",
-        "open_s",
-        "success_threshold",
-        "window_s",
-    )
-
     def __init__(
         self,
         failure_threshold: int = 5,

@@ -162,23 +162,6 @@ class PDProtocol:
     `needs_decode` only prefill serves: there is no decode leg, and no event of one.
     """
 
-    __slots__ = (
-        "_attempt",
-        "_is_divided",
-        "_legs",
-        "_losses",
-        "_migrations",
-        "_phase",
-        "_relayed",
-        "_restarts",
-        "_statuses",
-        "is_single_sequence",
-        "is_stream",
-        "max_migrations",
-        "max_retries",
-        "needs_decode",
-    )
-
     def __init__(
         self,
         max_retries: int = 5,

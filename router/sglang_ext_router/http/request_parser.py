@@ -34,20 +34,6 @@ _UPGRADE_HEADERS = frozenset({b"upgrade", b"connection", b"http2-settings"})
 class Request:
     """One request. Header names are lower case."""
 
-    __slots__ = (
-        "body",
-        "headers",
-        "is_http_11",
-        "keep_alive",
-        "max_body_bytes",
-        "method",
-        "path",
-        "query",
-        "reply_headers",
-        "size_bytes",
-        "target",
-    )
-
     def __init__(self, method: bytes, target: bytes, headers: list[tuple[bytes, bytes]], is_http_11: bool) -> None:
         self.method = method
         self.target = target  # as it came
@@ -172,27 +158,6 @@ class _RefusedError(Exception):
 
 class RequestParser:
     """Parser of one connection's requests. Its clock and its transport are the connection's business."""
-
-    __slots__ = (
-        "_body",
-        "_body_length",
-        "_buffered",
-        "_events",
-        "_gate",
-        "_head_bytes",
-        "_head_counted_bytes",
-        "_headers",
-        "_is_refused",
-        "_max_header_bytes",
-        "_parser",
-        "_quiet_bytes",
-        "_reserved_bytes",
-        "arriving",
-        "body_bytes",
-        "in_message",
-        "long_body",
-        "target",
-    )
 
     def __init__(self, gate: Gate, max_header_bytes: int, buffered: BufferedBytes) -> None:
         self._gate = gate

@@ -72,21 +72,6 @@ def read_snapshot(wire: Sequence[Any]) -> MetricsSnapshot:
 class ClassMetrics:
     """The instruments of one length class."""
 
-    __slots__ = (
-        "duration_s",
-        "new_tokens",
-        "output_tokens",
-        "predicted_early_s",
-        "predicted_late_s",
-        "prompt_tokens",
-        "queue_s",
-        "slo_met",
-        "slo_missed",
-        "stall_s",
-        "tpot_s",
-        "ttft_s",
-    )
-
     def __init__(self, limit_s: float) -> None:
         self.ttft_s = Histogram(ttft_bounds_s(limit_s))
         self.duration_s = Histogram(duration_bounds_s(limit_s))

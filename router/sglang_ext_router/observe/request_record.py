@@ -29,36 +29,6 @@ class RequestRecord:
     outcome. Until then the record can be read by `seen`, which the live page does.
     """
 
-    __slots__ = (
-        "admitted_s",
-        "attempts",
-        "earlier",
-        "ended_s",
-        "error",
-        "error_status",
-        "first_byte_s",
-        "first_token_s",
-        "has_left",
-        "is_broken",
-        "is_offered",
-        "known_prompt_tokens",
-        "outcome",
-        "output_tokens",
-        "path",
-        "peer",
-        "placed_s",
-        "prefilled_s",
-        "queue_s",
-        "reply_end_s",
-        "request",
-        "request_id",
-        "room_id",
-        "route",
-        "sent_s",
-        "started_s",
-        "status",
-    )
-
     def __init__(self, path: bytes, started_s: float) -> None:
         self.path = path
         self.peer = ""  # address and port of the client, where there is an access log

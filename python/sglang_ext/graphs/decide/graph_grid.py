@@ -60,19 +60,6 @@ class GraphGrid:
     `max_prefix_tokens`: of all cached prefixes of a batch. Raises ValueError for an empty shape.
     """
 
-    __slots__ = (
-        "_buckets",
-        "_deepest",
-        "_left_out",
-        "by_tokens",
-        "lengths",
-        "lengths_tokens",
-        "max_prefix_tokens",
-        "shapes",
-        "slots",
-        "tokens",
-    )
-
     def __init__(self, shapes: Iterable[GraphShape] = (), max_prefix_tokens: float = inf) -> None:
         self.max_prefix_tokens = max_prefix_tokens
         self._left_out: dict[GraphShape, Fallback] = {}

@@ -65,23 +65,6 @@ class Outstanding(NamedTuple):
 class SenderState:
     """The receiver's state of one sender. Its chunks are granted and stored in order, one at a time."""
 
-    __slots__ = (
-        "address",
-        "echoed_sent_s",
-        "epoch",
-        "granted",
-        "is_helper",
-        "is_stopped",
-        "last_report_s",
-        "offered_s",
-        "outstanding",
-        "parts",
-        "shards",
-        "stored",
-        "total",
-        "waiting_since_s",
-    )
-
     def __init__(self, address: str, epoch: int, sent_s: float, now_s: float, *, is_helper: bool = False) -> None:
         self.address = address
         self.epoch = epoch

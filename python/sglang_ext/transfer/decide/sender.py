@@ -417,18 +417,6 @@ class Part(NamedTuple):
 class OfferedChunk:
     """A chunk offered."""
 
-    __slots__ = (
-        "cells_ready",
-        "cells_written",
-        "grant",
-        "is_aux_ready",
-        "is_aux_written",
-        "offered_s",
-        "parts",
-        "ready_s",
-        "shard",
-    )
-
     def __init__(self, shard: KVShard, now_s: float) -> None:
         self.shard = shard
         self.offered_s = now_s
