@@ -71,7 +71,7 @@ class ClusterPlan:
 
     @property
     def backends(self) -> tuple[Program, ...]:
-        """All that has to be there before the router is."""
+        """Return all that has to be there before the router is ready."""
         return self.instances if self.coordinator is None else (self.coordinator, *self.instances)
 
     def with_pool_key(self, path: Path) -> ClusterPlan:

@@ -157,11 +157,12 @@ class Supervisor:
         return [*self.backends, self.router]
 
     def start(self, on_tick: Callable[[], None] = lambda: None) -> bool:
-        """Start everything but the router, then the router; return whether all are ready (False: cancelled).
+        """Start everything; return whether all are ready (False: cancelled).
 
         Raises StartError as soon as one dies or takes too long; the caller then calls `stop`.
         """
         self._start_fork_server()
+        self._launch(self.router, time.monotonic())  # it is ready when its instances are
         while not self._all_ready():
             if self._is_cancelled():
                 return False
@@ -175,8 +176,6 @@ class Supervisor:
                 ):
                     self._launch(member, now_s)
                     starting += 1
-            if self.router.phase is ProgramPhase.WAITING and all(m.phase is ProgramPhase.READY for m in self.backends):
-                self._launch(self.router, now_s)
             for member in self.members:
                 self._check_start(member, now_s)
             on_tick()
@@ -321,7 +320,10 @@ class Supervisor:
             self._set(member, ProgramPhase.READY, f"ready after {now_s - member.started_s:.1f} s")
 
     def _is_overdue(self, member: SupervisedProgram, now_s: float) -> bool:
-        return now_s - member.started_s > self._start_timeout_s
+        since_s = member.started_s
+        if member is self.router:  # it cannot be ready before its instances
+            since_s = max(since_s, *(now_s if one.ready_s is None else one.ready_s for one in self.backends))
+        return now_s - since_s > self._start_timeout_s
 
     def _probe_liveness(self, member: SupervisedProgram, now_s: float) -> bool:
         """Take the answer to the last liveness probe, or send the next one; whether enough were missed."""
