@@ -112,7 +112,6 @@ class JobRunner:
         self._background: set[asyncio.Task[None]] = set()
         self._error: BaseException | None = None
         self._stop_at_s: float | None = None
-        self._is_ready = False
         self._succeeded = self._failed = self._retried = self._prompt_tokens = self._completion_tokens = 0
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
@@ -229,7 +228,6 @@ class JobRunner:
         for name, (least, below) in token_ranges(boundary).items():
             self._classes[name] = _Class(least, below, InFlightCap(self._settings.cap))
         self._queues.split(self._classes)
-        self._is_ready = True
 
     async def _follow_load(self) -> None:
         while True:

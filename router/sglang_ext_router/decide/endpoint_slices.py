@@ -19,7 +19,6 @@ ROLE_LABEL = LABEL_PREFIX + "role"
 REVISION_LABEL, TOPOLOGY_LABEL = LABEL_PREFIX + "revision", LABEL_PREFIX + "topology"
 BOOTSTRAP_ANNOTATION = LABEL_PREFIX + "bootstrap-port"
 LLM_D_ROLE_LABEL = "llm-d.ai/role"
-SERVICE_LABEL = "kubernetes.io/service-name"
 HTTP_PORT, HTTPS_PORT, BOOTSTRAP_PORT = "http", "https", "bootstrap"  # names of a Service's ports
 _ROLES = {
     "prefill-short": Role.SHORT,

@@ -9,8 +9,9 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[3] / "bench"))
 
+from sglang_ext.planner.simulation.events import ServedPrefill, SimRequest
 from support import papers_medha, papers_tetris_run
-from support.papers_tetris import FLUID, Measured, Trace, Ttft
+from support.papers_tetris import FLUID, CriticalLoad, Measured, Trace, Ttft
 
 TRACE = Trace("short", ((1000, 1),), bound_per_s=10.0, light_s=0.5, limit_s=12.5)
 CRITICAL_PER_S = {
@@ -27,6 +28,10 @@ CRITICAL_PER_S = {
     "tetris-single": (3.0, 3.0),
     "tetris": (3.0, 3.5),
 }
+
+
+def served(key: int, ttft_s: float) -> ServedPrefill:
+    return ServedPrefill(SimRequest(key, 5.0, 10, 1), 5.0, 5.0 + ttft_s)
 
 
 def critical() -> dict[str, Measured]:
@@ -125,3 +130,27 @@ def test_ours_and_what_it_is_compared_with_differ_by_one_thing() -> None:
         assert pipelines is not None
         assert pipelines.count * pipelines.stages + short == papers_medha.INSTANCES
     assert systems["ours-lars"].candidates == ours.candidates
+
+
+def test_the_critical_load_is_decided_by_one_percent_or_by_one_request() -> None:
+    gave_up: list[bool] = []
+
+    def fresh() -> CriticalLoad:
+        gave_up.clear()
+        return CriticalLoad(1.0, 220, 20, lambda: gave_up.append(True))
+
+    load = fresh()
+    for key in (0, 30, 40):  # of 200, two may be late; the first is warm-up
+        load.on_first_token(served(key, 1.5))
+    assert not load.is_above
+    load.on_first_token(served(50, 1.5))
+    assert load.is_above
+    assert gave_up
+    load = fresh()
+    load.on_first_token(served(30, 3.0))
+    assert not load.is_above
+    load.on_first_token(served(31, 3.1))
+    assert load.is_above
+    load = fresh()
+    load.on_refused(SimRequest(30, 0.0, 1, 1))
+    assert load.is_above

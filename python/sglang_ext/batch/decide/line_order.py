@@ -14,12 +14,11 @@ from sglang_ext.types import LengthClass
 
 PREFIX_BYTES = (64, 256, 1024, 4096, 16384)
 DIGEST_BYTES = 4
-MAX_KEY_BYTES = DIGEST_BYTES * len(PREFIX_BYTES)
 PRIOR_BYTES_PER_TOKEN = 4  # of text that is not tokenised yet; what the router begins with, too
 
 
 def prefix_key(prompt: bytes) -> bytes:
-    """A key of at most `MAX_KEY_BYTES` bytes: sorted by it, prompts that share leading blocks are adjacent.
+    """A key of at most 20 bytes: sorted by it, prompts that share leading blocks are adjacent.
 
     A prompt shorter than the first block has the empty key: there is nothing worth sharing.
     """

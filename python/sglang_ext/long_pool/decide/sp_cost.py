@@ -134,11 +134,6 @@ def fit_sp_cost(samples: Sequence[ChunkSample]) -> SpCost:
     return SpCost(a, b, c, d)
 
 
-def relative_error(cost: SpCost, sample: ChunkSample) -> float:
-    """Return by which share of the measured time the prediction is above it."""
-    return cost.predict_s(sample.cached_tokens, sample.new_tokens) / sample.duration_s - 1
-
-
 def _features(sample: ChunkSample, has_cached: bool) -> list[float]:
     cached, new = float(sample.cached_tokens), float(sample.new_tokens)
     return [1.0, new, cached * new, new * new] if has_cached else [1.0, new, new * new]

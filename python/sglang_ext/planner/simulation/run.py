@@ -261,38 +261,3 @@ class Collector:
     def on_refused(self, request: SimRequest) -> None:
         if request.key >= self.from_key:
             self.refused.append(request)
-
-
-class CriticalLoad:
-    """A PrefillListener for one question: is the load below the critical one (P99 within the limit, none above 3x)?
-
-    `give_up` is called as soon as it is not: one request above 3 times the limit decides it, or more than 1% of all
-    that count above the limit.
-    """
-
-    MAX_FACTOR = 3.0
-    LATE_SHARE = 0.01
-
-    def __init__(self, limit_s: float, requests: int, from_key: int, give_up: Callable[[], None]) -> None:
-        self.limit_s = limit_s
-        self.from_key = from_key
-        self._max_late = self.LATE_SHARE * (requests - from_key)
-        self._give_up = give_up
-        self.late = 0
-        self.is_above = False
-
-    def on_first_token(self, served: ServedPrefill) -> None:
-        if served.request.key < self.from_key:
-            return
-        ttft_s = served.first_token_s - served.request.arrival_s
-        if ttft_s > self.limit_s:
-            self.late += 1
-            if self.late > self._max_late or ttft_s > self.MAX_FACTOR * self.limit_s:
-                self._fail()
-
-    def on_refused(self, request: SimRequest) -> None:
-        self._fail()
-
-    def _fail(self) -> None:
-        self.is_above = True
-        self._give_up()

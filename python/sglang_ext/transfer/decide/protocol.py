@@ -232,12 +232,6 @@ class WritePart(NamedTuple):
     permit: int
 
 
-class ChunkStored(NamedTuple):
-    """The receiver has every byte of this chunk."""
-
-    chunk: int
-
-
 class SendEnded(NamedTuple):
     """No part is being read or will be: the source slots may be used for something else."""
 
@@ -246,5 +240,5 @@ class SendEnded(NamedTuple):
 
 ReceiverAction: TypeAlias = Send | Allow | Fence | Retire | Ready | Failing | Released | Received
 ReceiverActions: TypeAlias = tuple[ReceiverAction, ...]
-SenderAction: TypeAlias = Send | UseGrant | WritePart | ChunkStored | SendEnded
+SenderAction: TypeAlias = Send | UseGrant | WritePart | SendEnded
 SenderActions: TypeAlias = tuple[SenderAction, ...]

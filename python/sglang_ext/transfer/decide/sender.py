@@ -17,7 +17,6 @@ from typing import NamedTuple
 from sglang_ext.identifiers import TransferId
 from sglang_ext.transfer.decide.options import HandshakeOptions
 from sglang_ext.transfer.decide.protocol import (
-    ChunkStored,
     Grant,
     ReceiverAbort,
     ReceiverClosed,
@@ -190,7 +189,6 @@ class Sender:
             state.is_aux_written |= state.parts[part].has_aux
             if state.is_written:
                 self._stored = chunk + 1
-                self._out.append(ChunkStored(chunk))
                 self._report(now_s)
         return self._flush()
 

@@ -6,7 +6,7 @@ import pytest
 
 from sglang_ext.planner.simulation.events import ServedPrefill, SimRequest
 from sglang_ext.planner.simulation.report import by_class, summarise
-from sglang_ext.planner.simulation.run import Collector, CriticalLoad
+from sglang_ext.planner.simulation.run import Collector
 
 
 def served(key: int, ttft_s: float, tokens: int = 10) -> ServedPrefill:
@@ -49,27 +49,3 @@ def test_a_warm_up_is_not_counted() -> None:
         collector.on_refused(SimRequest(key, 0.0, 1, 1))
     assert [one.request.key for one in collector.served] == [1, 2]
     assert [one.key for one in collector.refused] == [1, 2]
-
-
-def test_the_critical_load_is_decided_by_one_percent_or_by_one_request() -> None:
-    gave_up: list[bool] = []
-
-    def fresh() -> CriticalLoad:
-        gave_up.clear()
-        return CriticalLoad(1.0, 220, 20, lambda: gave_up.append(True))
-
-    load = fresh()
-    for key in (0, 30, 40):  # of 200, two may be late; the first is warm-up
-        load.on_first_token(served(key, 1.5))
-    assert not load.is_above
-    load.on_first_token(served(50, 1.5))
-    assert load.is_above
-    assert gave_up
-    load = fresh()
-    load.on_first_token(served(30, 3.0))
-    assert not load.is_above
-    load.on_first_token(served(31, 3.1))
-    assert load.is_above
-    load = fresh()
-    load.on_refused(SimRequest(30, 0.0, 1, 1))
-    assert load.is_above
