@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import hypothesis
 import pytest
 
 import support.engines  # noqa: F401 - takes note of the environment before any test changes it
 from sglang_ext_router.compiled import describe_compiled
 from support.examples import QUICK_EXAMPLES
+from support.module_groups import group_of
 
 # How long an example takes is the machine's affair.
 hypothesis.settings.register_profile("full", deadline=None)
@@ -41,6 +44,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if deselected:
         config.hook.pytest_deselected(items=deselected)
         items[:] = kept
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give modules that share engines, or SGLang's imports, to the same worker, which starts or makes these once."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByGroup(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid.partition("::")[0])
+
+    return ByGroup(config, log)
 
 
 @pytest.hookimpl(trylast=True)

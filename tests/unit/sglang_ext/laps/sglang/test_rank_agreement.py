@@ -26,8 +26,6 @@ from sglang_ext.laps.sglang.rank_agreement import (
 )
 from support.rank_processes import random_keys, random_plan, run_ranks, steps_as_json
 
-ROUNDS = 1000
-
 keys = st.integers(1, 2**63 - 1)
 steps = st.one_of(
     st.builds(Step, st.lists(keys, min_size=1, max_size=64).map(tuple), st.none()),
@@ -82,13 +80,14 @@ def test_a_single_rank_decides_for_itself() -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_agree_over_a_thousand_random_decisions(tmp_path: Path) -> None:
-    deciding, following = run_ranks(2, ROUNDS, tmp_path)
-    expected = [steps_as_json(random_plan(seed)) for seed in range(ROUNDS)]
+@pytest.mark.parametrize("rounds", [200, pytest.param(1000, marks=pytest.mark.full)])
+def test_two_processes_agree_over_random_decisions(rounds: int, tmp_path: Path) -> None:
+    deciding, following = run_ranks(2, rounds, tmp_path)
+    expected = [steps_as_json(random_plan(seed)) for seed in range(rounds)]
     assert {len(steps) for steps in expected} == {0, 1, 2}
     assert deciding.steps == expected
     assert following.steps == expected
-    assert (deciding.decisions, deciding.plans) == (ROUNDS, ROUNDS)
+    assert (deciding.decisions, deciding.plans) == (rounds, rounds)
     assert (following.decisions, following.plans) == (0, 0)
 
 
