@@ -186,12 +186,14 @@ def _post_1_0(router: RunningRouter, path: str, body: object) -> str:
         return reply.read().decode()
 
 
-def test_a_prompt_beyond_the_context_is_refused_in_sglangs_words(client: openai.OpenAI, model: str) -> None:
-    limit = 1 << 20
+@pytest.mark.parametrize("tokens", [5000, pytest.param(1 << 20, marks=pytest.mark.full)])
+def test_a_prompt_beyond_the_context_is_refused_in_sglangs_words(
+    client: openai.OpenAI, model: str, tokens: int
+) -> None:
     with pytest.raises(openai.BadRequestError, match="longer than the model's context length") as refused:
-        client.completions.create(model=model, prompt=[7] * limit, max_tokens=1)
+        client.completions.create(model=model, prompt=[7] * tokens, max_tokens=1)
     assert refused.value.code == "context_length_exceeded"
-    assert f"{limit} tokens" in refused.value.message
+    assert f"{tokens} tokens" in refused.value.message
 
 
 @pytest.mark.parametrize("where", ["router", "instances"])

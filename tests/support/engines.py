@@ -34,7 +34,7 @@ from sglang_ext.types import Role
 from support.tiny_model import STANDARD_SHAPE, TinyModelShape, tiny_model
 
 READY_TIMEOUT_S = 400.0
-READY_LINE = b"The server is fired up and ready to roll!"
+READY_LINES = (b"The server is fired up and ready to roll!", b"Uvicorn running on ")
 SHARED_MEMORY = Path("/dev/shm")
 MAX_ALIVE = 6
 LOG_TAIL_LINES = 40
@@ -95,6 +95,7 @@ class Engine:
             *spec.worker_options,
             "--",
             *("--nccl-port", str(free_port())),  # two engines that start together may draw the same one
+            *(() if spec.has_own_imports else ("--skip-server-warmup",)),  # which begins with a second of sleep
             *spec.arguments,
         ]
         environment = {**ENVIRONMENT, **dict(spec.environment)}
@@ -132,7 +133,8 @@ class Engine:
         while time.monotonic() < deadline:
             if not self.is_alive:
                 raise self._error(f"ended with status {self.process.returncode} while starting")
-            if READY_LINE in self.log_path.read_bytes():
+            log = self.log_path.read_bytes()
+            if all(line in log for line in READY_LINES):
                 self.last_used = time.monotonic()
                 return
             time.sleep(0.1)

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GROUPS = {
     "requests over a pair": (
         *("api_document", "batch_run", "continuations", "live_page", "openai_client", "profile_engine"),
-        *("prompts_that_fit", "router_models", "router_tokens", "scoring"),
+        *("prompts_that_fit", "router_tokens", "scoring"),
     ),
     "a pair and its losses": (
         *("engine_abort", "engine_greedy", "engine_processes", "engine_samples", "forked_engines", "laps_beside_stock"),

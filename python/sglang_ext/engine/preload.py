@@ -24,6 +24,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from sglang_ext.engine.hook_table import HOOK_TABLE
 from sglang_ext.engine.process_lifetime import OrphanError, join_process_tree
 
 MODULES = (
@@ -34,6 +35,7 @@ MODULES = (
     "sglang.srt.model_loader.loader",
     "sglang.srt.models.registry",
     "sglang.srt.models.llama",
+    *sorted({hook.implementation.partition(":")[0] for hook in HOOK_TABLE}),
 )
 # Looks at PROMETHEUS_MULTIPROC_DIR, which is an engine's own, once, when it is imported.
 NOT_BEFORE_THE_ENGINE = ("prometheus_client",)
