@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 TEST_TIMEOUT_S = 30.0
 
-LOOPS = {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.new_event_loop}
+LOOPS = {"uvloop": uvloop.new_event_loop, "asyncio": asyncio.SelectorEventLoop}
 
 
 class Complaints(logging.Handler):

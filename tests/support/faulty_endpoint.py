@@ -32,7 +32,7 @@ class FaultyEndpoint:
         self.times_s: list[float] = []
         self.in_flight = 0
         self.most_in_flight = 0
-        self._loop = asyncio.new_event_loop()
+        self._loop = asyncio.SelectorEventLoop()  # whose transports can be listed, whatever SGLang's import set
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._runner: web.AppRunner | None = None
 
