@@ -359,21 +359,29 @@ def check_network(documents: list[Document]) -> None:
         if target.component == "worker":
             for source in everything:
                 is_open = reaches(documents, source.labels, target.labels, 45678)  # a backend's own port
+                kinds = {kind_of(source), kind_of(target)}
                 if source.component != "worker":
                     assert is_open is False
-                elif source.name == target.name:
-                    assert is_open == (target.nodes > 1 or (has_coordinator and is_prefill(target)))
+                elif source.name == target.name and target.nodes > 1:
+                    assert is_open
+                elif any(may_switch(pods) for pods in everything):
+                    assert is_open == (kind_of(target) in {"prefill", "decode"})
                 else:
-                    both_prefill = is_prefill(source) and is_prefill(target)
-                    assert is_open == (is_prefill(source) != is_prefill(target) or (has_coordinator and both_prefill))
+                    assert is_open == (kinds == {"prefill", "decode"} or (has_coordinator and kinds == {"prefill"}))
         if target.component == "coordinator":
             for source in everything:
-                is_member = source.component == "worker" and is_prefill(source)
+                is_member = kind_of(source) == "prefill"
                 assert reaches(documents, source.labels, target.labels, target.ports["members"]) == is_member
 
 
-def is_prefill(pods: Pods) -> bool:
-    return pods.labels["sglang-ext.io/role"] != "decode"
+def kind_of(pods: Pods) -> str:
+    """prefill, decode or plain; empty where the pods are no instances."""
+    return str(pods.labels.get("sglang-ext.io/role", "")).partition("-")[0]
+
+
+def may_switch(pods: Pods) -> bool:
+    """Whether an instance may change between prefill and decode."""
+    return "--enable-pd-role-switch" in pods.container["args"]
 
 
 def documented_rules() -> list[Document]:
@@ -417,8 +425,10 @@ def check_roles(documents: list[Document]) -> None:
         options = dict(word[2:].partition("=")[::2] for word in words_of(pods) if word.startswith("--"))
         assert endpoint.role == Role(options["role"])
         assert endpoint.url == f"http://10.1.2.3:{options['port']}"
-        assert endpoint.bootstrap_port == (int(options["bootstrap-port"]) if is_prefill(pods) else None)
-        assert pods.labels["llm-d.ai/role"] == ("prefill" if is_prefill(pods) else "decode")
+        kind = kind_of(pods)
+        has_bootstrap_server = kind == "prefill" or may_switch(pods)
+        assert endpoint.bootstrap_port == (int(options["bootstrap-port"]) if has_bootstrap_server else None)
+        assert pods.labels.get("llm-d.ai/role", "plain") == kind
         length = {Role.SHORT: "0-", Role.LONG: f"{int(options.get('laps-boundary-tokens', 0)) + 1}-"}
         assert pods.labels.get("llm-d.ai/context-length-range", "").startswith(length.get(endpoint.role, ""))
 

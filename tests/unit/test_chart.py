@@ -57,6 +57,21 @@ ACCEPTED: dict[str, Document] = {
             "decode": {"role": "decode", **LARGE, "replicas": 3, "maxSurge": 0, "maxUnavailable": 1},
         }
     },
+    "an undivided pool beside divided ones": {
+        "pools": {"plain": {"role": "plain", "replicas": 2, "transferBackend": "nixl", "autoscaled": True}},
+        "networkPolicy": {"metricsFrom": [{"namespaceSelector": {}}]},
+        "autoscaling": {"keda": {"enabled": True, "prometheusAddress": "http://p:9090"}},
+    },
+    "only undivided instances": {
+        "pools": {
+            **{name: {"role": name, "enabled": False} for name in ("prefill-short", "prefill-long", "decode")},
+            "plain": {"role": "plain", "nodes": 2, "tp": 16},
+        }
+    },
+    "instances that change their role": {
+        "poolDefaults": {"transferBackend": "mooncake", "sglangArgs": ["--enable-pd-role-switch"]},
+        "router": {"controller": "on"},
+    },
     "pipeline stages": {"pools": {"prefill-long": STAGED, "prefill-short": {"role": "prefill-short", "pp": 2}}},
     "KV-parallel decode": {"pools": {"prefill": {"role": "prefill"}, "decode": DIVIDED}},
     "two revisions": {
@@ -208,6 +223,11 @@ CONTRADICTIONS: dict[str, tuple[Document, str]] = {
     ),
     "KV-parallel decode on CPUs": ({"pools": {"decode": {**DIVIDED, **CPU_POOL}}}, "dcp 2 needs GPUs"),
     "decode in stages": ({"pools": {"decode": {"role": "decode", "pp": 2}}}, "only prefill runs in stages"),
+    "an undivided instance in stages": ({"pools": {"a": {"role": "plain", "pp": 2}}}, "only prefill runs in stages"),
+    "an undivided instance in the coordinator's pool": (
+        {"coordinator": {"enabled": True}, "pools": {"a": {"role": "plain", "sharesLongPrompts": True}}},
+        "is for prefill",
+    ),
     "stages in the coordinator's pool": (
         {"coordinator": {"enabled": True}, "pools": {"prefill-long": {**STAGED, "sharesLongPrompts": True}}},
         "needs all layers",
@@ -595,6 +615,32 @@ def test_what_watches(results: dict[str, Document]) -> None:
     assert board["metadata"]["labels"]["grafana_dashboard"] == "1"
     assert json.loads(board["data"]["sglang-ext.json"]) == json.loads((CHART / "files/dashboard.json").read_text())
     assert not of_kind(results["default"]["documents"], "PodMonitor")
+
+
+@needs_helm
+def test_undivided_and_switching_instances(results: dict[str, Document]) -> None:
+    documents = results["an undivided pool beside divided ones"]["documents"]
+    plain = the(documents, "worker", "plain")
+    assert "--role=plain" in plain.container["args"]
+    assert not [argument for argument in plain.container["args"] if "bootstrap" in argument or "transfer" in argument]
+    assert plain.ports.keys() == {"http"}
+    (scaled,) = of_kind(documents, "ScaledObject")
+    queries = " ".join(trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"])
+    for series in (
+        'pending_tokens{namespace="sglang-ext",model="Qwen/Qwen3-8B",pool=~"plain"}',
+        "num_running_reqs",
+        "usage",
+    ):
+        assert series in queries
+
+    documents = results["instances that change their role"]["documents"]
+    decode = the(documents, "worker", "decode")
+    assert "--bootstrap-port=8998" in decode.container["args"]
+    assert decode.ports.keys() == {"http", "bootstrap"}
+    for policy in of_kind(documents, "NetworkPolicy"):
+        if policy["metadata"]["name"].endswith(("-prefill", "-decode")):
+            (source,) = policy["spec"]["ingress"][0]["from"]
+            assert "sglang-ext.io/role" not in json.dumps(source)
 
 
 @needs_helm

@@ -78,7 +78,7 @@ capabilities:
 {{- $nodes := int $pool.nodes -}}
 {{- $tp := int $pool.tp -}}
 {{- $pp := int $pool.pp -}}
-{{- if and (gt $pp 1) (eq $pool.role "decode") }}{{ fail (printf "pools.%s: pp %d, and only prefill runs in stages" $name $pp) }}{{ end -}}
+{{- if and (gt $pp 1) (has $pool.role (list "decode" "plain")) }}{{ fail (printf "pools.%s: pp %d, and only prefill runs in stages" $name $pp) }}{{ end -}}
 {{- if and (gt $pp 1) $pool.sharesLongPrompts }}{{ fail (printf "pools.%s: sharesLongPrompts needs all layers in each instance, and pp is %d" $name $pp) }}{{ end -}}
 {{- $dcp := int $pool.dcp -}}
 {{- if and (gt $dcp 1) (ne $pool.role "decode") }}{{ fail (printf "pools.%s: dcp %d, and only decode divides KV among ranks" $name $dcp) }}{{ end -}}
@@ -90,14 +90,16 @@ capabilities:
 {{- if and (gt $dcp 1) (eq (int $pool.gpus) 0) }}{{ fail (printf "pools.%s: dcp %d needs GPUs" $name $dcp) }}{{ end -}}
 {{- if and $pool.exclusiveTopology (eq $nodes 1) }}{{ fail (printf "pools.%s: exclusiveTopology is for instances of several nodes" $name) }}{{ end -}}
 {{- if and $pool.sharesLongPrompts (not $.Values.coordinator.enabled) }}{{ fail (printf "pools.%s: sharesLongPrompts needs coordinator.enabled" $name) }}{{ end -}}
-{{- if and $pool.sharesLongPrompts (eq $pool.role "decode") }}{{ fail (printf "pools.%s: sharesLongPrompts is for prefill" $name) }}{{ end -}}
+{{- if and $pool.sharesLongPrompts (has $pool.role (list "decode" "plain")) }}{{ fail (printf "pools.%s: sharesLongPrompts is for prefill" $name) }}{{ end -}}
 {{- if and $pool.sharesLongPrompts (gt (int $pool.gpus) 0) }}{{ fail (printf "pools.%s: sharesLongPrompts is for CPU engines so far (gpus: 0)" $name) }}{{ end -}}
 {{- if not (or (int $pool.maxSurge) (int $pool.maxUnavailable)) }}{{ fail (printf "pools.%s: maxSurge and maxUnavailable are both 0" $name) }}{{ end -}}
 {{- $served := $pool.servedModelName | default $pool.model -}}
 {{- $together := printf "%s%s" $served (ternary (printf " of revision %s" $pool.revision) "" (ne $pool.revision "")) -}}
+{{- if ne $pool.role "plain" -}}
 {{- $known := get $backends $together | default $pool.transferBackend -}}
 {{- if ne $known $pool.transferBackend }}{{ fail (printf "pools.%s: transferBackend %s, but another pool of %s has %s" $name $pool.transferBackend $together $known) }}{{ end -}}
 {{- $_ := set $backends $together $pool.transferBackend -}}
+{{- end -}}
 {{- if ne $pool.role "decode" }}{{ $_ := set $prefilled $together true }}{{ end -}}
 {{- $_ := set $pools $name $pool -}}
 {{- end -}}

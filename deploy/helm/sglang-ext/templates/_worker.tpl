@@ -7,7 +7,8 @@ The controller that makes the nodes of an instance names them to each other in v
 {{- $pool := .pool -}}
 {{- $port := $root.Values.worker.port -}}
 {{- $isServing := ne .part "member" -}}
-{{- $isPrefill := ne $pool.role "decode" -}}
+{{- $isPrefill := hasPrefix "prefill" $pool.role -}}
+{{- $hasBootstrap := include "sglang-ext.hasBootstrap" $pool -}}
 {{- $hasPoolKey := and $pool.sharesLongPrompts $root.Values.keys.pool -}}
 metadata:
   labels:
@@ -65,18 +66,22 @@ spec:
       imagePullPolicy: {{ $pool.image.pullPolicy | default "IfNotPresent" }}
       command: [sglang-ext, worker]
       args:
-        - --role={{ get (dict "prefill-short" "short" "prefill-long" "long" "prefill" "both" "decode" "decode") $pool.role }}
+        - --role={{ get (dict "prefill-short" "short" "prefill-long" "long" "prefill" "both" "decode" "decode" "plain" "plain") $pool.role }}
         - --model-path={{ $pool.model }}
         - --host=0.0.0.0
         - --port={{ $port }}
         - --advertise-host=$(POD_IP)
+        {{- if ne $pool.role "plain" }}
         - --transfer-backend={{ $pool.transferBackend }}
+        {{- end }}
         {{- with $pool.revision }}
         - {{ printf "--revision=%s" . | quote }}
         {{- end }}
         - --device={{ ternary "cuda" "cpu" (gt (int $pool.gpus) 0) }}
-        {{- if $isPrefill }}
+        {{- if $hasBootstrap }}
         - --bootstrap-port={{ $root.Values.worker.bootstrapPort }}
+        {{- end }}
+        {{- if $isPrefill }}
         - --laps-boundary-tokens={{ int $root.Values.boundaryTokens }}
         {{- end }}
         {{- if $pool.sharesLongPrompts }}
@@ -130,7 +135,7 @@ spec:
       {{- if $isServing }}
       ports:
         - {name: http, containerPort: {{ $port }}, protocol: TCP}
-        {{- if $isPrefill }}
+        {{- if $hasBootstrap }}
         - {name: bootstrap, containerPort: {{ $root.Values.worker.bootstrapPort }}, protocol: TCP}
         {{- end }}
       # While a model loads the port is closed, then 503 until it is warm: /health is 200 once it can serve. It computes
@@ -208,16 +213,19 @@ spec:
     {{- end }}
 {{- end -}}
 
+{{/* Whether decode finds the instances of a pool by a port of their own, now or once they have become prefill. */}}
+{{- define "sglang-ext.hasBootstrap" -}}
+{{- if or (hasPrefix "prefill" .role) (and (eq .role "decode") (has "--enable-pd-role-switch" .sglangArgs)) }}true{{ end -}}
+{{- end -}}
+
 {{/* dict root, name, pool */}}
 {{- define "sglang-ext.poolLabels" -}}
 app.kubernetes.io/component: worker
 sglang-ext.io/pool: {{ .name }}
 sglang-ext.io/role: {{ .pool.role }}
 {{- $boundary := int .root.Values.boundaryTokens }}
-{{- if eq .pool.role "decode" }}
-llm-d.ai/role: decode
-{{- else }}
-llm-d.ai/role: prefill
+{{- if ne .pool.role "plain" }}
+llm-d.ai/role: {{ ternary "decode" "prefill" (eq .pool.role "decode") }}
 {{- end }}
 {{- if eq .pool.role "prefill-short" }}
 llm-d.ai/context-length-range: "0-{{ $boundary }}"
