@@ -6,6 +6,7 @@
 | transfer id | follows from the room | one attempt to bring KV to decode: the room, or a `TransferAttempt` |
 | pool request | a member of a long pool | a request that was offered to the pool, unique there |
 | pool ticket | follows from the room | a prompt that a router has announced to the pool |
+| pool pull | the coordinator of a long pool | kept rows on their way to one member; below 0, as no pool request is |
 
 A request whose KV comes from several instances may have to be sent again when one of them fails. Each attempt is a
 transfer of its own to the protocol, with permits of its own: what is late belongs to an attempt that has ended.
@@ -56,6 +57,14 @@ def pool_request(instance: int, count: int) -> PoolRequest:
 def instance_of(request: PoolRequest) -> int:
     """The member that has offered a request."""
     return request // _REQUESTS_OF_AN_INSTANCE
+
+
+def room_of_pull(pool_id: str, pull: int) -> BootstrapRoom:
+    """The room under which rows of a pull are transferred.
+
+    `pool_id`, in hexadecimal digits, is part of it: each run of a coordinator counts its pulls anew.
+    """
+    return int(pool_id[:7], 16) << 32 | -pull
 
 
 def pool_ticket(room: BootstrapRoom) -> PoolTicket:

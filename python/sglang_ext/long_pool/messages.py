@@ -34,12 +34,13 @@ from sglang_ext.long_pool.decide.orders import (
     RollBack,
     RunChunk,
 )
+from sglang_ext.long_pool.decide.row_pulls import Pull
 from sglang_ext.long_pool.link_frames import PeerAddress
 from sglang_ext.long_pool.step_clock import StepTimes
 from sglang_ext.long_pool.wire_types import Count, Line, Logits, Positive, Seconds, TokenIds
 from sglang_ext.transfer.decide.shards import HeadLayout
 
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 KEY_PROTOCOL = "long pool"  # what the proofs of a key hold for
 MAX_LINE_BYTES = 2**24
 FIRST_LINE_BYTES = 2**16  # of who has not proved yet that it knows the pool's key
@@ -85,6 +86,7 @@ class Hello(NamedTuple):
     report: MemberReport
     min_tokens: Count = 0  # uncached tokens from which on it offers a prompt
     addresses: tuple[PeerAddress, ...] = ()  # where its ranks wait for those of other members
+    receivers: tuple[Line, ...] = ()  # endpoints of its ranks to which kept rows can be sent; none: they cannot
 
 
 class KeyRequest(NamedTuple):
@@ -183,6 +185,18 @@ class KeptLost(NamedTuple):
     prompts: tuple[int, ...]
 
 
+class Pulled(NamedTuple):
+    """All rows of a pull have come to this member, its target, which keeps them."""
+
+    pull: int
+
+
+class PullFailed(NamedTuple):
+    """The rows of a pull do not come to this member, or cannot be sent from it."""
+
+    pull: int
+
+
 class Transferred(NamedTuple):
     """All KV of a request of this member is at decode."""
 
@@ -205,6 +219,13 @@ class CollectOrder(NamedTuple):
 
     collect: Collect
     peers: Peers = ()
+
+
+class PullOrder(NamedTuple):
+    """A pull, and where its target's ranks receive."""
+
+    pull: Pull
+    receivers: tuple[Line, ...]
 
 
 class Streamed(NamedTuple):
@@ -235,6 +256,8 @@ FromMember = (
     | StepFailed
     | StreamFailed
     | KeptLost
+    | Pulled
+    | PullFailed
     | Transferred
 )
 ToMember = (
@@ -244,6 +267,7 @@ ToMember = (
     | Heartbeat
     | ChunkOrder
     | CollectOrder
+    | PullOrder
     | GiveUp
     | Streamed
     | Computed

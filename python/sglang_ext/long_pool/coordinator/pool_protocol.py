@@ -39,6 +39,7 @@ from sglang_ext.long_pool.decide.orders import (
     RunChunk,
 )
 from sglang_ext.long_pool.decide.price_planner import PricePlanner
+from sglang_ext.long_pool.decide.row_pulls import Pull
 from sglang_ext.long_pool.decide.sharding import Positions, count_tokens
 from sglang_ext.long_pool.messages import (
     AddressedMessage,
@@ -53,6 +54,9 @@ from sglang_ext.long_pool.messages import (
     Message,
     OfferMessage,
     Peers,
+    Pulled,
+    PullFailed,
+    PullOrder,
     Refusal,
     ReportMessage,
     StepDone,
@@ -237,6 +241,10 @@ class PoolProtocol:
                 return core.transferred(request, now_s)
             case KeptLost(prompts):
                 return core.kept_lost(instance, prompts, now_s)
+            case Pulled(pull):
+                return core.pulled(instance, pull, now_s)
+            case PullFailed(pull):
+                return core.pull_failed(pull, now_s)
             case StreamFailed(request):
                 self._check_owner(request, instance)
                 self._streams.broken(request)
@@ -398,6 +406,9 @@ class PoolProtocol:
             elif isinstance(order, Collect):
                 peers = self._addresses(order.members)
                 out += [AddressedMessage(instance, CollectOrder(order, peers)) for instance in order.members]
+            elif isinstance(order, Pull):
+                pull = PullOrder(order, self._peers[order.target].hello.receivers)
+                out += [AddressedMessage(instance, pull) for instance in order.members]
             elif isinstance(order, Decline):
                 declined[order.request] = order.reason
                 out.append(AddressedMessage(order.owner, order))

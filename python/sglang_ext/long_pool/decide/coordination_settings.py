@@ -26,3 +26,4 @@ class CoordinationSettings(NamedTuple):
     chunk_s: float | None = None  # longest time of a chunk, also where `chunk_length` would let it take longer
     keeps_rows: bool = True  # of streamed prompts, where they were computed: a prefix cache of the pool
     kept_share: float = 0.75  # of a member's memory, at most
+    pulls_rows: bool = True  # kept rows may be brought to one instance, where that is better than to use them in place

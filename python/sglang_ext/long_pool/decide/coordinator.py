@@ -19,7 +19,7 @@ groups for a while, the longer the more often.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from sglang_ext.long_pool.decide.chunk_length import NO_SHORT_LOAD
 from sglang_ext.long_pool.decide.coordination_settings import CoordinationSettings
@@ -55,7 +55,8 @@ from sglang_ext.long_pool.decide.pool_requests import (
 )
 from sglang_ext.long_pool.decide.pool_room import Held, PoolRoom
 from sglang_ext.long_pool.decide.pool_schedule import PlacedPrefill, PoolSchedule
-from sglang_ext.long_pool.decide.price_planner import Placement, PricePlanner
+from sglang_ext.long_pool.decide.price_planner import Placement, PrefillSnapshot, PricePlanner
+from sglang_ext.long_pool.decide.row_pulls import RowPulls, cheapest_pull
 from sglang_ext.long_pool.decide.sharding import (
     KvSegment,
     count_tokens,
@@ -82,6 +83,7 @@ class Coordinator:
         self._steps: dict[int, SharedPrefill] = {}  # by sequence
         self._numbers = StepNumbers()
         self.kept = KeptPrompts()
+        self._pulls = RowPulls()
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -141,7 +143,8 @@ class Coordinator:
         """An instance has gone: killed, unreachable, or moved to another pool. What it held is lost."""
         if not self._members.remove(instance):
             return []
-        orders: list[Order] = _drops(self.kept.lose((instance,)))
+        orders = self._give_up_pulls(self._pulls.needing(instance), now_s)
+        orders += _drops(self.kept.lose((instance,)))
         for ticket in [ticket for ticket, announced in self._announced.items() if announced.owner == instance]:
             del self._announced[ticket]
         for request in list(self._requests.values()):
@@ -276,7 +279,8 @@ class Coordinator:
 
     def kept_lost(self, instance: int, prompts: Collection[int], now_s: float) -> list[Order]:
         """An instance has freed rows that it kept of these prompts: other work wanted the memory."""
-        orders = _drops(self.kept.lose_rows(instance, prompts))
+        orders = self._give_up_pulls(self._pulls.needing(instance, prompts), now_s)
+        orders += _drops(self.kept.lose_rows(instance, prompts))
         for request in list(self._requests.values()):
             # Its order to read them may be on its way: what the instance has not is computed again.
             if request.lose_rows(instance, prompts) and request.running is None:
@@ -327,7 +331,8 @@ class Coordinator:
     def plan(self, now_s: float) -> list[Order]:
         """Order everything that can start now. Called by every event; call it also when reports have changed."""
         self._room.freed_s = min(self._room.freed_s, now_s)
-        return [*self._free_kept(), *self._plan_prefills(now_s)]
+        overdue = self._give_up_pulls(self._pulls.overdue(now_s), now_s) if len(self._pulls) else []
+        return [*overdue, *self._free_kept(), *self._plan_prefills(now_s)]
 
     def _plan_prefills(self, now_s: float) -> list[Order]:
         orders: list[Order] = []
@@ -350,12 +355,17 @@ class Coordinator:
         may_go_on = any(map(self._may_go_on, groups))
         if not (ignores_backlog or may_go_on or self._members.any_idle(now_s, kept)):
             return orders
-        turns = self._turns(pending, kept, now_s, counts_backlog=not ignores_backlog)
+        promised = reserved_tokens(self._requests.values(), self._settings.page_tokens)
+        for instance, tokens in self._pulls.room_tokens().items():
+            promised[instance] = promised.get(instance, 0) + tokens
+        snapshot = self._members.snapshot(now_s, kept, promised, counts_backlog=not ignores_backlog)
+        turns = self._turns(pending, kept, promised, snapshot, now_s)
         # What no group can hold comes last, the least urgent first: without it there may be room for the others.
         nowhere = [turn for turn in turns if not turn.placement.group]
         for turn in (*(turn for turn in turns if turn.placement.group), *reversed(nowhere)):
             announced = self._announced.get(turn.key)
             if announced is not None:
+                orders += self._pull(announced, turn.placement, snapshot, now_s)
                 orders += self._bind(announced, turn.placement, now_s)
             elif turn.key in self._requests:
                 orders += self._start(self._requests[turn.key], turn.placement, now_s)
@@ -368,18 +378,15 @@ class Coordinator:
         self,
         pending: Sequence[SharedPrefill],
         kept: Mapping[int, float],
+        promised: Mapping[int, int],
+        snapshot: PrefillSnapshot,
         now_s: float,
-        *,
-        counts_backlog: bool,
     ) -> list[PlacedPrefill]:
-        page_tokens = self._settings.page_tokens
-        promised = reserved_tokens(self._requests.values(), page_tokens)
-        snapshot = self._members.snapshot(now_s, kept, promised, counts_backlog=counts_backlog)
         positions = self._members.positions
         waiting = [prompt.pending(positions, self._room.kept_for(prompt, promised)) for prompt in pending]
         for announced in self._announced.values():
             self._match(announced, snapshot.queue_delays_s, now_s)
-        waiting += [prompt.pending(positions) for prompt in self._announced.values()]
+        waiting += [prompt.pending(positions) for prompt in self._announced.values() if prompt.pull is None]
         shorts = self._members.short_load(now_s)
         begin_in_s = self._members.begin_in_s(now_s, kept)
         return self._schedule.turns(now_s, snapshot, waiting, sum(snapshot.queue_delays_s), shorts, begin_in_s)
@@ -388,7 +395,7 @@ class Coordinator:
 
     def _bind(self, prompt: AnnouncedPrompt, placement: Placement, now_s: float) -> list[Order]:
         """Return who gets the prompt, shortly before its turn. It is not asked for twice."""
-        if prompt.owner is not None or placement.start_s > self._settings.bind_ahead_s:
+        if prompt.owner is not None or prompt.pull is not None or placement.start_s > self._settings.bind_ahead_s:
             return []
         if placement.group:
             owner = self.members[placement.group[0]]
@@ -588,6 +595,81 @@ class Coordinator:
         return [Drop(prefill.offer.request, members)] if members else []
 
     # -- kept prompts ------------------------------------------------------------------------------------------------
+
+    def pulled(self, instance: int, pull: int, now_s: float) -> list[Order]:
+        """All rows of a pull have come to its target, `instance`, which keeps them."""
+        order = self._pulls.end(pull, now_s, is_done=True)
+        if order is None or order.target != instance:
+            return [DropKept(pull, (instance,))]  # given up meanwhile
+        self.kept.unlock(order.parts)
+        dropped = _drops(self.kept.add_copy(pull, order.parts, instance))
+        self._resume_pulled(pull)
+        return [*dropped, *self.plan(now_s)]
+
+    def pull_failed(self, pull: int, now_s: float) -> list[Order]:
+        """The rows of a pull do not come: its target has no room, or a source no rows, or they could not be sent."""
+        return [*self._give_up_pulls((pull,), now_s), *self.plan(now_s)]
+
+    def _give_up_pulls(self, pulls: Iterable[int], now_s: float) -> list[Order]:
+        orders: list[Order] = []
+        for pull in pulls:
+            order = self._pulls.end(pull, now_s, is_done=False)
+            if order is not None:
+                self.kept.unlock(order.parts)
+                self._resume_pulled(pull)
+                members = tuple(instance for instance in order.members if instance in self._members)
+                orders.append(DropKept(pull, members))
+        return orders
+
+    def _resume_pulled(self, pull: int) -> None:
+        """The prompt that waits for a pull, if it is there still, is planned again."""
+        for prompt in self._announced.values():
+            if prompt.pull == pull:
+                prompt.pull, prompt.was_pulled = None, True
+
+    def _pull(
+        self, prompt: AnnouncedPrompt, placement: Placement, snapshot: PrefillSnapshot, now_s: float
+    ) -> list[Order]:
+        """Have the rows that are kept of a prompt brought to one instance, where that is better than its place."""
+        prefix, ticket, settings = prompt.matched, prompt.ticket, self._settings
+        sizes = {candidate.size: candidate.cost for candidate in self._candidates}
+        if (
+            not settings.pulls_rows
+            or prefix is None
+            or prompt.owner is not None
+            or prompt.was_pulled
+            or prefix.tokens <= ticket.cached_tokens
+            or not placement.group
+            or 1 not in sizes
+        ):
+            return []
+        rows = self.kept.rows(prefix)
+        if not self._pulls.may_join(rows):
+            return []
+        held = [tokens_held(rows, instance) for instance in self._members]
+        price = self._schedule.price
+        plan = cheapest_pull(
+            prefix.tokens,
+            sizes[1].predict_s(prefix.tokens, ticket.tokens - prefix.tokens),
+            price,
+            held,
+            snapshot.queue_delays_s,
+            [
+                self._pulls.may_join((instance,))
+                and free_tokens >= ticket.tokens
+                and prefix.tokens <= settings.kept_share * self._members[instance].max_free_tokens
+                for instance, free_tokens in zip(self._members, snapshot.free_kv_tokens, strict=True)
+            ],
+            self._pulls,
+        )
+        placed_s = placement.end_s - placement.start_s
+        if plan is None or plan.cost_s >= placement.end_s + price * len(placement.group) * placed_s:
+            return []
+        parts = self.kept.parts(prefix)
+        self.kept.lock(parts)
+        order = self._pulls.begin(self.members[plan.target], sorted(rows), parts, plan.moved_tokens, now_s)
+        prompt.pull = order.pull
+        return [order]
 
     def _is_worth(
         self,

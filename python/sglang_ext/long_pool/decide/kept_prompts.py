@@ -4,6 +4,9 @@ Prompts make a tree: each keeps the rows behind the rows that it shares with an 
 recently is dropped first, a prompt that others build on never before them. A prompt that a request reads is locked,
 and so are all that it builds on.
 
+Rows of a prefix that have been pulled to one instance are a prompt of their own there, which is found in place of those
+that it is a copy of. These are dropped at once where nothing else needs them.
+
 A prompt is known by the hashes of its full blocks; each covers the prompt from its start to the block's end.
 """
 
@@ -76,13 +79,41 @@ class _KeptPrompt:
         return not self.children and not self.readers
 
 
+class _Index:
+    """Prompts by hash; of several with one hash the first is the one that is found."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[int, tuple[_KeptPrompt, ...]] = {}
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._prompts
+
+    def first(self, key: int) -> _KeptPrompt | None:
+        """Return the prompt that is found; None where there is none."""
+        prompts = self._prompts.get(key)
+        return None if prompts is None else prompts[0]
+
+    def add(self, key: int, prompt: _KeptPrompt, *, is_first: bool) -> None:
+        """Add a prompt before all others of this hash, or behind them."""
+        there = self._prompts.get(key, ())
+        self._prompts[key] = (prompt, *there) if is_first else (*there, prompt)
+
+    def remove(self, key: int, prompt: _KeptPrompt) -> None:
+        """Take a prompt out."""
+        left = tuple(other for other in self._prompts[key] if other is not prompt)
+        if left:
+            self._prompts[key] = left
+        else:
+            del self._prompts[key]
+
+
 class KeptPrompts:
     """All of a pool. Instances are numbers; nothing here moves or frees a row."""
 
     def __init__(self) -> None:
         self._prompts: dict[int, _KeptPrompt] = {}
-        self._by_block: dict[int, _KeptPrompt] = {}  # by hash: the prompt that keeps the block's rows
-        self._by_text: dict[int, _KeptPrompt] = {}  # by hash of a text's beginning: the first prompt that has it
+        self._by_block = _Index()  # by hash: the prompts that keep the block's rows, the latest copy first
+        self._by_text = _Index()  # by hash of a text's beginning: prompts that have it, the latest copy first
         self.version = 0  # another number whenever another prompt is kept, or not any more
         self._tokens: dict[int, int] = {}  # by instance
         self._locked: dict[int, int] = {}  # of these, the rows that a request reads
@@ -111,12 +142,16 @@ class KeptPrompts:
                 low = middle
             else:
                 high = middle - 1
-        return KeptPrefix(self._by_block[blocks.hashes[low - 1]].key, low * blocks.block_tokens) if low else None
+        if not low:
+            return None
+        prompt = self._by_block.first(blocks.hashes[low - 1])
+        assert prompt is not None
+        return KeptPrefix(prompt.key, low * blocks.block_tokens)
 
     def match_text(self, text: PromptText, max_tokens: int) -> KeptPrefix | None:
         """Return about what `match` would, for a prompt whose token ids are not known."""
         for text_hash, end_tokens in zip(reversed(text.hashes), reversed(text.end_tokens), strict=True):
-            prompt = self._by_text.get(text_hash)
+            prompt = self._by_text.first(text_hash)
             if prompt is not None:
                 tokens = min(end_tokens, max_tokens, prompt.end_tokens) // prompt.block_tokens * prompt.block_tokens
                 return KeptPrefix(prompt.key, tokens) if tokens else None
@@ -182,15 +217,39 @@ class KeptPrompts:
         prompt = _KeptPrompt(key, parent, start, own, blocks.block_tokens, text_hashes, kept)
         if parent is not None:
             parent.children += 1
-        self._prompts[key] = prompt
+        self._add(prompt, is_copy=False)
+        return kept
+
+    def add_copy(self, key: int, parts: Sequence[KeptPrefix], instance: int) -> list[tuple[int, tuple[int, ...]]]:
+        """All rows of a prefix, given by its `parts`, are on one instance now, too, as a prompt of its own.
+
+        Returns the prompts that are dropped: those of which nothing else is kept and which nothing needs. As
+        `drop_for`.
+        """
+        originals = [self._prompts[part.prompt] for part in parts]
+        last, end_tokens = originals[-1], parts[-1].tokens
+        hashes: list[int] = []
+        for original, part in zip(originals, parts, strict=True):
+            hashes += original.hashes[: (part.tokens - original.start_tokens) // original.block_tokens]
+        held: dict[int, Positions] = {instance: (range(end_tokens),)}
+        self._add(_KeptPrompt(key, None, 0, tuple(hashes), last.block_tokens, last.text, held), is_copy=True)
+        dropped = []
+        for original, part in zip(reversed(originals), reversed(parts), strict=True):
+            if not original.is_free or original.end_tokens > part.tokens:
+                break
+            dropped.append((original.key, tuple(original.held)))
+            self._drop(original)
+        return dropped
+
+    def _add(self, prompt: _KeptPrompt, *, is_copy: bool) -> None:
+        self._prompts[prompt.key] = prompt
         for block in prompt.hashes:
-            self._by_block[block] = prompt
+            self._by_block.add(block, prompt, is_first=is_copy)
         for text_hash in prompt.text:
-            self._by_text.setdefault(text_hash, prompt)
+            self._by_text.add(text_hash, prompt, is_first=is_copy)
         self.version += 1
         self._count(self._tokens, prompt, 1)
         self._use(prompt)
-        return kept
 
     def drop_for(self, instance: int, tokens: int) -> list[tuple[int, tuple[int, ...]]]:
         """Drop what was used least recently until `tokens` more rows are free on an instance, or none can be.
@@ -254,10 +313,9 @@ class KeptPrompts:
         if prompt.parent is not None:
             prompt.parent.children -= 1
         for block in prompt.hashes:
-            del self._by_block[block]
+            self._by_block.remove(block, prompt)
         for text_hash in prompt.text:
-            if self._by_text.get(text_hash) is prompt:
-                del self._by_text[text_hash]
+            self._by_text.remove(text_hash, prompt)
         self.version += 1
         self._count(self._tokens, prompt, -1)
         if prompt.readers:

@@ -6,6 +6,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from sglang_ext.long_pool.decide.kept_prompts import KeptPrefix, PromptBlocks, PromptText
+from sglang_ext.long_pool.decide.row_pulls import Pull
 from sglang_ext.long_pool.decide.sharding import ChunkLayout, KvMove
 from sglang_ext.long_pool.wire_types import Count, Positive, Rate, Seconds
 
@@ -145,7 +146,8 @@ class Borrow(NamedTuple):
 
 
 class DropKept(NamedTuple):
-    """Ask these members to free the rows that they keep under this number, once no request reads them."""
+    """Ask these members to free the rows that they keep under this number, once no request reads them; or to give up
+    the pull of this number."""
 
     request: int
     members: tuple[int, ...]
@@ -159,4 +161,4 @@ class Decline(NamedTuple):
     reason: DeclineReason
 
 
-Order = Bind | RunChunk | Finish | Collect | GiveUp | RollBack | Drop | Keep | Borrow | DropKept | Decline
+Order = Bind | RunChunk | Finish | Collect | GiveUp | RollBack | Drop | Keep | Borrow | Pull | DropKept | Decline

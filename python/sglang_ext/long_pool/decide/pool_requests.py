@@ -234,6 +234,8 @@ class AnnouncedPrompt:
     matched_version: int = -1  # what was kept then
     prefix: KeptPrefix | None = None  # the same where it is to begin behind it
     holders: tuple[tuple[int, int], ...] = ()  # of that: instance and tokens
+    pull: int | None = None  # that brings kept rows of it to one instance: it waits for that
+    was_pulled: bool = False  # once is enough
 
     @property
     def tokens(self) -> int:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from sglang_ext.identifiers import BootstrapRoom, instance_of, pool_request
+from sglang_ext.identifiers import BootstrapRoom, instance_of, pool_request, room_of_pull
 from sglang_ext.long_pool.decide.orders import (
     Borrow,
     Collect,
@@ -40,11 +40,13 @@ from sglang_ext.long_pool.member.chunk_step import (
     Engine,
     LayerReady,
     StepContext,
+    StreamError,
     WorkspaceError,
     run_chunk,
     run_collect,
     step_errors,
 )
+from sglang_ext.long_pool.member.incoming_rows import IncomingRows, Landing
 from sglang_ext.long_pool.member.kept_rows import KeptRows
 from sglang_ext.long_pool.member.kv_streams import KvStreams, OpenTarget, Reading, Target
 from sglang_ext.long_pool.member.pool_link import PoolLink
@@ -60,6 +62,9 @@ from sglang_ext.long_pool.messages import (
     Destination,
     KeptLost,
     OfferMessage,
+    Pulled,
+    PullFailed,
+    PullOrder,
     ReportMessage,
     StepDone,
     StepFailed,
@@ -130,12 +135,13 @@ class PoolMember:
         open_target: OpenTarget | None = None,
         ranks: Ranks = SINGLE_RANK,
         streams: DeviceStreams | None = None,
+        landing: Landing | None = None,
     ) -> None:
         """`meshes` connect this rank with those of other members.
 
-        `open_target`: see `KvStreams`; `streams`: see `run_chunk`. Of several `ranks` each has a member, whose link
-        brings all of them the same sessions and orders in the same turn; all of them call the same methods in the same
-        order.
+        `open_target`: see `KvStreams`; `streams`: see `run_chunk`; `landing`: where kept rows of others come to. Of
+        several `ranks` each has a member, whose link brings all of them the same sessions and orders in the same turn;
+        all of them call the same methods in the same order.
         """
         self._engine = engine
         self._link = link
@@ -145,6 +151,8 @@ class PoolMember:
         # What is being sent goes on when the coordinator does not.
         self._streams = KvStreams(engine.pool, open_target, ranks)
         self.kept = KeptRows(self._streams.pool, lambda prompts: link.send(KeptLost(prompts)))
+        self._landing = landing
+        self._incoming = IncomingRows(self._streams.pool, ranks)
         self._count = itertools.count(1)
         self._reported_s = float("-inf")
         self._session: Welcome | None = None
@@ -178,14 +186,14 @@ class PoolMember:
 
     @property
     def is_busy(self) -> bool:
-        """Return whether it holds KV of any request, has a chunk to compute, or sends what it has computed."""
-        return self._streams.is_sending or bool(self._shards or self._steps)
+        """Return whether it holds KV of any request, has a chunk to compute, or sends or receives rows."""
+        return self._streams.is_sending or bool(self._shards or self._steps or self._incoming)
 
     @property
     def held_tokens(self) -> int:
         """KV slots that shards have taken from the engine's pool, also slots that are only read any more."""
         owned = sum(shard.owned_tokens for shard in self._shards.values())
-        return owned + self._streams.pool.deferred_tokens
+        return owned + self._incoming.tokens + self._streams.pool.deferred_tokens
 
     def offer(
         self,
@@ -281,6 +289,8 @@ class PoolMember:
         if self._streams.settle():
             self._settle_sending()
             self._report_soon()
+        if self._landing is not None and self._incoming:
+            self._settle_incoming(self._landing)
         if session is not None:
             for order in self._link.receive():
                 outcomes += self._take(order)
@@ -293,6 +303,7 @@ class PoolMember:
         for shard in self._shards.values():
             shard.drop()
         self.kept.clear()
+        self._incoming.cancel()
         if self._session is not None:
             self._streams.abandon("the pool's coordinator has gone")
         declined = [
@@ -327,8 +338,11 @@ class PoolMember:
             return self._release(order.request)
         elif isinstance(order, Borrow):
             self._borrow(order)
+        elif isinstance(order, PullOrder):
+            self._pull(order)
         elif isinstance(order, DropKept):
             self.kept.drop(order.request)
+            self._incoming.cancel(order.request)
         elif isinstance(order, Decline):
             self._drop(order.request)
             if order.request in self._cached_tokens:
@@ -383,6 +397,43 @@ class PoolMember:
         self._borrowed_tokens[request] = order.parts[-1].tokens
         # Its owner has sent what it has cached itself.
         self._unsent[request] = [rows_within(part, order.cached_tokens, order.parts[-1].tokens) for part in rows]
+
+    def _pull(self, order: PullOrder) -> None:
+        """Rows that are kept here go to the target of a pull, and this instance gets ready for them if it is that."""
+        assert self._session is not None
+        pull, landing = order.pull, self._landing
+        room = room_of_pull(self._session.pool_id, pull.pull)
+        if landing is None:
+            self._link.send(PullFailed(pull.pull))
+            return
+        try:
+            # First what is read here: taking slots may evict what nothing reads.
+            if self._session.instance in pull.sources:
+                self._send_kept(landing, order, room)
+            if self._session.instance == pull.target:
+                self._incoming.begin(landing, pull.pull, room, pull.tokens)
+        except (KvPoolFullError, MeshError, StreamError, ValueError) as error:
+            logger.warning("cdsp: kept rows cannot be pulled: %s", error)
+            self._link.send(PullFailed(pull.pull))
+
+    def _send_kept(self, landing: Landing, order: PullOrder, room: BootstrapRoom) -> None:
+        pull = order.pull
+        destination = landing.destination(room, order.receivers)
+        destinations = () if destination is None else (destination,)
+        reading = self._streams.announce()
+        for rows in self.kept.borrow(pull.pull, pull.parts):
+            self._streams.send(reading, pull.pull, destinations, *rows)
+        self._streams.close(pull.pull)
+        self.kept.give_back(pull.pull, (reading,))
+
+    def _settle_incoming(self, landing: Landing) -> None:
+        for pull, rows in self._incoming.settle(landing):
+            if rows is not None and self._session is not None:
+                self.kept.add(pull, rows, ())
+                self._link.send(Pulled(pull))
+            else:
+                self._link.send(PullFailed(pull))
+            self._report_soon()
 
     def _settle_sending(self) -> None:
         for request, readings in list(self._sending.items()):

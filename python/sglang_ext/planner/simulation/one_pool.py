@@ -7,7 +7,8 @@ cache.
 
 The coordinator and the queues are the serving ones. A turn of a member is at most one chunk and then one batch, as it
 is in an engine. A member that waits for its group computes batches that end before the others come. History that
-changes hands is hidden behind computing as far as the bandwidth allows; messages take no time.
+changes hands is hidden behind computing as far as the bandwidth allows; kept rows that are pulled share each instance's
+link, one pull after the other. Messages take no time.
 
 A failed instance loses its caches, its queue and its part of shared prompts. What it had is announced or queued again.
 """
@@ -41,6 +42,7 @@ from sglang_ext.long_pool.decide.orders import (
 )
 from sglang_ext.long_pool.decide.pool_schedule import PoolLoad, PoolSchedule
 from sglang_ext.long_pool.decide.price_planner import PriceOptions, PricePlanner
+from sglang_ext.long_pool.decide.row_pulls import Pull
 from sglang_ext.long_pool.decide.sharding import KvMove, count_tokens
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate
 from sglang_ext.planner.simulation.cluster_spec import Failure
@@ -73,6 +75,7 @@ class OnePoolOptions:
     cross_node_factor: float = 1.1  # of a group over more nodes than it needs; infinity: there is none
     per_node: int = 8  # instances
     keeps_rows: bool = True  # rows of a shared prompt stay where they were computed, as a prefix cache
+    pulls_rows: bool = True  # they may be brought to one instance
     kv_bytes_per_token: int = 131_072
     link_bytes_per_s: float = 50e9  # from one instance to others
 
@@ -174,6 +177,7 @@ class OnePool:
             ttft_slo_s=options.slo_s,
             slo_stretch=options.slo_stretch,
             keeps_rows=options.keeps_rows,
+            pulls_rows=options.pulls_rows,
         )
         self.coordinator = Coordinator(PoolSchedule(planner, OnTimeOrder(OnTimeOptions())), settings)
         self._load = PoolLoad()  # of batches
@@ -189,6 +193,7 @@ class OnePool:
         self.gang_wait_s = 0.0  # of members that were ready, until their group was
         self.group_s = 0.0  # of members in chunks
         self.chunks_by_size: dict[int, int] = {}
+        self.pulled_prompts = self.pulled_tokens = 0
         self._is_recorded = is_recorded
         self.timeline: list[BusyInterval] = []
         self._plan_log = PlanLog(self.coordinator)
@@ -473,6 +478,8 @@ class OnePool:
                 if self.coordinator.waits_for_room:
                     self._report_all()
                     return self.coordinator.plan(now_s)
+            case Pull():
+                self._loop.schedule(now_s + self._move_s(self._pull_moves(order)), self._end_pull, order)
             case DropKept():
                 self._share_room()
         return ()
@@ -544,6 +551,20 @@ class OnePool:
             for link in (("out", move.source), ("in", move.target)):
                 by_link[link] = by_link.get(link, 0) + move.tokens
         return max(by_link.values(), default=0) * options.kv_bytes_per_token / options.link_bytes_per_s
+
+    def _pull_moves(self, order: Pull) -> list[KvMove]:
+        """Return what every source sends; the coordinator has one pull at a time on each link."""
+        rows = self.coordinator.kept.rows(order.parts[-1])
+        sent = {source: sum(segment.tokens for segment in rows[source]) for source in order.sources}
+        moves = [KvMove(source, order.target, 0, tokens, ()) for source, tokens in sent.items()]
+        return [move for move in moves if move.source != order.target]
+
+    def _end_pull(self, order: Pull) -> None:
+        self.pulled_prompts += 1
+        self.pulled_tokens += order.tokens
+        self._report_all()
+        self._carry_out(self.coordinator.pulled(order.target, order.pull, self._loop.now_s))
+        self._share_room()
 
     def _begin(self, chunk: _Chunk) -> None:
         now_s = self._loop.now_s

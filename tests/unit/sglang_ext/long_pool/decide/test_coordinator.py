@@ -33,6 +33,7 @@ from sglang_ext.long_pool.decide.orders import (
 from sglang_ext.long_pool.decide.pool_members import PoolMembers
 from sglang_ext.long_pool.decide.pool_schedule import PlacedPrefill, PoolSchedule
 from sglang_ext.long_pool.decide.price_planner import PrefillSnapshot, PriceOptions, PricePlanner
+from sglang_ext.long_pool.decide.row_pulls import Pull
 from sglang_ext.long_pool.decide.sharding import (
     Interleaving,
     KvSegment,
@@ -852,8 +853,10 @@ def test_a_chunk_of_which_one_member_has_sent_something_ends_the_streaming(sende
 class SimulatedCluster:
     """Instances with mailboxes; whatever they hold they really hold."""
 
-    def __init__(self, seed: int, *, keeps_rows: bool | None = None) -> None:
+    def __init__(self, seed: int, *, keeps_rows: bool | None = None, is_alike: bool = False) -> None:
+        """`is_alike`: prompts are announced, go to decode, and begin with one of two texts."""
         self.random = random.Random(seed)
+        self.is_alike = is_alike
         if keeps_rows is None:
             keeps_rows = self.random.random() < 0.7
         self.now_s = 0.0
@@ -866,7 +869,7 @@ class SimulatedCluster:
             ),
         )
         self.rows: dict[tuple[int, int], Positions] = {}  # kept ones: by instance, kept prompt
-        self.borrowed = 0
+        self.borrowed = self.pulled = 0
         self.read: dict[int, set[int]] = {}  # by request: the kept prompts that it begins behind
         self.evicted: set[tuple[int, int]] = set()  # instance, kept prompt
         self.missed: set[tuple[int, int]] = set()  # instance, request: rows that it was to read were gone
@@ -922,11 +925,13 @@ class SimulatedCluster:
         owner = self.random.choice(list(self.mail))
         tokens = self.random.choice((self.random.randrange(2, 8), self.random.randrange(200, 3000)))
         one = Offer(request, owner, tokens, self.random.choice((0, 0, tokens // 3)), self.now_s, math.inf)
-        text = tuple(self.random.randrange(2) for _ in range(tokens // 200))
+        first = self.random.randrange(2) if self.is_alike else 0
+        text = tuple(first if self.is_alike else self.random.randrange(2) for _ in range(tokens // 200))
         blocks = PromptBlocks(200, tuple(hash(text[: end + 1]) for end in range(len(text))))
-        is_streamed, is_known = self.random.random() < 0.5, self.random.random() < 0.8
+        is_streamed = self.is_alike or self.random.random() < 0.5
+        is_known = self.is_alike or self.random.random() < 0.8
         one = one._replace(is_streamed=is_streamed, blocks=blocks if is_known else None)
-        if self.random.random() < 0.4:
+        if self.is_alike or self.random.random() < 0.4:
             self.announced[-request] = one._replace(cached_tokens=0)
             ends = tuple(200 * (end + 1) for end in range(len(text)))
             known_text = None if one.blocks is None else PromptText(one.blocks.hashes, ends)
@@ -996,12 +1001,30 @@ class SimulatedCluster:
                 part for one in segments if not (one.is_borrowed and begins_behind_others) for part in one.positions
             ]
             self.rows[instance, order.request] = within(tuple(owned), order.start_tokens, order.end_tokens)
+        elif isinstance(order, Pull):
+            self.pull(instance, order, may_fail)
         elif isinstance(order, DropKept):
             self.rows.pop((instance, order.request), None)
         elif isinstance(order, Drop):
             self.held.pop((instance, order.request), None)
         elif isinstance(order, RunChunk | Collect):
             self.step(instance, order, may_fail)
+
+    def pull(self, instance: int, order: Pull, may_fail: bool) -> None:
+        """The target gets all rows, or says that it does not; of rows that were freed the coordinator is informed."""
+        if instance != order.target:
+            return
+        if may_fail and self.random.random() < 0.2:
+            self.deliver(self.coordinator.pull_failed(order.pull, self.now_s))
+            return
+        there = []
+        for source in order.sources:
+            for key, end in order.parts:
+                there += [p for part in within(self.rows.get((source, key), ()), 0, end) for p in part]
+        if sorted(there) == list(range(order.tokens)):
+            self.rows[instance, order.pull] = (range(order.tokens),)
+            self.pulled += 1
+            self.deliver(self.coordinator.pulled(instance, order.pull, self.now_s))
 
     def borrow(self, instance: int, order: Borrow) -> None:
         parts = [within(self.rows[instance, key], 0, end) for key, end in order.parts if (instance, key) in self.rows]
@@ -1143,6 +1166,10 @@ def test_any_history_ends(seed: int) -> None:
         if cluster.mail:
             cluster.offer(request)
     cluster.quiet_down()
+    assert_is_at_rest(cluster)
+
+
+def assert_is_at_rest(cluster: SimulatedCluster) -> None:
     assert set(cluster.ended) == set(cluster.offers)
     assert not cluster.coordinator.tickets
     # A member that holds nothing any more gets the end, too.
@@ -1151,6 +1178,42 @@ def test_any_history_ends(seed: int) -> None:
     for instance in cluster.mail:
         kept = sum(count_tokens(rows) for (holder, _), rows in cluster.rows.items() if holder == instance)
         assert kept == cluster.coordinator.kept.tokens_on(instance)
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(20), *(pytest.param(range(20 * i, 20 * i + 20), marks=pytest.mark.slow) for i in range(1, 9))]
+)
+def test_any_history_of_pulls_ends(seeds: range) -> None:
+    pulled = 0
+    for seed in seeds:
+        cluster = SimulatedCluster(seed, keeps_rows=True, is_alike=True)
+        for request in range(1, 25):
+            for instance in cluster.mail:
+                busy_s = cluster.random.choice((0.0, 0.0, 1.0))
+                cluster.coordinator.report(instance, MemberReport(busy_s, 100_000, running_s=busy_s), cluster.now_s)
+            cluster.offer(request)
+            for _ in range(cluster.random.randrange(1, 40)):
+                cluster.now_s += 0.02
+                busy = [instance for instance, mail in cluster.mail.items() if mail]
+                if busy:
+                    cluster.work(cluster.random.choice(busy), may_fail=cluster.random.random() < 0.1)
+                elif cluster.sending:
+                    cluster.end_transfer(min(cluster.sending), may_fail=cluster.random.random() < 0.1)
+                elif cluster.bound:
+                    cluster.claim(cluster.bound[0])
+                else:
+                    cluster.deliver(cluster.coordinator.plan(cluster.now_s))
+            chance = cluster.random.random()
+            if chance < 0.1:
+                cluster.evict()
+            elif chance < 0.15 and len(cluster.mail) > 2:
+                cluster.kill(cluster.random.choice(list(cluster.mail)))
+            elif chance < 0.2:
+                cluster.join(cluster.random.randrange(4))
+        pulled += cluster.pulled
+        cluster.quiet_down()
+        assert_is_at_rest(cluster)
+    assert pulled > 10
 
 
 def test_rows_are_kept_until_something_else_wants_the_memory() -> None:
@@ -1297,3 +1360,97 @@ def test_an_announced_prompt_is_planned_behind_what_is_kept_of_its_text() -> Non
         assert prompt.cached_tokens == kept
         assert sum(tokens for _, tokens in prompt.holders) == kept
         one.withdraw(ticket.ticket - 10, 2.0)
+
+
+# ---- rows that are pulled ----
+
+
+def pool_that_keeps(held: dict[int, Positions], instances: int = 4) -> Coordinator:
+    """A prompt of 4,000 tokens is kept under the number 7."""
+    one = coordinator(instances, keeps_rows=True)
+    one.kept.keep(7, PromptBlocks(500, tuple(range(8))), held, PromptText((71,), (4000,)))
+    return one
+
+
+def follow_up(number: int = -1, tokens: int = 4100) -> PromptTicket:
+    return PromptTicket(number, tokens, 0, 0.0, math.inf, PromptText((71, 72), (4000, tokens)))
+
+
+def keep_busy(one: Coordinator, *instances: int, seconds: float = 60.0) -> None:
+    for instance in instances:
+        one.report(instance, MemberReport(seconds, 100_000, running_s=seconds), 0.0)
+
+
+def test_rows_of_a_busy_holder_are_pulled_to_an_instance_that_is_free() -> None:
+    one = pool_that_keeps({1: (range(4000),)})
+    keep_busy(one, 1)
+    (pull,) = one.announce(follow_up(), 0.0)
+    assert pull == Pull(-1, 0, (1,), (KeptPrefix(7, 4000),))
+    assert one.plan(0.01) == [], "the prompt waits for its rows"
+    assert one.kept.locked_on(1) == 4000
+    assert one.pulled(0, -1, 0.02) == [DropKept(7, (1,)), Bind(-1, 0)]
+    assert (one.kept.tokens_on(1), one.kept.tokens_on(0)) == (0, 4000)
+
+
+def test_rows_of_several_holders_are_pulled_together_where_a_group_would_cost_others_more() -> None:
+    one = pool_that_keeps({0: (range(2000),), 1: (range(2000, 4000),)}, instances=2)
+    keep_busy(one, 1, seconds=1.0)
+    (pull,) = one.announce(follow_up(), 0.0)
+    assert pull == Pull(-1, 0, (0, 1), (KeptPrefix(7, 4000),))
+
+
+def test_rows_are_used_in_place_where_their_only_holder_is_free() -> None:
+    one = pool_that_keeps({1: (range(4000),)})
+    assert one.announce(follow_up(), 0.0) == [Bind(-1, 1)]
+
+
+def test_a_slow_network_is_learned_from() -> None:
+    one = pool_that_keeps({1: (range(4000),)})
+    keep_busy(one, 1)
+    (pull,) = one.announce(follow_up(), 0.0)
+    one.pulled(pull.target, pull.pull, 4.0)
+    one.withdraw(-1, 4.0)
+    keep_busy(one, 0)
+    assert not any(isinstance(order, Pull) for order in one.announce(follow_up(-2), 4.1))
+
+
+@pytest.mark.parametrize("how", ["failed", "target lost", "source lost", "rows lost", "late"])
+def test_a_prompt_whose_rows_do_not_come_goes_on_without_them(how: str) -> None:
+    one = pool_that_keeps({1: (range(2000),), 2: (range(2000, 4000),)})
+    keep_busy(one, 1, 2)
+    (pull,) = one.announce(follow_up(), 0.0)
+    assert isinstance(pull, Pull)
+    match how:
+        case "failed":
+            orders = one.pull_failed(pull.pull, 0.1)
+        case "target lost":
+            orders = one.lose(pull.target, 0.1)
+        case "source lost":
+            orders = one.lose(1, 0.1)
+        case "rows lost":
+            orders = one.kept_lost(2, (7,), 0.1)
+        case _:
+            assert one.plan(4.9) == []
+            orders = one.plan(5.1)
+    members = tuple(instance for instance in pull.members if instance in one.members)
+    assert orders[0] == DropKept(pull.pull, members)
+    assert isinstance(orders[-1], Bind)
+    assert one.kept.locked_on(1) == one.kept.locked_on(2) == 0
+    # What comes all the same is not kept.
+    if pull.target in one.members:
+        assert one.pulled(pull.target, pull.pull, 9.0) == [DropKept(pull.pull, (pull.target,))]
+
+
+def test_an_instance_takes_part_in_one_pull_at_a_time() -> None:
+    one = pool_that_keeps({1: (range(4000),)})
+    keep_busy(one, 1)
+    assert isinstance(one.announce(follow_up(-1), 0.0)[0], Pull)
+    assert not any(isinstance(order, Pull) for order in one.announce(follow_up(-2), 0.0))
+
+
+def test_a_prefix_that_no_instance_has_room_for_stays_where_it_is() -> None:
+    one = pool_that_keeps({1: (range(4000),)})
+    for instance in (0, 2, 3):
+        one.report(instance, MemberReport(0.0, 3000), 0.0)
+    keep_busy(one, 1)
+    assert not any(isinstance(order, Pull) for order in one.announce(follow_up(), 0.0))

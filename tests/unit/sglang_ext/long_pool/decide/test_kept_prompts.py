@@ -16,7 +16,13 @@ from sglang_ext.long_pool.decide.kept_prompts import (
     hash_blocks,
     within,
 )
-from sglang_ext.long_pool.decide.sharding import Interleaving, Positions, positions_of, split_positions
+from sglang_ext.long_pool.decide.sharding import (
+    Interleaving,
+    KvSegment,
+    Positions,
+    positions_of,
+    split_positions,
+)
 
 BLOCK_TOKENS = 8
 Text = tuple[int, ...]
@@ -68,6 +74,30 @@ def test_what_was_used_least_recently_is_dropped_and_nothing_that_others_need() 
     assert (len(kept), kept.tokens_on(0)) == (0, 0)
 
 
+def test_a_copy_takes_the_place_of_what_nothing_else_needs() -> None:
+    kept = KeptPrompts()
+    keep(kept, 1, (1, 2), (0, 1))
+    keep(kept, 2, (1, 2, 3), (1, 2))
+    keep(kept, 3, (1, 2, 4), (2,))
+    assert kept.add_copy(9, kept.parts(KeptPrefix(2, 24)), 3) == [(2, (1, 2))]  # the third builds on the first
+    assert kept.rows(KeptPrefix(9, 24)) == {3: (KvSegment((range(24),), is_borrowed=True),)}
+    assert kept.match(blocks_of((1, 2, 4)), 1000) == KeptPrefix(3, 24)
+    keep(kept, 4, (1, 2, 3, 5), (3,))
+    assert kept.rows(KeptPrefix(4, 32)).keys() == {3}
+    kept.lose((3,))
+    assert kept.match(blocks_of((1, 2, 3)), 1000) == KeptPrefix(1, 16)  # the original is found again
+
+
+def test_a_text_is_found_in_the_latest_copy() -> None:
+    kept = KeptPrompts()
+    text = PromptText((11, 12), (7, 15))
+    kept.keep(1, blocks_of((1, 2)), rows_of((1, 2), (0, 1)), text)
+    assert kept.add_copy(9, kept.parts(KeptPrefix(1, 8)), 1) == []  # it covers less than the original
+    assert kept.match_text(text, 1000) == KeptPrefix(9, 8)
+    kept.lose_rows(1, (9,))
+    assert kept.match_text(text, 16) == KeptPrefix(1, 8)
+
+
 def test_a_prompt_of_which_rows_are_missing_is_not_kept() -> None:
     kept = KeptPrompts()
     assert kept.keep(1, blocks_of((1, 2, 3)), {0: (range(8, 24),)}) == {}
@@ -87,6 +117,7 @@ texts = st.lists(st.integers(1, 3), min_size=1, max_size=6).map(tuple)
 groups = st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True).map(tuple)
 events = st.one_of(
     st.tuples(st.just("keep"), texts, groups),
+    st.tuples(st.just("copy"), texts, st.integers(0, 3)),
     st.tuples(st.just("lock"), texts),
     st.tuples(st.just("unlock")),
     st.tuples(st.just("drop"), st.integers(0, 3), st.integers(1, 40)),
@@ -107,6 +138,15 @@ def test_any_order_of_events(order: list[tuple[object, ...]], asked: Text) -> No
                 own = kept.keep(key, blocks_of(text), rows_of(text, group, start))
                 if own:
                     rows[key] = text, own
+            case ("copy", tuple() as text, int() as instance):
+                found = kept.match(blocks_of(text), 1000)
+                if found is not None:
+                    locked = {part.prompt for lock in locks for part in lock}
+                    rows[key] = text[: found.tokens // BLOCK_TOKENS], {instance: (range(found.tokens),)}
+                    for dropped, members in kept.add_copy(key, kept.parts(found), instance):
+                        assert dropped not in locked
+                        assert set(members) == set(rows.pop(dropped)[1])
+                    assert kept.match(blocks_of(text), 1000) == KeptPrefix(key, found.tokens)
             case ("lock", tuple() as text):
                 found = kept.match(blocks_of(text), 1000)
                 if found is not None:

@@ -1,0 +1,127 @@
+"""Kept rows of other members that come to this one, in the background, and are kept here from then on.
+
+The target of a pull takes slots and waits at its transfer endpoint, as decode does; who keeps the rows sends them there
+as it sends to decode. The engine computes meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from sglang_ext.identifiers import BootstrapRoom
+from sglang_ext.long_pool.member.ranks import Ranks, all_ranks_or_raise
+from sglang_ext.long_pool.member.shard import HeldRows, KvPool, KvPoolFullError
+from sglang_ext.long_pool.messages import Destination
+
+
+class Landing(Protocol):
+    """Where KV can come to on this rank: its transfer endpoint."""
+
+    address: str
+
+    def destination(self, room: BootstrapRoom, receivers: Sequence[str]) -> Destination | None:
+        """Return the rank of another member to which this one's heads go, of those at these addresses; None: to none.
+        ValueError where they are too few."""
+
+    def expect(self, room: BootstrapRoom, slots: torch.Tensor) -> None:
+        """The first tokens of a prompt shall come to these slots, int64. ValueError for a transfer that is known."""
+
+    def is_complete(self, room: BootstrapRoom) -> bool:
+        """Return whether all has come."""
+
+    def has_failed(self, room: BootstrapRoom) -> bool:
+        """Return whether it cannot come any more."""
+
+    def is_released(self, room: BootstrapRoom) -> bool:
+        """Return whether nobody writes to its slots any more."""
+
+    def cancel(self, room: BootstrapRoom) -> None:
+        """It is not wanted any more."""
+
+    def forget(self, room: BootstrapRoom) -> None:
+        """It has ended."""
+
+
+class ArrivedRows(NamedTuple):
+    """A pull of which all rows have come, or none will."""
+
+    pull: int
+    rows: HeldRows | None
+
+
+@dataclass(slots=True)
+class _Incoming:
+    pull: int
+    slots: torch.Tensor
+    is_cancelled: bool = False
+
+
+class IncomingRows:
+    """All pulls whose target this member is. Belongs to the thread of the engine's loop; the same on all ranks."""
+
+    def __init__(self, pool: KvPool, ranks: Ranks) -> None:
+        self._pool = pool
+        self._ranks = ranks
+        self._incoming: dict[BootstrapRoom, _Incoming] = {}
+
+    def __len__(self) -> int:
+        return len(self._incoming)
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of slots that are taken, in whole pages."""
+        page = self._pool.page_tokens
+        return sum(-(-incoming.slots.numel() // page) * page for incoming in self._incoming.values())
+
+    def begin(self, landing: Landing, pull: int, room: BootstrapRoom, tokens: int) -> None:
+        """Take slots for the rows of a prefix. Raises KvPoolFullError; ValueError for a transfer that is known."""
+        with all_ranks_or_raise(self._ranks, KvPoolFullError):
+            slots = self._pool.allocate(tokens)
+        try:
+            with all_ranks_or_raise(self._ranks, ValueError):
+                landing.expect(room, slots)
+        except Exception:
+            landing.cancel(room)
+            self._pool.free(slots)
+            raise
+        self._incoming[room] = _Incoming(pull, slots)
+
+    def cancel(self, pull: int | None = None) -> None:
+        """A pull, or all of them, is not wanted any more."""
+        for incoming in self._incoming.values():
+            if pull is None or incoming.pull == pull:
+                incoming.is_cancelled = True
+
+    def settle(self, landing: Landing) -> list[ArrivedRows]:
+        """Return what has ended since the last call. Call it in every turn; collective while anything is coming."""
+        ended = []
+        known = list(self._incoming)
+        count = len(known)
+        flags = self._ranks.all_of(
+            [
+                *(landing.is_complete(room) for room in known),
+                *(not landing.has_failed(room) for room in known),
+                *(landing.is_released(room) for room in known),
+            ]
+        )
+        for room, is_complete, is_well, is_released in zip(
+            known, flags[:count], flags[count : 2 * count], flags[2 * count :], strict=True
+        ):
+            incoming = self._incoming[room]
+            if is_complete and not incoming.is_cancelled:
+                rows = HeldRows((range(incoming.slots.numel()),), incoming.slots)
+                ended.append(ArrivedRows(incoming.pull, rows))
+            elif not is_released:
+                if incoming.is_cancelled or not is_well:
+                    landing.cancel(room)
+                continue
+            else:
+                self._pool.free(incoming.slots)
+                ended.append(ArrivedRows(incoming.pull, None))
+            del self._incoming[room]
+            landing.forget(room)
+        return ended
