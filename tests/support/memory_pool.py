@@ -168,6 +168,7 @@ class MemoryMember:
         self.instance = instance
         self.ranks_count = ranks.size
         self.pool = pool
+        self.receivers: tuple[str, ...] = ()
         self.link = FakeLink(instance)
         # Where there are several ranks, a model has collectives of its own.
         engine = ToyEngine(pool, on_layer=lambda layer: None if ranks.size == 1 else _expect(ranks.all(True)))
@@ -207,6 +208,7 @@ class ServedMember(Protocol):
     instance: int
     link: FakeLink
     ranks_count: int
+    receivers: tuple[str, ...]
 
     @property
     def pool(self) -> ToyPool: ...
@@ -226,7 +228,9 @@ class MemoryPool:
             report = MemberReport(0.0, one.pool.free_tokens)
             addresses = (PeerAddress("nowhere", 1),) * one.ranks_count
             hello = Hello(
-                PROTOCOL_VERSION, f"m{one.instance}", "node", "toy", LAYERS, page_tokens, report, addresses=addresses
+                *(PROTOCOL_VERSION, f"m{one.instance}", "node", "toy", LAYERS, page_tokens, report),
+                addresses=addresses,
+                receivers=one.receivers,
             )
             answer = protocol.greet(hello)
             assert answer == NewMember(one.instance)

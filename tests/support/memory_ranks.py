@@ -67,6 +67,7 @@ class RankedMember:
         self.instance = instance
         self.link = FakeLink(instance)
         self.ranks_count = len(wires)
+        self.receivers: tuple[str, ...] = ()
         meeting = Meeting(len(wires))
         self._threads = ThreadPoolExecutor(len(wires))
         self.ranks: list[MemoryMember] = []

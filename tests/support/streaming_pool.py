@@ -15,8 +15,10 @@ import torch
 
 from sglang_ext.identifiers import TransferId, next_attempt
 from sglang_ext.long_pool.member.kv_streams import Target
+from sglang_ext.long_pool.member.landing import Landing
 from sglang_ext.long_pool.member.pool_member import Collected, Concluded, Outcome, PoolMember, Sendable
 from sglang_ext.long_pool.member.ring_attention import as_tensor
+from sglang_ext.long_pool.member.shard import KvPoolFullError
 from sglang_ext.long_pool.messages import Destination
 from sglang_ext.transfer.decide.options import HandshakeOptions
 from sglang_ext.transfer.decide.protocol import TransferOutcome
@@ -114,11 +116,14 @@ class StreamingMember(MemoryMember):
         self.decode = decode
         self.endpoint = endpoint_of(pool)
         engine = ToyEngine(pool, on_layer=on_layer)
-        self.member = PoolMember(engine, self.link, MemoryMeshes(wires), self._open)
+        landing = Landing(self.endpoint, 0, HEADS, LAYERS)
+        self.receivers = (landing.address,)
+        self.member = PoolMember(engine, self.link, MemoryMeshes(wires), self._open, landing=landing)
         pool.kept = self.member.kept
         self.member.turn()  # joins
         self.sent: dict[int, _Sent] = {}
         self.ending: set[int] = set()  # requests that are on their way to decode, and not here
+        self.queue: list[tuple[int, torch.Tensor]] = []  # requests that are computed here, and what is here of them
         self.logits: dict[int, torch.Tensor] = {}  # of those that were computed without being collected
 
     def offer_streamed(
@@ -158,6 +163,9 @@ class StreamingMember(MemoryMember):
         for outcome in self.member.turn():
             self.ended[outcome.request] = outcome
             self._go_on(outcome)
+        waiting, self.queue = self.queue, []
+        for request, here in waiting:
+            self._compute(request, here)
         for request in list(self.ending):
             self._follow(request)
         for sent in self.sent.values():
@@ -212,7 +220,16 @@ class StreamingMember(MemoryMember):
             sent.transfer.restart("members could not")
             sent.transfer.offer_rest(())
         here = torch.cat([prefix, outcome.slots]) if isinstance(outcome, Collected) else prefix
-        missing = self.pool.allocate(len(token_ids) - here.numel())
+        self._compute(outcome.request, here)
+
+    def _compute(self, request: int, here: torch.Tensor) -> None:
+        """Compute and send what is missing of a prompt, once there is room."""
+        token_ids, sent = self.offered[request][0], self.sent[request]
+        try:
+            missing = self.pool.allocate(len(token_ids) - here.numel())
+        except KvPoolFullError:
+            self.queue.append((request, here))
+            return
         kv = kv_of(token_ids)
         for layer in range(LAYERS):
             self.pool.write(layer, missing, kv[layer, :, here.numel() :])

@@ -6,44 +6,15 @@ as it sends to decode. The engine computes meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from sglang_ext.identifiers import BootstrapRoom
+from sglang_ext.long_pool.member.landing import Landing
 from sglang_ext.long_pool.member.ranks import Ranks, all_ranks_or_raise
 from sglang_ext.long_pool.member.shard import HeldRows, KvPool, KvPoolFullError
-from sglang_ext.long_pool.messages import Destination
-
-
-class Landing(Protocol):
-    """Where KV can come to on this rank: its transfer endpoint."""
-
-    address: str
-
-    def destination(self, room: BootstrapRoom, receivers: Sequence[str]) -> Destination | None:
-        """Return the rank of another member to which this one's heads go, of those at these addresses; None: to none.
-        ValueError where they are too few."""
-
-    def expect(self, room: BootstrapRoom, slots: torch.Tensor) -> None:
-        """The first tokens of a prompt shall come to these slots, int64. ValueError for a transfer that is known."""
-
-    def is_complete(self, room: BootstrapRoom) -> bool:
-        """Return whether all has come."""
-
-    def has_failed(self, room: BootstrapRoom) -> bool:
-        """Return whether it cannot come any more."""
-
-    def is_released(self, room: BootstrapRoom) -> bool:
-        """Return whether nobody writes to its slots any more."""
-
-    def cancel(self, room: BootstrapRoom) -> None:
-        """It is not wanted any more."""
-
-    def forget(self, room: BootstrapRoom) -> None:
-        """It has ended."""
 
 
 class ArrivedRows(NamedTuple):
@@ -99,29 +70,21 @@ class IncomingRows:
     def settle(self, landing: Landing) -> list[ArrivedRows]:
         """Return what has ended since the last call. Call it in every turn; collective while anything is coming."""
         ended = []
-        known = list(self._incoming)
-        count = len(known)
-        flags = self._ranks.all_of(
-            [
-                *(landing.is_complete(room) for room in known),
-                *(not landing.has_failed(room) for room in known),
-                *(landing.is_released(room) for room in known),
-            ]
-        )
-        for room, is_complete, is_well, is_released in zip(
-            known, flags[:count], flags[count : 2 * count], flags[2 * count :], strict=True
-        ):
+        rooms = list(self._incoming)
+        are_complete = self._ranks.all_of([landing.is_complete(room) for room in rooms])
+        are_released = self._ranks.all_of([landing.is_released(room) for room in rooms])
+        for room, is_complete, is_released in zip(rooms, are_complete, are_released, strict=True):
             incoming = self._incoming[room]
             if is_complete and not incoming.is_cancelled:
                 rows = HeldRows((range(incoming.slots.numel()),), incoming.slots)
                 ended.append(ArrivedRows(incoming.pull, rows))
-            elif not is_released:
-                if incoming.is_cancelled or not is_well:
-                    landing.cancel(room)
-                continue
-            else:
+            elif is_released:
                 self._pool.free(incoming.slots)
                 ended.append(ArrivedRows(incoming.pull, None))
+            else:
+                if incoming.is_cancelled:
+                    landing.cancel(room)
+                continue
             del self._incoming[room]
             landing.forget(room)
         return ended

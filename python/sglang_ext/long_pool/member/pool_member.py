@@ -46,9 +46,10 @@ from sglang_ext.long_pool.member.chunk_step import (
     run_collect,
     step_errors,
 )
-from sglang_ext.long_pool.member.incoming_rows import IncomingRows, Landing
+from sglang_ext.long_pool.member.incoming_rows import IncomingRows
 from sglang_ext.long_pool.member.kept_rows import KeptRows
 from sglang_ext.long_pool.member.kv_streams import KvStreams, OpenTarget, Reading, Target
+from sglang_ext.long_pool.member.landing import Landing
 from sglang_ext.long_pool.member.pool_link import PoolLink
 from sglang_ext.long_pool.member.ranks import SINGLE_RANK, Ranks, all_ranks_or_raise
 from sglang_ext.long_pool.member.shard import HeldRows, KvPoolFullError, Shard, rows_within
@@ -418,8 +419,7 @@ class PoolMember:
 
     def _send_kept(self, landing: Landing, order: PullOrder, room: BootstrapRoom) -> None:
         pull = order.pull
-        destination = landing.destination(room, order.receivers)
-        destinations = () if destination is None else (destination,)
+        destinations = (landing.destination(room, order.receivers),)
         reading = self._streams.announce()
         for rows in self.kept.borrow(pull.pull, pull.parts):
             self._streams.send(reading, pull.pull, destinations, *rows)

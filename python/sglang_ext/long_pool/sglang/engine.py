@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from array import array
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -26,10 +25,10 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
-from sglang_ext.identifiers import BootstrapRoom
 from sglang_ext.long_pool.decide.orders import MemberReport
 from sglang_ext.long_pool.member.kept_rows import KeptRows
 from sglang_ext.long_pool.member.kv_streams import OpenTarget, Target
+from sglang_ext.long_pool.member.landing import Landing
 from sglang_ext.long_pool.member.pool_link import PoolLink, ReplicatedLink, TcpLink
 from sglang_ext.long_pool.member.pool_member import PoolMember
 from sglang_ext.long_pool.member.ranks import SINGLE_RANK, GroupRanks, Ranks
@@ -44,9 +43,6 @@ from sglang_ext.long_pool.mesh.staged_mesh import StagedMeshes
 from sglang_ext.long_pool.messages import PROTOCOL_VERSION, Destination, Hello
 from sglang_ext.long_pool.sglang.cdsp_options import CdspOptions, MeshKind, model_conflict
 from sglang_ext.shared_key import read_key_file
-from sglang_ext.transfer.decide.receive_request import needed
-from sglang_ext.transfer.endpoint.handshake_endpoint import HandshakeEndpoint
-from sglang_ext.transfer.endpoint.transfer_status import Stage
 from sglang_ext.transfer.sglang.layout import shares_of
 from sglang_ext.transfer.sglang.manager import HandshakeKVManager
 from sglang_ext_kernels.block_attention import gather_kv, scatter_kv_
@@ -351,55 +347,9 @@ def _opener(scheduler: Any) -> tuple[OpenTarget | None, str]:
     return open_target, f", KV to decode by handshake over {manager.transport_name}"
 
 
-def _landing(scheduler: Any) -> EndpointLanding | None:
+def _landing(scheduler: Any) -> Landing | None:
     """Return where kept rows of other members come to."""
     manager = scheduler.disagg_prefill_bootstrap_queue.kv_manager
-    return EndpointLanding(manager) if isinstance(manager, HandshakeKVManager) else None
-
-
-class EndpointLanding:
-    """A `Landing`: the transfer endpoint of a prefill rank, which receives as decode's does."""
-
-    def __init__(self, manager: Any) -> None:
-        self._manager = manager
-        self._endpoint: HandshakeEndpoint = manager.endpoint
-        self.address: str = manager.endpoint.address
-
-    def destination(self, room: BootstrapRoom, receivers: Sequence[str]) -> Destination | None:
-        """See `Landing`. Every rank sends to the same rank of the target: both spread heads alike."""
-        rank: int = self._manager.attn_tp_rank
-        if len(receivers) <= rank:
-            raise ValueError(f"the target has endpoints for {len(receivers)} ranks")
-        return Destination(room, receivers[rank], rank, self._manager.heads, 0)
-
-    def expect(self, room: BootstrapRoom, slots: torch.Tensor) -> None:
-        manager = self._manager
-        heads = manager.heads.heads(manager.attn_tp_rank)
-        need = needed(
-            room,
-            first_token=0,
-            slots=array("I", slots.cpu().numpy().astype(np.uint32).tobytes()),
-            first_head=heads.start,
-            head_count=len(heads),
-            first_layer=0,
-            layer_count=manager.layer_count,
-        )
-        self._endpoint.expect(need)
-
-    def is_complete(self, room: BootstrapRoom) -> bool:
-        status = self._endpoint.receive_status(room)
-        return status is not None and status.stage is Stage.COMPLETE
-
-    def has_failed(self, room: BootstrapRoom) -> bool:
-        status = self._endpoint.receive_status(room)
-        return status is None or status.stage is Stage.FAILED
-
-    def is_released(self, room: BootstrapRoom) -> bool:
-        status = self._endpoint.receive_status(room)
-        return status is None or status.is_released
-
-    def cancel(self, room: BootstrapRoom) -> None:
-        self._endpoint.cancel(room, "the pull has been given up")
-
-    def forget(self, room: BootstrapRoom) -> None:
-        self._endpoint.forget(room)
+    if not isinstance(manager, HandshakeKVManager):
+        return None
+    return Landing(manager.endpoint, manager.attn_tp_rank, manager.heads, manager.layer_count)

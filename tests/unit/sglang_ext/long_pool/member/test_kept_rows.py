@@ -13,6 +13,7 @@ import torch
 from sglang_ext.long_pool.coordinator.pool_cost import PoolCosts
 from sglang_ext.long_pool.coordinator.pool_protocol import PoolProtocol
 from sglang_ext.long_pool.coordinator.pool_settings import PoolSettings
+from sglang_ext.long_pool.decide.coordinator import Coordinator
 from sglang_ext.long_pool.decide.kept_prompts import KeptPrefix
 from sglang_ext.long_pool.decide.sharding import Interleaving
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
@@ -69,6 +70,7 @@ class Conversations:
         self.pool = MemoryPool(self.protocol, self.members, self.page)
         self.rooms = 0
         self.prompts: dict[int, tuple[tuple[int, ...], int]] = {}  # by room: token ids, and what decode has
+        self.pulled: dict[int, tuple[int, ...]] = {}  # by pull: token ids
 
     def offer(self, owner: StreamingMember, token_ids: tuple[int, ...], cached_tokens: int = 0) -> None:
         self.rooms += 1
@@ -76,11 +78,37 @@ class Conversations:
         self.prompts[self.rooms] = token_ids, first_token
         owner.offer_streamed(self.rooms, token_ids, cached_tokens, first_token)
 
+    @property
+    def coordinator(self) -> Coordinator:
+        pool = self.protocol._pool
+        assert pool is not None
+        return pool.coordinator
+
+    def token_ids(self) -> dict[int, tuple[int, ...]]:
+        """By the number under which rows are kept."""
+        offered = {request: ids for one in self.members for request, (ids, _) in one.offered.items()}
+        return offered | self.pulled
+
+    def pull(self) -> None:
+        """Any kept prompt comes to any member, as if the coordinator had found that worth while."""
+        core, now_s = self.coordinator, time.monotonic()
+        kept = [KeptPrefix(prompt.key, prompt.end_tokens) for prompt in core.kept._prompts.values()]
+        kept = [prefix for prefix in kept if core._pulls.may_join(core.kept.rows(prefix))]
+        targets = [one for one in core.members if core._pulls.may_join((one,))]
+        if not kept or not targets:
+            return
+        prefix, target = self.draw.choice(kept), self.draw.choice(targets)
+        parts = core.kept.parts(prefix)
+        core.kept.lock(parts)
+        order = core._pulls.begin(target, sorted(core.kept.rows(parts[-1])), parts, 1, now_s)
+        self.pulled[order.pull] = self.token_ids()[prefix.prompt]
+        self.pool._deliver(self.protocol._carry_out([order], now_s))
+
     def run(self) -> None:
         def is_done() -> bool:
             self.decode.turn()
             ended = all(one.outcome is not None for one in self.decode.requests.values())
-            return ended and not self.protocol.history.running
+            return ended and not self.protocol.history.running and not len(self.coordinator._pulls)
 
         self.pool.run(is_done, timeout_s=60)
         for room, (token_ids, first_token) in self.prompts.items():
@@ -97,29 +125,31 @@ class Conversations:
                 one.turn()
             time.sleep(0.01)
         assert [one.pool.free_tokens for one in self.members] == [self.pool_tokens] * MEMBERS
-        prompts = {request: ids for one in self.members for request, (ids, _) in one.offered.items()}
         for one in self.members:
-            check_kept(one, prompts)
+            check_kept(one, self.token_ids())
             assert not one.ending
             for request, logits in one.logits.items():
                 torch.testing.assert_close(logits, logits_of(one.offered[request][0]), atol=1e-4, rtol=0)
-        core = self.protocol._pool
-        assert core is not None
         self.pool.deliver_messages()
         for one in self.members:
+            one.turn()
             here = sum(part.rows.slots.numel() for part in one.member.kept._parts.values())
-            assert core.coordinator.kept.tokens_on(one.instance) == here
+            assert self.coordinator.kept.tokens_on(one.instance) == here
             one.member.kept.flush()
         self.pool.deliver_messages()
-        assert len(core.coordinator.kept) == 0
+        assert len(self.coordinator.kept) == 0
         assert [len(one.pool._free) * self.page for one in self.members] == [self.pool_tokens] * MEMBERS
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(4, 16))])
-def test_conversations_go_on_behind_what_is_kept_whatever_happens(make: Make, decode: Decode, seed: int) -> None:
+@pytest.mark.parametrize("pulls", [False, True])
+def test_conversations_go_on_behind_what_is_kept_whatever_happens(
+    make: Make, decode: Decode, seed: int, pulls: bool
+) -> None:
     """Three turns of several conversations on changing members, some of which share a beginning; in some runs steps
-    fail, in others memory is short, so that rows make way for new prompts."""
+    fail, in others memory is short, so that rows make way for new prompts. `pulls`: kept rows come to other members
+    meanwhile."""
     is_short, fails = seed % 4 == 1, seed % 4 == 2
     one = Conversations(make, decode, seed, 320 if is_short else 1600, 0.004 if fails else 0.0)
     draw = one.draw
@@ -131,6 +161,9 @@ def test_conversations_go_on_behind_what_is_kept_whatever_happens(make: Make, de
             one.offer(draw.choice(one.members), text, cached_tokens if turn < 2 else 0)
             texts[number] = text + tuple(draw.randrange(50) for _ in range(4 * draw.randrange(1, 20)))
         one.run()
+        if pulls and turn < 2:
+            one.pull()
+            one.pull()
     history = one.protocol.history
     if not (is_short or fails):
         assert history.prefix_hits >= 3
