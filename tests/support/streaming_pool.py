@@ -210,7 +210,7 @@ class StreamingMember(MemoryMember):
         if outcome.request in self.ending and self.sent[outcome.request].transfer.poll().stage is Stage.COMPLETE:
             return
         self.ending.discard(outcome.request)
-        token_ids, prefix = self.offered[outcome.request]
+        prefix = self.offered[outcome.request][1]
         sent, streamed = self.sent[outcome.request], outcome.streamed
         if streamed is None:
             sent.transfer.offer_rest([range(prefix.numel())])

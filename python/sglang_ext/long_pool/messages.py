@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeVar, get_args
 import msgspec
 
 from sglang_ext.identifiers import PoolRequest
+from sglang_ext.long_pool.decide.coordination_settings import KV_TOKEN_BYTES
 from sglang_ext.long_pool.decide.orders import (
     Borrow,
     Collect,
@@ -87,6 +88,7 @@ class Hello(NamedTuple):
     min_tokens: Count = 0  # uncached tokens from which on it offers a prompt
     addresses: tuple[PeerAddress, ...] = ()  # where its ranks wait for those of other members
     receivers: tuple[Line, ...] = ()  # endpoints of its ranks to which kept rows can be sent; none: they cannot
+    kv_token_bytes: Positive = KV_TOKEN_BYTES  # of one token on one rank
 
 
 class KeyRequest(NamedTuple):

@@ -370,6 +370,13 @@ class _PoolCollector(Collector):
         yield _gauge("kept_tokens", "Tokens of these", sum(member.kept_tokens for member in status.members))
         yield _counter("prefix_hits", "Prefills that began behind KV that members had kept", history.prefix_hits)
         yield _counter("prefix_hit_tokens", "Tokens of these that were not computed again", history.prefix_hit_tokens)
+        pulls = CounterMetricFamily(
+            "sglang_ext:cdsp_pulls", "Kept prompts that were brought to one instance, or were to be", labels=["outcome"]
+        )
+        pulls.add_metric(["done"], history.pulls_done)
+        pulls.add_metric(["given_up"], history.pulls_given_up)
+        yield pulls
+        yield _counter("pulled_tokens", "Tokens of prompts that were brought to one instance", history.pulled_tokens)
         yield _gauge(
             "tickets_waiting", "Prompts announced by routers that no instance was named for", status.tickets_waiting
         )

@@ -182,7 +182,8 @@ class PoolStatus:
     arrivals_per_s: float  # of offers and announced prompts, in the last minute or so
     former_members: tuple[FormerMember, ...]  # latest last
     tickets_waiting: int = 0  # prompts that a router has announced, and that no instance has been named for
-    prompts_kept: int = 0  # whose rows are kept where they were computed
+    prompts_kept: int = 0  # whose rows are kept where they were computed, or where they have been pulled to
+    prompts_pulled: int = 0  # ever, to one instance
 
 
 class PoolHistory:
@@ -204,6 +205,9 @@ class PoolHistory:
         self.transfer_s = {"hidden": 0.0, "exposed": 0.0}
         self.prefix_hits = 0  # requests that began behind rows that the pool had kept
         self.prefix_hit_tokens = 0
+        self.pulls_done = self.pulls_given_up = 0
+        self.pulled_tokens = 0
+        self._open_pulls: dict[int, int] = {}  # tokens
         self.members_lost = 0
         self.former_members: deque[FormerMember] = deque(maxlen=_REMEMBERED)
 
@@ -254,6 +258,19 @@ class PoolHistory:
         if outcome in {PrefillEnd.COLLECTED, PrefillEnd.STREAMED}:
             self.prefill_s += now_s - record.offered_s
         return record
+
+    def record_pull(self, pull: int, tokens: int) -> None:
+        """Kept rows are on their way to one instance."""
+        self._open_pulls[pull] = tokens
+
+    def record_pull_end(self, pull: int, *, is_done: bool) -> None:
+        """They have come, or do not; ignored where that is known."""
+        tokens = self._open_pulls.pop(pull, None)
+        if tokens is not None and is_done:
+            self.pulls_done += 1
+            self.pulled_tokens += tokens
+        elif tokens is not None:
+            self.pulls_given_up += 1
 
     def record_borrow(self, order: Borrow) -> None:
         """A request begins behind rows that the pool has kept."""

@@ -32,6 +32,7 @@ from sglang_ext.long_pool.decide.orders import (
     Borrow,
     Collect,
     Decline,
+    DropKept,
     Finish,
     Offer,
     Order,
@@ -161,7 +162,7 @@ class PoolProtocol:
 
     def greet(self, hello: Hello) -> NewMember | Refusal:
         """The number of a new member, or why it cannot be one; changes nothing but the next number."""
-        identity = Identity(hello.model, hello.layers, hello.page_tokens)
+        identity = Identity.of(hello)
         if self._pool is not None and self._others(hello.name) and identity != self._pool.identity:
             return Refusal(f"the pool serves {self._pool.identity}, {hello.name} serves {identity}")
         self._next_instance += 1
@@ -173,7 +174,7 @@ class PoolProtocol:
         for other in [other for other, peer in self._peers.items() if peer.hello.name == hello.name]:
             out += self.lose(other, "has come again", now_s)
         if self._pool is None:
-            identity = Identity(hello.model, hello.layers, hello.page_tokens)
+            identity = Identity.of(hello)
             planner = self._make_planner(self._settings, identity, self._costs)
             self._pool = _Pool(identity, new_coordinator(self._settings, identity, planner))
         self._peers[instance] = Peer(hello, now_s)
@@ -242,6 +243,7 @@ class PoolProtocol:
             case KeptLost(prompts):
                 return core.kept_lost(instance, prompts, now_s)
             case Pulled(pull):
+                self.history.record_pull_end(pull, is_done=True)
                 return core.pulled(instance, pull, now_s)
             case PullFailed(pull):
                 return core.pull_failed(pull, now_s)
@@ -407,6 +409,7 @@ class PoolProtocol:
                 peers = self._addresses(order.members)
                 out += [AddressedMessage(instance, CollectOrder(order, peers)) for instance in order.members]
             elif isinstance(order, Pull):
+                self.history.record_pull(order.pull, order.tokens)
                 pull = PullOrder(order, self._peers[order.target].hello.receivers)
                 out += [AddressedMessage(instance, pull) for instance in order.members]
             elif isinstance(order, Decline):
@@ -419,6 +422,8 @@ class PoolProtocol:
             else:
                 if isinstance(order, Borrow):
                     self.history.record_borrow(order)
+                elif isinstance(order, DropKept):
+                    self.history.record_pull_end(order.request, is_done=False)
                 out += [AddressedMessage(instance, order) for instance in order.members]
         self._record_ends(declined, now_s)
         return [message for message in (*self._streams.take_messages(), *out) if message.instance in self._peers]
@@ -549,6 +554,7 @@ class PoolProtocol:
             tuple(history.former_members),
             self.tickets.waiting,
             0 if core is None else len(core.kept),
+            history.pulls_done,
         )
 
     def _others(self, name: str) -> bool:

@@ -11,6 +11,7 @@ from sglang_ext.long_pool.decide.coordinator import Coordinator
 from sglang_ext.long_pool.decide.pool_schedule import PoolSchedule
 from sglang_ext.long_pool.decide.price_planner import PriceOptions, PricePlanner
 from sglang_ext.long_pool.decide.sharding import Interleaving
+from sglang_ext.long_pool.messages import Hello
 
 
 class PoolSettings(NamedTuple):
@@ -40,6 +41,12 @@ class Identity(NamedTuple):
     model: str
     layers: int
     page_tokens: int
+    kv_token_bytes: int  # on one rank
+
+    @classmethod
+    def of(cls, hello: Hello) -> Identity:
+        """Return what a member says of itself."""
+        return cls(hello.model, hello.layers, hello.page_tokens, hello.kv_token_bytes)
 
     def __str__(self) -> str:
         return f"{self.model} ({self.layers} layers, pages of {self.page_tokens})"
@@ -53,6 +60,7 @@ def new_coordinator(settings: PoolSettings, identity: Identity, planner: PricePl
         interleaving=settings.interleaving,
         chunk_s=settings.max_chunk_s,
         keeps_rows=settings.keeps_rows,
+        kv_token_bytes=identity.kv_token_bytes,
         ttft_slo_s=settings.ttft_slo_s,
         slo_stretch=settings.slo_stretch,
     )

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from sglang_ext.long_pool.decide.sharding import Interleaving
 
+KV_TOKEN_BYTES = 131_072  # 32 layers with 8 KV heads of 128 in 16 bits
+
 
 class CoordinationSettings(NamedTuple):
     """Describes what does not change while a pool is served."""
@@ -26,4 +28,5 @@ class CoordinationSettings(NamedTuple):
     chunk_s: float | None = None  # longest time of a chunk, also where `chunk_length` would let it take longer
     keeps_rows: bool = True  # of streamed prompts, where they were computed: a prefix cache of the pool
     kept_share: float = 0.75  # of a member's memory, at most
+    kv_token_bytes: int = KV_TOKEN_BYTES  # of one token on one rank
     pulls_rows: bool = True  # kept rows may be brought to one instance, where that is better than to use them in place

@@ -83,7 +83,7 @@ class Coordinator:
         self._steps: dict[int, SharedPrefill] = {}  # by sequence
         self._numbers = StepNumbers()
         self.kept = KeptPrompts()
-        self._pulls = RowPulls()
+        self._pulls = RowPulls(settings.kv_token_bytes)
 
     @property
     def members(self) -> tuple[int, ...]:

@@ -15,7 +15,6 @@ from typing import NamedTuple
 from sglang_ext.long_pool.decide.kept_prompts import KeptPrefix
 
 _PRIOR_BYTES_PER_S = 10e9  # until a pull has been measured: about what a network of 100 Gb/s carries
-_PRIOR_BYTES_PER_TOKEN = 131_072  # 32 layers with 8 KV heads of 128 in 16 bits
 _MEASURED = 16  # pulls
 _LEAST_TIMEOUT_S = 5.0
 _TIMEOUT_FACTOR = 8.0  # of the predicted time
@@ -55,7 +54,8 @@ class RowPulls:
     An instance takes part in one at a time, so that a pull has its links for itself.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kv_token_bytes: int) -> None:
+        self._prior_token_s = kv_token_bytes / _PRIOR_BYTES_PER_S
         self._under_way: dict[int, _UnderWay] = {}
         self._busy: set[int] = set()
         self._measured: deque[tuple[int, float]] = deque(maxlen=_MEASURED)  # tokens, seconds
@@ -67,7 +67,7 @@ class RowPulls:
     def predict_s(self, tokens: int) -> float:
         """Return how long it takes to pull this many rows."""
         if not self._measured:
-            return tokens * _PRIOR_BYTES_PER_TOKEN / _PRIOR_BYTES_PER_S
+            return tokens * self._prior_token_s
         measured_tokens, measured_s = map(sum, zip(*self._measured, strict=True))
         return tokens * measured_s / measured_tokens
 

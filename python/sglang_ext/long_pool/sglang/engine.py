@@ -280,6 +280,7 @@ def build_member(scheduler: Any, options: CdspOptions) -> PoolMember:
             options.min_tokens,
             links.rank_addresses,
             receivers,
+            engine.pool.layers * engine.pool.empty_block(1).nbytes,
         )
 
     host = options.host or route_to(options.coordinator_host, options.coordinator_port)

@@ -177,6 +177,7 @@ class OnePool:
             ttft_slo_s=options.slo_s,
             slo_stretch=options.slo_stretch,
             keeps_rows=options.keeps_rows,
+            kv_token_bytes=options.kv_bytes_per_token,
             pulls_rows=options.pulls_rows,
         )
         self.coordinator = Coordinator(PoolSchedule(planner, OnTimeOrder(OnTimeOptions())), settings)
