@@ -19,11 +19,11 @@ groups for a while, the longer the more often.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from sglang_ext.long_pool.decide.chunk_length import NO_SHORT_LOAD
 from sglang_ext.long_pool.decide.coordination_settings import CoordinationSettings
-from sglang_ext.long_pool.decide.kept_prompts import KeptPrefix, KeptPrompts, PromptText
+from sglang_ext.long_pool.decide.kept_prompts import KeptPrefix, PromptText
 from sglang_ext.long_pool.decide.orders import (
     Bind,
     Borrow,
@@ -31,7 +31,6 @@ from sglang_ext.long_pool.decide.orders import (
     Decline,
     DeclineReason,
     Drop,
-    DropKept,
     Finish,
     GiveUp,
     Keep,
@@ -56,7 +55,7 @@ from sglang_ext.long_pool.decide.pool_requests import (
 from sglang_ext.long_pool.decide.pool_room import Held, PoolRoom
 from sglang_ext.long_pool.decide.pool_schedule import PlacedPrefill, PoolSchedule
 from sglang_ext.long_pool.decide.price_planner import Placement, PrefillSnapshot, PricePlanner
-from sglang_ext.long_pool.decide.row_pulls import RowPulls, cheapest_pull
+from sglang_ext.long_pool.decide.row_reuse import RowReuse
 from sglang_ext.long_pool.decide.sharding import (
     KvSegment,
     count_tokens,
@@ -82,8 +81,8 @@ class Coordinator:
         self._announced: dict[int, AnnouncedPrompt] = {}  # by ticket
         self._steps: dict[int, SharedPrefill] = {}  # by sequence
         self._numbers = StepNumbers()
-        self.kept = KeptPrompts()
-        self._pulls = RowPulls(settings.kv_token_bytes)
+        self._rows = RowReuse(self._members, schedule, settings)
+        self.kept = self._rows.kept
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -135,7 +134,7 @@ class Coordinator:
 
     def join(self, instance: int, node: int, report: MemberReport, now_s: float) -> list[Order]:
         """An instance has come, or has come back and knows nothing of what it held."""
-        orders = [*self.lose(instance, now_s), *_drops(self.kept.lose((instance,)))]
+        orders = [*self.lose(instance, now_s), *self._rows.lose(instance, now_s)]
         self._members.add(instance, node, report)
         return [*orders, *self.plan(now_s)]
 
@@ -143,8 +142,7 @@ class Coordinator:
         """An instance has gone: killed, unreachable, or moved to another pool. What it held is lost."""
         if not self._members.remove(instance):
             return []
-        orders = self._give_up_pulls(self._pulls.needing(instance), now_s)
-        orders += _drops(self.kept.lose((instance,)))
+        orders = self._rows.lose(instance, now_s)
         for ticket in [ticket for ticket, announced in self._announced.items() if announced.owner == instance]:
             del self._announced[ticket]
         for request in list(self._requests.values()):
@@ -204,7 +202,7 @@ class Coordinator:
         if not self._requests and not self._announced:
             self._quiet_s = now_s
         candidate = self._announced[ticket.ticket] = AnnouncedPrompt.of(ticket, self._candidates, self._settings)
-        self._match(candidate, self._members.snapshot(now_s).queue_delays_s, now_s)
+        self._rows.match(candidate, self._members.snapshot(now_s).queue_delays_s, now_s)
         self._schedule.record_arrival(now_s, candidate.work_s)
         return self.plan(now_s)
 
@@ -238,7 +236,7 @@ class Coordinator:
             self._quiet_s = now_s
         prefix = None if offer.blocks is None else self.kept.match(offer.blocks, offer.tokens - 1)
         delays_s = self._members.snapshot(now_s).queue_delays_s
-        if not self._is_worth(prefix, offer.tokens, offer.cached_tokens, delays_s, now_s):
+        if not self._rows.are_worth(prefix, offer.tokens, offer.cached_tokens, delays_s, now_s):
             prefix = None
         rows: Held = {}
         parts: tuple[KeptPrefix, ...] = ()
@@ -279,13 +277,20 @@ class Coordinator:
 
     def kept_lost(self, instance: int, prompts: Collection[int], now_s: float) -> list[Order]:
         """An instance has freed rows that it kept of these prompts: other work wanted the memory."""
-        orders = self._give_up_pulls(self._pulls.needing(instance, prompts), now_s)
-        orders += _drops(self.kept.lose_rows(instance, prompts))
+        orders = self._rows.lose_rows(instance, prompts, now_s)
         for request in list(self._requests.values()):
             # Its order to read them may be on its way: what the instance has not is computed again.
             if request.lose_rows(instance, prompts) and request.running is None:
                 orders += self._settle(request)
         return [*orders, *self.plan(now_s)]
+
+    def pulled(self, instance: int, pull: int, now_s: float) -> list[Order]:
+        """All rows of a pull have come to its target, `instance`, which keeps them."""
+        return [*self._rows.pulled(instance, pull, now_s), *self.plan(now_s)]
+
+    def pull_failed(self, pull: int, now_s: float) -> list[Order]:
+        """The rows of a pull do not come: its target has no room, or a source no rows, or they could not be sent."""
+        return [*self._rows.give_up((pull,), now_s), *self.plan(now_s)]
 
     def done(self, instance: int, sequence: int, now_s: float, free_kv_tokens: int | None = None) -> list[Order]:
         """A member has done its part of a step, and has this much free KV now."""
@@ -331,8 +336,8 @@ class Coordinator:
     def plan(self, now_s: float) -> list[Order]:
         """Order everything that can start now. Called by every event; call it also when reports have changed."""
         self._room.freed_s = min(self._room.freed_s, now_s)
-        overdue = self._give_up_pulls(self._pulls.overdue(now_s), now_s) if len(self._pulls) else []
-        return [*overdue, *self._free_kept(), *self._plan_prefills(now_s)]
+        overdue = self._rows.give_up_overdue(now_s)
+        return [*overdue, *self._rows.make_room(), *self._plan_prefills(now_s)]
 
     def _plan_prefills(self, now_s: float) -> list[Order]:
         orders: list[Order] = []
@@ -356,7 +361,7 @@ class Coordinator:
         if not (ignores_backlog or may_go_on or self._members.any_idle(now_s, kept)):
             return orders
         promised = reserved_tokens(self._requests.values(), self._settings.page_tokens)
-        for instance, tokens in self._pulls.room_tokens().items():
+        for instance, tokens in self._rows.pulls.room_tokens().items():
             promised[instance] = promised.get(instance, 0) + tokens
         snapshot = self._members.snapshot(now_s, kept, promised, counts_backlog=not ignores_backlog)
         turns = self._turns(pending, kept, promised, snapshot, now_s)
@@ -365,7 +370,7 @@ class Coordinator:
         for turn in (*(turn for turn in turns if turn.placement.group), *reversed(nowhere)):
             announced = self._announced.get(turn.key)
             if announced is not None:
-                orders += self._pull(announced, turn.placement, snapshot, now_s)
+                orders += self._rows.pull(announced, turn.placement, snapshot, now_s)
                 orders += self._bind(announced, turn.placement, now_s)
             elif turn.key in self._requests:
                 orders += self._start(self._requests[turn.key], turn.placement, now_s)
@@ -385,7 +390,7 @@ class Coordinator:
         positions = self._members.positions
         waiting = [prompt.pending(positions, self._room.kept_for(prompt, promised)) for prompt in pending]
         for announced in self._announced.values():
-            self._match(announced, snapshot.queue_delays_s, now_s)
+            self._rows.match(announced, snapshot.queue_delays_s, now_s)
         waiting += [prompt.pending(positions) for prompt in self._announced.values() if prompt.pull is None]
         shorts = self._members.short_load(now_s)
         begin_in_s = self._members.begin_in_s(now_s, kept)
@@ -468,7 +473,7 @@ class Coordinator:
         prefill.group = group
         for instance in group:
             self._members[instance].claim(order.sequence, order.request, max(0, more[instance]))
-        dropped = self._free_kept()
+        dropped = self._rows.make_room()
         self._run(prefill, order, group, after, now_s, compute_s)
         return [*dropped, order]
 
@@ -596,142 +601,6 @@ class Coordinator:
 
     # -- kept prompts ------------------------------------------------------------------------------------------------
 
-    def pulled(self, instance: int, pull: int, now_s: float) -> list[Order]:
-        """All rows of a pull have come to its target, `instance`, which keeps them."""
-        order = self._pulls.end(pull, now_s, is_done=True)
-        if order is None or order.target != instance:
-            return [DropKept(pull, (instance,))]  # given up meanwhile
-        self.kept.unlock(order.parts)
-        dropped = _drops(self.kept.add_copy(pull, order.parts, instance))
-        self._resume_pulled(pull)
-        return [*dropped, *self.plan(now_s)]
-
-    def pull_failed(self, pull: int, now_s: float) -> list[Order]:
-        """The rows of a pull do not come: its target has no room, or a source no rows, or they could not be sent."""
-        return [*self._give_up_pulls((pull,), now_s), *self.plan(now_s)]
-
-    def _give_up_pulls(self, pulls: Iterable[int], now_s: float) -> list[Order]:
-        orders: list[Order] = []
-        for pull in pulls:
-            order = self._pulls.end(pull, now_s, is_done=False)
-            if order is not None:
-                self.kept.unlock(order.parts)
-                self._resume_pulled(pull)
-                members = tuple(instance for instance in order.members if instance in self._members)
-                orders.append(DropKept(pull, members))
-        return orders
-
-    def _resume_pulled(self, pull: int) -> None:
-        """The prompt that waits for a pull, if it is there still, is planned again."""
-        for prompt in self._announced.values():
-            if prompt.pull == pull:
-                prompt.pull, prompt.was_pulled = None, True
-
-    def _pull(
-        self, prompt: AnnouncedPrompt, placement: Placement, snapshot: PrefillSnapshot, now_s: float
-    ) -> list[Order]:
-        """Have the rows that are kept of a prompt brought to one instance, where that is better than its place."""
-        prefix, ticket, settings = prompt.matched, prompt.ticket, self._settings
-        sizes = {candidate.size: candidate.cost for candidate in self._candidates}
-        if (
-            not settings.pulls_rows
-            or prefix is None
-            or prompt.owner is not None
-            or prompt.was_pulled
-            or prefix.tokens <= ticket.cached_tokens
-            or not placement.group
-            or 1 not in sizes
-        ):
-            return []
-        rows = self.kept.rows(prefix)
-        if not self._pulls.may_join(rows):
-            return []
-        held = [tokens_held(rows, instance) for instance in self._members]
-        price = self._schedule.price
-        plan = cheapest_pull(
-            prefix.tokens,
-            sizes[1].predict_s(prefix.tokens, ticket.tokens - prefix.tokens),
-            price,
-            held,
-            snapshot.queue_delays_s,
-            [
-                self._pulls.may_join((instance,))
-                and free_tokens >= ticket.tokens
-                and prefix.tokens <= settings.kept_share * self._members[instance].max_free_tokens
-                for instance, free_tokens in zip(self._members, snapshot.free_kv_tokens, strict=True)
-            ],
-            self._pulls,
-        )
-        placed_s = placement.end_s - placement.start_s
-        if plan is None or plan.cost_s >= placement.end_s + price * len(placement.group) * placed_s:
-            return []
-        parts = self.kept.parts(prefix)
-        self.kept.lock(parts)
-        order = self._pulls.begin(self.members[plan.target], sorted(rows), parts, plan.moved_tokens, now_s)
-        prompt.pull = order.pull
-        return [order]
-
-    def _is_worth(
-        self,
-        prefix: KeptPrefix | None,
-        tokens: int,
-        cached_tokens: int,
-        delays_s: Sequence[float],
-        now_s: float,
-    ) -> bool:
-        """Return whether a prompt had better begin behind a kept prefix, where `cached_tokens` are there anyway.
-
-        It computes less, but takes a group of all holders: a larger one than it needs, perhaps, and one whose members
-        end what they run at different times. `delays_s`: of all instances, see `PrefillSnapshot`.
-        """
-        if prefix is None or prefix.tokens <= cached_tokens:
-            return False
-        holders = self.kept.rows(prefix)
-        if not all(instance in self._members for instance in holders):
-            return False
-        least = len(holders)
-        in_place = [candidate for candidate in self._candidates if least <= candidate.size <= len(delays_s)]
-        if not in_place:
-            return False
-        price = self._schedule.price
-        any_s = sorted(delays_s)
-        positions = {self._members.positions[instance] for instance in holders}
-        joining_s = sorted(delay_s for position, delay_s in enumerate(delays_s) if position not in positions)
-        begin_s = [self._members[instance].begins_in_s(now_s) for instance in holders]
-        meet_s = max(begin_s)
-        idle_s = sum(meet_s - one_s for one_s in begin_s)
-
-        def cost_s(candidate: SpCandidate, wait_s: float, cached: int) -> float:
-            return wait_s + (1 + price * candidate.size) * candidate.cost.predict_s(cached, tokens - cached)
-
-        behind_s = price * idle_s + min(
-            cost_s(candidate, max([meet_s, *joining_s[: candidate.size - least]]), prefix.tokens)
-            for candidate in in_place
-        )
-        anywhere_s = min(
-            cost_s(candidate, any_s[candidate.size - 1], cached_tokens)
-            for candidate in self._candidates
-            if candidate.size <= len(any_s)
-        )
-        return behind_s < anywhere_s
-
-    def _match(self, prompt: AnnouncedPrompt, delays_s: Sequence[float], now_s: float) -> None:
-        """Decide again whether an announced prompt begins behind what is kept of it."""
-        ticket = prompt.ticket
-        if ticket.text is None:
-            return
-        if prompt.matched_version != self.kept.version:
-            prompt.matched_version = self.kept.version
-            prompt.matched = self.kept.match_text(ticket.text, ticket.tokens - 1)
-        prefix = prompt.matched
-        if not self._is_worth(prefix, ticket.tokens, ticket.cached_tokens, delays_s, now_s):
-            prefix = None
-        if prefix != prompt.prefix:
-            prompt.prefix = prefix
-            rows = {} if prefix is None else self.kept.rows(prefix)
-            prompt.holders = tuple((instance, tokens_held(rows, instance)) for instance in sorted(rows))
-            prompt.estimate(self._candidates, self._settings)
-
     def _may_keep_rows(self, prefill: SharedPrefill) -> bool:
         settings, offer = self._settings, prefill.offer
         return (
@@ -765,19 +634,7 @@ class Coordinator:
             if isinstance(drop, Drop)
         ]
         keep = Keep(request, tuple(sorted(kept)), start_tokens, end_tokens)
-        return [keep, *(drop for drop in rest if drop.members), *self._free_kept()]
-
-    def _free_kept(self) -> list[Order]:
-        """Drop kept rows where something else wants their memory."""
-        orders: list[Order] = []
-        if len(self.kept):
-            for instance in self._members:
-                member = self._members[instance]
-                room = min(member.free_tokens, int(self._settings.kept_share * member.max_free_tokens))
-                excess = self.kept.tokens_on(instance) - self.kept.locked_on(instance) - room
-                if excess > 0:
-                    orders += _drops(self.kept.drop_for(instance, excess))
-        return orders
+        return [keep, *(drop for drop in rest if drop.members), *self._rows.make_room()]
 
     # -- what is so --------------------------------------------------------------------------------------------------
 
@@ -789,7 +646,3 @@ class Coordinator:
         timeout_s = self._settings.bind_timeout_s
         for ticket in [key for key, prefill in self._announced.items() if now_s > prefill.bound_s + timeout_s]:
             del self._announced[ticket]
-
-
-def _drops(dropped: Sequence[tuple[int, tuple[int, ...]]]) -> list[Order]:
-    return [DropKept(request, members) for request, members in dropped if members]

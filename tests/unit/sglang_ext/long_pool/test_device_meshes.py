@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -261,7 +262,6 @@ def test_a_call_that_is_ready_soon_is_not_slept_for(make: MakePool, monkeypatch:
     """NCCL puts each hop of a layer on its stream by a thread of its own, which takes some ten microseconds."""
     pool = make(2, "nccl")
     swapped(pool, [0, 1])
-    sleep = time.sleep
     for member in pool.members:
         assert member.nccl is not None
         member.nccl.looks_until_ready = 3
@@ -269,9 +269,10 @@ def test_a_call_that_is_ready_soon_is_not_slept_for(make: MakePool, monkeypatch:
 
     def record(seconds: float) -> None:
         slept.append(seconds)
-        sleep(seconds)
+        time.sleep(seconds)
 
-    monkeypatch.setattr(nccl_mesh.time, "sleep", record)
+    # Not `time.sleep` itself: other threads of this process sleep, too.
+    monkeypatch.setattr(nccl_mesh, "time", SimpleNamespace(sleep=record, monotonic=time.monotonic))
     monkeypatch.setattr(nccl_mesh, "_SPIN_S", SOON_S)  # however slow this machine is
 
     def work(member: Member, mesh: Mesh) -> None:

@@ -93,14 +93,14 @@ class Conversations:
         """Any kept prompt comes to any member, as if the coordinator had found that worth while."""
         core, now_s = self.coordinator, time.monotonic()
         kept = [KeptPrefix(prompt.key, prompt.end_tokens) for prompt in core.kept._prompts.values()]
-        kept = [prefix for prefix in kept if core._pulls.may_join(core.kept.rows(prefix))]
-        targets = [one for one in core.members if core._pulls.may_join((one,))]
+        kept = [prefix for prefix in kept if core._rows.pulls.may_join(core.kept.rows(prefix))]
+        targets = [one for one in core.members if core._rows.pulls.may_join((one,))]
         if not kept or not targets:
             return
         prefix, target = self.draw.choice(kept), self.draw.choice(targets)
         parts = core.kept.parts(prefix)
         core.kept.lock(parts)
-        order = core._pulls.begin(target, sorted(core.kept.rows(parts[-1])), parts, 1, now_s)
+        order = core._rows.pulls.begin(target, sorted(core.kept.rows(parts[-1])), parts, 1, now_s)
         self.pulled[order.pull] = self.token_ids()[prefix.prompt]
         self.pool._deliver(self.protocol._carry_out([order], now_s))
 
@@ -108,7 +108,7 @@ class Conversations:
         def is_done() -> bool:
             self.decode.turn()
             ended = all(one.outcome is not None for one in self.decode.requests.values())
-            return ended and not self.protocol.history.running and not len(self.coordinator._pulls)
+            return ended and not self.protocol.history.running and not len(self.coordinator._rows.pulls)
 
         self.pool.run(is_done, timeout_s=60)
         for room, (token_ids, first_token) in self.prompts.items():
