@@ -30,8 +30,8 @@ A router or chunk is best that has the highest goodput. Then every system runs o
 highest goodput of a system other than `one`, or of that of `one` where no other system is good at any load (then
 `goodput_over_best` is null). `..._over_best` is ours over the lowest of any other system's there.
 Ablations run at the highest of these loads: `without_sharing` (each prompt on one instance), `without_prefixes`,
-`without_kept_rows` (of shared prompts), `without_pulls` (of these to one instance), `without_bounded_chunks`, `without_packing` (batches of one class),
-`moves_at_10_gb_per_s`.
+`without_kept_rows` (of shared prompts), `without_pulls` (of these to one instance), `without_bounded_chunks`,
+`without_packing` (batches of one class), `moves_at_10_gb_per_s`.
 
 The last line is `RESULT {json}`.
 """

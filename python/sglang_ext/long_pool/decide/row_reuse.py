@@ -187,9 +187,10 @@ class RowReuse:
         return self.give_up(self.pulls.overdue(now_s), now_s) if len(self.pulls) else []
 
     def _resume_pulled(self, pull: int) -> None:
-        """The prompt that has waited for a pull is planned again."""
-        prompt = self._waiting.pop(pull)
-        prompt.pull, prompt.was_pulled = None, True
+        """The prompt that has waited for a pull, if there is one, is planned again."""
+        prompt = self._waiting.pop(pull, None)
+        if prompt is not None:
+            prompt.pull, prompt.was_pulled = None, True
 
     @property
     def _candidates(self) -> tuple[SpCandidate, ...]:
