@@ -41,7 +41,7 @@ from sglang_ext.cpu.models.smollm2 import ModelError, ensure_smollm2
 from support.cdsp_pool import HANDSHAKE, Costs, PoolCoordinator, Sent
 from support.engines import BenchEngine, EngineStartError
 from support.random_model import RandomLlama, build_random_llama
-from support.result import BenchmarkRun, give_up, progress
+from support.result import BenchmarkRun, benchmark_parser, give_up, progress
 
 VOCABULARY = 49152
 ONE_CHUNK = ("--chunked-prefill-size", "8192")
@@ -341,16 +341,13 @@ def _named(one: Round | Ended) -> list[tuple[str, float]]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each (default: 5)")
     parser.add_argument("--tokens", type=int, default=4096, help="length of the prompt (default: 4096)")
     parser.add_argument(
         "--transport", choices=["shared_memory", "tcp"], default="shared_memory", help="default: shared_memory"
     )
     parser.add_argument("--full", action="store_true", help="15 rounds")
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).resolve().parent / "out", help="folder for the JSON file"
-    )
     arguments = parser.parse_args()
     if arguments.full:
         arguments.rounds = 15

@@ -35,7 +35,7 @@ from support.distill_job import BatchRun, Job, JobFailedError, best_concurrency,
 from support.engines import BenchEngine, EngineStartError, free_port
 from support.mixed_load import Replayer, TraceMix, load_mix, percentile
 from support.random_model import RandomLlama, build_random_llama
-from support.result import BenchmarkRun, give_up, progress
+from support.result import BenchmarkRun, benchmark_parser, give_up, progress
 
 MODEL = RandomLlama(layers=6, hidden=384, heads=6, kv_heads=2)
 LONG_SHARE = 0.1
@@ -297,14 +297,9 @@ def _wait_serving(url: str) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    here = Path(__file__).resolve().parent
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__, has_traces=True)
     parser.add_argument("--rows", type=int, default=2000, help="rows of the job (default: 2000)")
     parser.add_argument("--full", action="store_true", help="three times as many")
-    parser.add_argument(
-        "--data", type=Path, default=here.parent.parent / "shared" / "data", help="folder with the traces"
-    )
-    parser.add_argument("--out", type=Path, default=here / "out", help="where distill.json goes")
     return parser.parse_args()
 
 

@@ -37,7 +37,7 @@ from sglang_ext.engine.launch_plan import shared_cpu_environment
 from support.engines import EngineStartError, free_port
 from support.processor_time import processor_time_s
 from support.random_model import RandomLlama, build_random_llama
-from support.result import BenchmarkRun, give_up, progress
+from support.result import BenchmarkRun, benchmark_parser, give_up, progress
 
 ROLES = ("short", "short", "long", "decode")
 READY_TIMEOUT_S = 240.0
@@ -166,11 +166,8 @@ def _memory_mib(pid: int) -> float:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each (default: 3)")
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).resolve().parent / "out", help="folder for the JSON file"
-    )
     return parser.parse_args()
 
 

@@ -36,7 +36,7 @@ from sglang_ext.cpu.prefix_attention import STOCK_ATTENTION_VARIABLE
 from support.cdsp_pool import Sent
 from support.engines import BenchEngine, EngineStartError
 from support.processor_time import processor_time_s
-from support.result import BenchmarkRun, give_up, progress
+from support.result import BenchmarkRun, benchmark_parser, give_up, progress
 
 VOCABULARY = 49152
 CHUNK_TOKENS = 512
@@ -161,12 +161,9 @@ def _exponent(seconds: Mapping[int, float], low: int, high: int) -> float:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each (default: 3)")
     parser.add_argument("--full", action="store_true", help="the longest prompts with SGLang's attention, too")
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).resolve().parent / "out", help="folder for the JSON file"
-    )
     return parser.parse_args()
 
 

@@ -46,7 +46,7 @@ from sglang_ext.cpu.models.smollm2 import ModelError, ensure_smollm2
 from support.cdsp_pool import HANDSHAKE, Costs, PoolCoordinator, Sent
 from support.engines import BenchEngine, EngineStartError
 from support.mixed_load import percentile
-from support.result import BenchmarkRun, give_up, print_result, progress, write_json
+from support.result import BenchmarkRun, benchmark_parser, give_up, print_result, progress, write_json
 
 VOCABULARY = 49152
 STAGES = 2
@@ -345,7 +345,7 @@ def _figures(rounds: Sequence[IdlePrompt]) -> dict[str, object]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=4, help="measurements of each (default: 4)")
     parser.add_argument("--tokens", default="4096,7168", help="lengths of the prompts (default: 4096,7168)")
     parser.add_argument(
@@ -364,9 +364,6 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--full", action="store_true", help="15 rounds, an hour")
     parser.add_argument("--trial", action="store_true", help="one round of 4,096 tokens, to see that it works")
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).resolve().parent / "out", help="folder for the JSON file"
-    )
     arguments = parser.parse_args()
     arguments.tokens = [int(word) for word in arguments.tokens.split(",")]
     arguments.end_s = END_S

@@ -16,22 +16,18 @@ over divided, and how many requests went undivided.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
-import sys
 import tempfile
-import time
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from support.engines import BenchEngine, EngineStartError, free_port
+from support.engines import BenchEngine, EngineStartError, running_router
 from support.mixed_load import Outcome, Replayer, TraceMix, load_mix, percentile
 from support.random_model import RandomLlama, build_random_llama
-from support.result import BenchmarkRun, give_up, progress
+from support.result import BenchmarkRun, benchmark_parser, give_up, progress
 
 MODEL = RandomLlama(layers=8, hidden=512, heads=8, kv_heads=2)
 LEAST_SHORT_TOKENS = 16
@@ -117,7 +113,7 @@ def _measure(
             arrivals = mix.arrivals(rate_per_s, duration_s, LONG_SHARE, seed=number)
             names = list(SYSTEMS) if number % 2 == 0 else list(SYSTEMS)[::-1]
             for place, name in enumerate(names):
-                with _router(engines, SYSTEMS[name]) as url:
+                with running_router([*_router_options(engines), *SYSTEMS[name]], len(engines)) as url:
                     replayer = Replayer(url, MODEL.vocabulary, OUTPUT_TOKENS)
                     outcomes = replayer.run(arrivals, seed=1000 + 2 * number + place)
                     runs[name].append(Round(outcomes, _plain_requests(url)))
@@ -134,37 +130,12 @@ def _capacity_per_s(engines: dict[str, BenchEngine], mix: TraceMix) -> float:
     return len(prompts) / replayer.run_closed(prompts, 8, seed=3)
 
 
-@contextmanager
-def _router(engines: dict[str, BenchEngine], options: Sequence[str]) -> Iterator[str]:
-    port = free_port()
-    command = [
-        *(sys.executable, "-m", "sglang_ext.cli", "router", "--pd-disaggregation", "--port", str(port)),
+def _router_options(engines: dict[str, BenchEngine]) -> Sequence[str]:
+    return (
         *("--prefill", engines["both"].url, str(engines["both"].bootstrap_port)),
         *("--decode", engines["decode"].url, "--plain", engines["plain"].url),
-        *("--length-boundary-tokens", str(BOUNDARY_TOKENS), "--log-level", "warning", *options),
-    ]
-    process = subprocess.Popen(command)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        deadline_s = time.monotonic() + 60.0
-        while not _are_ready(url, len(engines)):
-            if process.poll() is not None or time.monotonic() > deadline_s:
-                raise EngineStartError("the router did not start")
-            time.sleep(0.2)
-        yield url
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def _are_ready(url: str, count: int) -> bool:
-    """Return whether the router answers, and all of its instances take requests."""
-    try:
-        with urllib.request.urlopen(url + "/workers", timeout=30) as reply:
-            workers = json.loads(reply.read())["workers"]
-    except OSError:
-        return False
-    return sum(worker["state"] == "ready" for worker in workers) == count
+        *("--length-boundary-tokens", str(BOUNDARY_TOKENS)),
+    )
 
 
 def _plain_requests(url: str) -> int:
@@ -188,14 +159,9 @@ def _ratio(runs: dict[str, list[Round]], share: float, *, is_long: bool) -> floa
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    here = Path(__file__).resolve().parent
+    parser = benchmark_parser(__doc__, has_traces=True)
     parser.add_argument("--trial", action="store_true", help="one round of 15 s, to see that it works")
     parser.add_argument("--full", action="store_true", help="twice as many rounds, and longer ones")
-    parser.add_argument(
-        "--data", type=Path, default=here.parent.parent / "shared" / "data", help="folder with the traces"
-    )
-    parser.add_argument("--out", type=Path, default=here / "out", help="folder for the JSON")
     return parser.parse_args()
 
 

@@ -25,24 +25,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from support.engines import BenchEngine, EngineStartError, free_port
+from support.engines import BenchEngine, EngineStartError, running_router
 from support.idle_ttft import IdleTtft, measure_idle_ttft
 from support.mixed_load import Arrival, Outcome, Replayer, TraceMix, load_mix, percentile
 from support.pool_turns import Move, Phase, turns_s, unanswered
 from support.random_model import RandomLlama, build_random_llama
-from support.result import BenchmarkRun, give_up, progress
+from support.result import BenchmarkRun, benchmark_parser, give_up, progress
 
 # Prefill must be what is scarce, so prompts are not too short, the model not too small, and decode does next to
 # nothing: two prefill instances, the decode instance, router and client share two cores.
@@ -175,7 +173,7 @@ def _measure(
                 _flush(engines[role])
             slowdown = first_per_s / _speed(engines, mix, seed=21 + number)
             stretched = [arrival._replace(at_s=arrival.at_s * slowdown) for arrival in arrivals]
-            with _router(engines, system, idle) as url:
+            with running_router(_router_options(engines, system, idle), len(engines)) as url:
                 progress(
                     f"{system.name}: {len(arrivals)} requests over {stretched[-1].at_s:.0f} s, slowdown {slowdown:.2f}"
                 )
@@ -259,48 +257,25 @@ def _run(url: str, arrivals: Sequence[Arrival], slowdown: float, seed: int) -> R
     return Run(outcomes, moves, slowdown)
 
 
-@contextmanager
-def _router(engines: dict[str, BenchEngine], system: System, idle: IdleTtft) -> Iterator[str]:
-    port = free_port()
+def _router_options(engines: dict[str, BenchEngine], system: System, idle: IdleTtft) -> list[str]:
     flags = {"short": "--prefill-short", "long": "--prefill-long", "both": "--prefill"}
     prefills = [
         word
         for engine, mode in zip((engines["short"], engines["long"]), system.modes, strict=True)
         for word in (flags[mode], engine.url, str(engine.bootstrap_port))
     ]
-    command = [
-        *(sys.executable, "-m", "sglang_ext.cli", "router", "--pd-disaggregation", "--port", str(port)),
+    return [
         *prefills,
         *("--decode", engines["decode"].url, "--length-boundary-tokens", str(BOUNDARY_TOKENS)),
         *("--set", f"controller.short_slo_secs={idle.objective_s(LEAST_SHORT_TOKENS, 1.0)}"),
         *("--set", f"controller.long_slo_secs={idle.objective_s(LONG_RANGE_TOKENS[0], 1.0)}"),
-        *("--log-level", "warning", *system.router_options),
+        *system.router_options,
     ]
-    process = subprocess.Popen(command)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        deadline_s = time.monotonic() + 60.0
-        while True:
-            try:
-                _get(url + "/readyz")
-                break
-            except OSError:
-                if process.poll() is not None or time.monotonic() > deadline_s:
-                    raise EngineStartError("the router did not start") from None
-                time.sleep(0.2)
-        yield url
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def _get(url: str) -> Any:
     with urllib.request.urlopen(url, timeout=30) as reply:
-        body = reply.read()
-    try:
-        return json.loads(body)
-    except ValueError:
-        return body
+        return json.load(reply)
 
 
 def _violations(run: Run, idle: IdleTtft) -> int:
@@ -359,14 +334,9 @@ def _draw(path: Path, runs: dict[str, Run], phases: Sequence[Phase]) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    here = Path(__file__).resolve().parent
+    parser = benchmark_parser(__doc__, has_traces=True)
     parser.add_argument("--trial", action="store_true", help="phases of 10 s, to see that it works")
     parser.add_argument("--full", action="store_true", help="twice as long")
-    parser.add_argument(
-        "--data", type=Path, default=here.parent.parent / "shared" / "data", help="folder with the traces"
-    )
-    parser.add_argument("--out", type=Path, default=here / "out", help="folder for picture and JSON")
     return parser.parse_args()
 
 

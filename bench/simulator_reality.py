@@ -47,7 +47,7 @@ from support.reality import (
     pin_scheduler,
     simulated_ttfts_s,
 )
-from support.result import BenchmarkRun, give_up, progress
+from support.result import BenchmarkRun, benchmark_parser, give_up, progress
 
 MODEL = RandomLlama(layers=6, hidden=384, heads=6, kv_heads=2)
 LONG_SHARE = 0.1
@@ -172,15 +172,10 @@ def _replayer(prefill: BenchEngine, decode: BenchEngine) -> Replayer:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    here = Path(__file__).resolve().parent
+    parser = benchmark_parser(__doc__, has_traces=True)
     parser.add_argument("--requests", type=int, default=250, help="requests of each replay (default: 250)")
     parser.add_argument("--rounds", type=int, default=3, help="replays of each policy (default: 3)")
     parser.add_argument("--load", type=float, default=0.6, help="offered load by the profile (default: 0.6)")
-    parser.add_argument(
-        "--data", type=Path, default=here.parent.parent / "shared" / "data", help="folder with the traces"
-    )
-    parser.add_argument("--out", type=Path, default=here / "out", help="folder for picture, profile and JSON")
     return parser.parse_args()
 
 

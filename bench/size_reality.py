@@ -45,7 +45,7 @@ from support.engines import BenchEngine, EngineStartError
 from support.mixed_load import Arrival, Outcome, Replayer, TraceMix, load_mix, percentile
 from support.random_model import RandomLlama, build_random_llama
 from support.reality import SpeedProbe, busy_core, pin_scheduler, slowed
-from support.result import BenchmarkRun, give_up, progress
+from support.result import BenchmarkRun, benchmark_parser, give_up, progress
 
 MODEL = RandomLlama(layers=8, hidden=512, heads=8, kv_heads=2)
 LEAST_SHORT_TOKENS = 64
@@ -359,14 +359,9 @@ def _served(config: ClusterConfig) -> Iterator[str]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    here = Path(__file__).resolve().parent
+    parser = benchmark_parser(__doc__, has_traces=True)
     parser.add_argument("--requests", type=int, default=200, help="requests of the trace (default: 200)")
     parser.add_argument("--rounds", type=int, default=2, help="replays for each layout (default: 2)")
-    parser.add_argument(
-        "--data", type=Path, default=here.parent.parent / "shared" / "data", help="folder with the traces"
-    )
-    parser.add_argument("--out", type=Path, default=here / "out", help="folder for the results")
     return parser.parse_args()
 
 

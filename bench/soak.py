@@ -36,7 +36,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from support.result import BenchmarkRun, give_up, progress
+from support.result import BenchmarkRun, benchmark_parser, give_up, progress
 from support.soak_faults import FAULTS, Fault, Faults, Sample, ServedCluster
 from support.soak_load import WRONG_TEXT, Ended, Traffic, count_outcomes
 from support.text_model import build_text_model
@@ -300,8 +300,7 @@ def _draw(path: Path, run: Run) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    here = Path(__file__).resolve().parent
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="how long, the warm-up apart")
     parser.add_argument("--hours", type=float, default=0.0, help="the same in hours")
     parser.add_argument("--users", type=int, default=8, help="clients that send at a time")
@@ -309,7 +308,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS, help="which ones")
     parser.add_argument("--limit-s", type=float, default=60.0, help="when a request counts as hung")
     parser.add_argument("--keep", type=Path, help="folder for model and logs, which stay; default: a temporary one")
-    parser.add_argument("--out", type=Path, default=here / "out", help="folder for picture and JSON")
     return parser.parse_args()
 
 

@@ -9,10 +9,12 @@ import random
 import re
 import signal
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,6 +26,7 @@ from sglang_ext.cluster.process_tree import all_processes
 from sglang_ext.engine.launch_plan import shared_cpu_environment
 
 START_TIMEOUT_S = 240.0
+ROUTER_TIMEOUT_S = 60.0
 _CAUSE = re.compile(r"[\w.]+(Error|Exception)\b")
 STOP_TIMEOUT_S = 20.0
 
@@ -125,6 +128,34 @@ class BenchEngine:
         except ProcessLookupError:
             pass
         self.process.wait()
+
+
+@contextmanager
+def running_router(options: Sequence[str], instances: int) -> Iterator[str]:
+    """Run our router; its URL, once `instances` of it take requests. Raises EngineStartError."""
+    port = free_port()
+    words = ("router", "--pd-disaggregation", "--port", str(port), "--log-level", "warning", *options)
+    process = subprocess.Popen([sys.executable, "-m", "sglang_ext.cli", *words])
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline_s = time.monotonic() + ROUTER_TIMEOUT_S
+        while _ready_instances(url) < instances:
+            if process.poll() is not None or time.monotonic() > deadline_s:
+                raise EngineStartError("the router did not start")
+            time.sleep(0.2)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _ready_instances(url: str) -> int:
+    try:
+        with urllib.request.urlopen(url + "/workers", timeout=30) as reply:
+            workers = json.load(reply)["workers"]
+    except OSError:
+        return 0
+    return sum(worker["state"] == "ready" for worker in workers)
 
 
 @cache

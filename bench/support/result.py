@@ -1,7 +1,8 @@
-"""Describes what every benchmark prints at its end: one `RESULT {json}` line, with the machine that it ran on."""
+"""Describes what benchmarks share: their folders, and the `RESULT {json}` line at their end, with its machine."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -14,6 +15,18 @@ from pathlib import Path
 from typing import NoReturn
 
 from support.processor_time import OtherLoad
+
+BENCH = Path(__file__).resolve().parents[1]
+
+
+def benchmark_parser(description: str | None, *, has_traces: bool = False) -> argparse.ArgumentParser:
+    """Return a parser with the folder of the results and, where traces are replayed, that of these."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=BENCH / "out", metavar="FOLDER", help="where the results go")
+    if has_traces:
+        data = BENCH.parents[1] / "shared" / "data"
+        parser.add_argument("--data", type=Path, default=data, metavar="FOLDER", help="where the traces are")
+    return parser
 
 
 class BenchmarkRun:
