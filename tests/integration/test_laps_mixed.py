@@ -41,7 +41,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 def test_greedy_tokens_of_mixed_batches(pair: Pair) -> None:
     """Many long prefills wait, so that a short one's own iteration would cost them more than sharing one costs it."""
     before = Counters.of(pair.prefill)
-    requests = [pair.send(LONG_TOKENS - 37 * number, seed=2000 + number) for number in range(12)]
+    requests = [pair.send(LONG_TOKENS // 2 - 37 * number, seed=2000 + number) for number in range(12)]
     pair.wait_for(lambda status: status["long"]["requests"] >= 4)
     for number in range(8):
         short = pair.send(1 + 7 * number, seed=2020 + number, slo_ms=60_000)

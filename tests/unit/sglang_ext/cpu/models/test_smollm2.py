@@ -29,6 +29,7 @@ def source(tmp_path: Path) -> PackagedModel:
         wheel_sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
         gguf_member="llm_tiny/tiny.gguf",
         gguf_sha256=hashlib.sha256(GGUF).hexdigest(),
+        license="Apache-2.0",
         wheel_mb=1,
     )
 
