@@ -28,7 +28,7 @@ from sglang_ext.types import Role
 from sglang_ext_router.decide.instance_pressure import PressureSettings
 
 LAPS, POOL, ONE = "laps", "pool", "one"
-POLICIES = (POOL, ONE, *(order.value for order in QueueOrder), LAPS)
+POLICIES = (ONE, POOL, *(order.value for order in QueueOrder), LAPS)
 DRAWN_REQUESTS = 2000
 ACTIVATION_BYTES_PER_TOKEN = 16_384  # hidden state and residual of 4,096 values in 16 bits
 HOP_MS, HOP_GB_PER_S = 2.0, 25.0  # where nothing was measured

@@ -33,8 +33,8 @@ from sglang_ext.planner.simulation.scenario import (
     ACTIVATION_BYTES_PER_TOKEN,
     HOP_GB_PER_S,
     HOP_MS,
+    ONE,
     POLICIES,
-    POOL,
     ScenarioError,
     engine_doubts,
     make_requests,
@@ -122,7 +122,7 @@ SETTINGS = (
     _INSTANCES(
         "fail", str, (), "INSTANCE:AT:FOR: an instance is down from a second on for this many seconds", is_list=True
     ),
-    _POLICY("name", str, POOL, "how prefills are scheduled", POLICIES, dest="policy"),
+    _POLICY("name", str, ONE, "how prefills are scheduled", POLICIES, dest="policy"),
     _POLICY(
         "chunk_s",
         float,

@@ -290,7 +290,7 @@ def _prefill_stage(
         spec = InstancesSpec(
             roles, engine.costs.coefficients, engine.kv_tokens, layout.boundary_tokens, engine.costs.iteration
         )
-        one_pool = OnePoolOptions(targets.short_ttft_s, targets.long_stretch, targets.short_ttft_s, keeps_rows=False)
+        one_pool = OnePoolOptions(targets.short_ttft_s, targets.long_stretch, targets.short_ttft_s)
         return OnePool(loop, spec, ring, policy, one_pool, meter, False)
     # An instance that serves both serves everything the router sends: only short prompts get there.
     short = instances((Role.BOTH,) * layout.short, lambda _: policy(Role.SHORT))

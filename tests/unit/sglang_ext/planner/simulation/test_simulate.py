@@ -229,7 +229,7 @@ def test_instances_of_several_stages(lengths: str, tmp_path: Path, capsys: pytes
         ),
         (
             sets("workload.rate=1", "instances.long_pp=2"),
-            "instances.long_pp: instances that share prompts (policy.name pool) have one stage",
+            "instances.long_pp: instances that share prompts (policy.name one) have one stage",
         ),
         (sets("workload.rate=1", "workload.warm_up=1"), "workload.warm_up must be at least 0 and below 1, got 1"),
         (

@@ -74,10 +74,19 @@ def test_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (sets("instances.short=16"), "instances.short must be at least 1 and leave one of 16, got 16"),
-        (sets("instances.short=-1"), "instances.short must be at least 1 and leave one of 16, got -1"),
+        (
+            sets("instances.short=16", "policy.name=pool"),
+            "instances.short must be at least 1 and leave one of 16, got 16",
+        ),
+        (
+            sets("instances.short=-1", "policy.name=pool"),
+            "instances.short must be at least 1 and leave one of 16, got -1",
+        ),
         (sets("instances.short=2", "policy.name=hrrn"), "instances.short: policy.name hrrn keeps no classes apart"),
-        (sets("instances.short=2", "instances.fail=0:1:1"), "instances.fail is not simulated with instances.short"),
+        (
+            sets("instances.short=2", "instances.fail=0:1:1", "policy.name=pool"),
+            "instances.fail is not simulated with instances.short",
+        ),
         (sets("policy.move_pools=true"), "policy.move_pools needs policy.name laps"),
         (sets("policy.chunk_s=1", "policy.name=laps"), "policy.chunk_s needs policy.name pool or one, not laps"),
         (sets("policy.chunk_s=0", "policy.name=pool"), "policy.chunk_s must be above 0, got 0"),
