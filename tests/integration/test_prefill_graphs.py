@@ -42,7 +42,13 @@ def check(outcome: Outcome) -> None:
 
 
 @pytest.mark.parametrize(
-    ("page_tokens", "is_paged"), [pytest.param(1, False, marks=pytest.mark.full), (16, False), (1, True), (16, True)]
+    ("page_tokens", "is_paged"),
+    [
+        pytest.param(1, False, marks=pytest.mark.full),
+        (16, False),
+        pytest.param(1, True, marks=pytest.mark.full),
+        (16, True),
+    ],
 )
 def test_batches_of_all_kinds(page_tokens: int, is_paged: bool) -> None:
     rng = random.Random(11)

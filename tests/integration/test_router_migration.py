@@ -201,6 +201,7 @@ TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"ty
 PARSERS = ("--reasoning-parser", "deepseek-r1", "--tool-call-parser", "qwen25")
 
 
+@pytest.mark.full
 def test_the_parsers_of_reasoning_and_tools_go_on_where_they_were() -> None:
     cases = [
         openai("what is reasoned", CHAT, 40),
@@ -218,6 +219,7 @@ def test_the_parsers_of_reasoning_and_tools_go_on_where_they_were() -> None:
         check(lose(router, victim, survivor, cases), expected)
 
 
+@pytest.mark.full
 def test_replies_that_are_no_streams_are_tried_again_whole() -> None:
     prefill, survivor = FLEET.get(EngineSpec(Role.SHORT), EngineSpec(Role.DECODE))
     bodies = [(case.path, {**case.body, "stream": False}) for case in CASES if case.is_greedy]

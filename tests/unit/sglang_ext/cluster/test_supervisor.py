@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import sglang_ext.cluster.supervisor as supervisor_module
 from sglang_ext.cluster.config import LivenessSettings
 from sglang_ext.cluster.process_tree import send_signal, session_processes
 from sglang_ext.cluster.supervisor import ProgramPhase, StartError, SupervisedProgram, Supervisor
@@ -37,6 +38,13 @@ def tick_until(supervisor: Supervisor, done: Callable[[], bool], timeout_s: floa
         assert time.monotonic() < deadline_s, [(m.program.name, m.phase) for m in supervisor.members]
         supervisor.tick()
         time.sleep(0.02)
+
+
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stand-ins are up within a tenth of a second."""
+    monkeypatch.setattr(supervisor_module, "PROBE_INTERVAL_S", 0.05)
+    monkeypatch.setattr(supervisor_module, "TICK_S", 0.02)
 
 
 def pids_of(supervisor: Supervisor) -> list[int]:
