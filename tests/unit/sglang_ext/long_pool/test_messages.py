@@ -93,10 +93,11 @@ layouts_of_heads = st.builds(
     lambda heads, ranks: HeadLayout(heads, ranks, heads * ranks), st.integers(1, 9), st.integers(1, 9)
 )
 destinations = st.lists(st.builds(Destination, counts, texts, counts, layouts_of_heads, counts), max_size=2).map(tuple)
+lines_of_ranks = st.lists(texts, max_size=2).map(tuple)
 messages = st.one_of(
     st.builds(
         *(Hello, st.just(PROTOCOL_VERSION), texts, texts, texts),
-        *(st.integers(1, 200), st.integers(1, 128), reports, counts, addresses),
+        *(st.integers(1, 200), st.integers(1, 128), reports, counts, addresses, lines_of_ranks, st.integers(1, 2**40)),
     ),
     st.builds(KeyRequest, st.just(PROTOCOL_VERSION), texts),
     st.builds(Challenge, texts),
