@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import orjson
@@ -25,7 +25,7 @@ from sglang_ext_router.request.routing import PoolPlace, RoutePlanner
 
 TICKETS_PATH = "/tickets"
 CONNECT_TIMEOUT_S = 2.0
-MAX_ANSWER_BYTES = 4096
+MAX_ANSWER_BYTES = 16_384
 MAX_UNCACHED = 1024  # prompts that were sent, and that the coordinator may still report as cached
 
 
@@ -46,6 +46,13 @@ class _OfferError(Exception):
     def __init__(self, outcome: OfferOutcome) -> None:
         super().__init__(outcome.value)
         self.outcome = outcome
+
+
+class PoolAnswer(NamedTuple):
+    """Names of the member that shall get a prompt, and of all that are to compute it."""
+
+    instance: str
+    members: list[str]
 
 
 class PoolOffers:
@@ -70,7 +77,7 @@ class PoolOffers:
         self._learn = learn
         monitor.on_answer = self._learn_prefixes
         self._session: aiohttp.ClientSession | None = None
-        self._asking: set[asyncio.Task[str]] = set()
+        self._asking: set[asyncio.Task[PoolAnswer]] = set()
 
     def count(self, outcome: OfferOutcome) -> None:
         """Count what became of a prompt that could be offered."""
@@ -97,7 +104,7 @@ class PoolOffers:
 
     def ask(
         self, request: PreparedRequest, waited_s: float, on_answer: Callable[[PoolPlace | None], None]
-    ) -> asyncio.Task[str]:
+    ) -> asyncio.Task[PoolAnswer]:
         """Offer a prompt; `on_answer` gets the instance that is named for it, or None: route it as any other.
 
         The task can be cancelled: the prompt is withdrawn then, and `on_answer` not called.
@@ -118,7 +125,7 @@ class PoolOffers:
         task = asyncio.get_running_loop().create_task(self._name(ticket, limit_s))
         self._asking.add(task)
 
-        def on_done(done: asyncio.Task[str]) -> None:
+        def on_done(done: asyncio.Task[PoolAnswer]) -> None:
             self._asking.discard(done)
             if done.cancelled():
                 self.count(OfferOutcome.GIVEN_UP)
@@ -156,15 +163,16 @@ class PoolOffers:
         if self._session is not None:
             await self._session.close()
 
-    def _place(self, request: PreparedRequest, name: str, room: int) -> PoolPlace | None:
-        for worker in request.model.ready_prefill:
-            if worker.name == name:
-                return PoolPlace(worker, room)
-        self.count(OfferOutcome.UNKNOWN)
-        return None
+    def _place(self, request: PreparedRequest, answer: PoolAnswer, room: int) -> PoolPlace | None:
+        workers = {worker.name: worker for worker in request.model.ready_prefill}
+        worker = workers.get(answer.instance)
+        if worker is None:
+            self.count(OfferOutcome.UNKNOWN)
+            return None
+        return PoolPlace(worker, room, tuple(workers[one] for one in answer.members if one in workers) or (worker,))
 
-    async def _name(self, ticket: dict[str, Any], limit_s: float) -> str:
-        """Return the name of the member that shall get the prompt. Raises _OfferError."""
+    async def _name(self, ticket: dict[str, Any], limit_s: float) -> PoolAnswer:
+        """Ask the coordinator. Raises _OfferError."""
         if self._session is None:
             # A kept connection might just have been closed by the coordinator.
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
@@ -182,15 +190,17 @@ class PoolOffers:
             raise _OfferError(OfferOutcome.TIMEOUT) from None
         except (aiohttp.ClientError, OSError):
             raise _OfferError(OfferOutcome.AWAY) from None
-        return _read_name(body)
+        return _read_names(body)
 
 
-def _read_name(body: bytes) -> str:
+def _read_names(body: bytes) -> PoolAnswer:
     try:
         answer = orjson.loads(body)
     except orjson.JSONDecodeError:
         raise _OfferError(OfferOutcome.INVALID) from None
-    name = answer.get("instance") if isinstance(answer, dict) else None
-    if not isinstance(name, str):
+    if not isinstance(answer, dict):
         raise _OfferError(OfferOutcome.INVALID)
-    return name
+    name, members = answer.get("instance"), answer.get("members", [])
+    if not isinstance(name, str) or not isinstance(members, list):
+        raise _OfferError(OfferOutcome.INVALID)
+    return PoolAnswer(name, [str(member) for member in members])

@@ -31,6 +31,8 @@ class Attempt:
         "_is_prefilling",
         "_legs",
         "_new_tokens",
+        "_place",
+        "_prefills",
         "_record",
         "_request",
         "_services",
@@ -40,8 +42,15 @@ class Attempt:
     )
 
     def __init__(
-        self, services: Services, request: PreparedRequest, record: RequestRecord, route: Route, now_s: float
+        self,
+        services: Services,
+        request: PreparedRequest,
+        record: RequestRecord,
+        route: Route,
+        now_s: float,
+        place: PoolPlace | None = None,
     ) -> None:
+        """`place`: in a long pool, which counts where its instance has become the route's."""
         self._services = services
         self._request = request
         self._record = record
@@ -51,14 +60,18 @@ class Attempt:
         self._legs: list[UpstreamConnection | None] = [None, None]
         self.route = record.route = route
         prompt, prompt_tokens = request.prompt, request.prompt_tokens
-        self._new_tokens = new_tokens = route.decision.new_tokens * prompt.sequence_count
         prefill, decode = route.prefill, route.decode
+        self._place = place if place is not None and place.prefill is prefill else None
+        # A prompt that several instances compute together is work of each of them.
+        self._prefills = (prefill,) if self._place is None else self._place.members
+        self._new_tokens = new_tokens = route.decision.new_tokens * prompt.sequence_count // len(self._prefills)
         # Until the prefill has ended, from now on.
         self.predicted_s = route.decision.predicted_wait_s + new_tokens / prefill.rate.tokens_per_s
         prefill.in_flight += 1
-        if prefill.pending_tokens == 0:
-            prefill.progress.begin(now_s, new_tokens)
-        prefill.pending_tokens += new_tokens
+        for worker in self._prefills:
+            if worker.pending_tokens == 0:
+                worker.progress.begin(now_s, new_tokens)
+            worker.pending_tokens += new_tokens
         if decode is not None:
             decode.in_flight += 1
             decode.reserved_tokens += prompt_tokens
@@ -70,14 +83,14 @@ class Attempt:
 
     # -- legs -------------------------------------------------------------------------------------------
 
-    def send(self, owner: LegOwner, number: int, on_new_connections: bool, place: PoolPlace | None = None) -> None:
+    def send(self, owner: LegOwner, number: int, on_new_connections: bool) -> None:
         """Send the same body to each instance; `owner` gets the events of the legs, under this attempt's number.
 
-        The room is that of the `place` in a long pool where its instance has become the route, otherwise a new one.
+        The room is that of its place in a long pool, where it has one, otherwise a new one.
         """
         services, request, route = self._services, self._request, self.route
-        if place is not None and place.prefill is route.prefill and services.pool_offers is not None:
-            room = place.room
+        if self._place is not None and services.pool_offers is not None:
+            room = self._place.room
             services.pool_offers.on_sent(room, route.prefill, request.prompt)
         else:
             room = services.rooms.take(request.prompt.sequence_count)
@@ -270,9 +283,10 @@ class Attempt:
     def _release_prefill(self) -> None:
         if self._is_prefilling:
             self._is_prefilling = False
-            worker = self.route.prefill
-            worker.pending_tokens -= self._new_tokens
-            worker.progress.begin(self._services.loop.time(), worker.pending_tokens)
+            now_s = self._services.loop.time()
+            for worker in self._prefills:
+                worker.pending_tokens -= self._new_tokens
+                worker.progress.begin(now_s, worker.pending_tokens)
 
     @property
     def is_prefilling(self) -> bool:

@@ -40,7 +40,7 @@ from sglang_ext_router.decide.pd_actions import (
 )
 from sglang_ext_router.decide.pd_protocol import PDProtocol, RequestPhase
 from sglang_ext_router.http.replies import MODEL_NOT_FOUND, shown_names, unknown_model
-from sglang_ext_router.instances.pool_offers import OfferOutcome
+from sglang_ext_router.instances.pool_offers import OfferOutcome, PoolAnswer
 from sglang_ext_router.observe.access_log import peer_of
 from sglang_ext_router.observe.request_record import QUEUE_TIMEOUT_STATUS, RequestRecord
 from sglang_ext_router.request.attempt import Attempt
@@ -106,7 +106,7 @@ class RequestFlow:
         self._request: PreparedRequest
         self._is_queued = False
         self._is_waiting = False  # for an instance: none is ready, and one may return
-        self._asking: asyncio.Task[str] | None = None  # the coordinator
+        self._asking: asyncio.Task[PoolAnswer] | None = None  # the coordinator
         self._place: PoolPlace | None = None  # for the first attempt
         self._protocol: PDProtocol | None = None  # from the first attempt on
         self._relayed = _DECODE
@@ -360,8 +360,8 @@ class RequestFlow:
             relay.answer_error(400, "n > 1 needs instances started by `sglang-ext worker`", "n")
             self._act(protocol.on_no_instance(number))
             return
-        self._attempt = attempt = Attempt(services, request, record, route, now_s)
-        attempt.send(self, number, on_new_connections, place)
+        self._attempt = attempt = Attempt(services, request, record, route, now_s, place)
+        attempt.send(self, number, on_new_connections)
         relay.begin_attempt(
             self._headers.request_id or record.room_id,
             None if services.config.disable_route_headers else route,

@@ -43,6 +43,7 @@ class PoolPlace(NamedTuple):
 
     prefill: Worker
     room: int
+    members: tuple[Worker, ...]  # that are to compute the prompt together; the instance itself, where it is alone
 
 
 class CapacityRefusal(NamedTuple):

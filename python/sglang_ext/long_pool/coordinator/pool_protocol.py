@@ -418,7 +418,8 @@ class PoolProtocol:
             elif isinstance(order, Bind):
                 room = room_of(order.ticket)
                 self.tickets.bind(room, now_s)
-                self._events.bound.append(BoundPrompt(room, self._peers[order.owner].hello.name))
+                members = tuple(self._peers[instance].hello.name for instance in order.members)
+                self._events.bound.append(BoundPrompt(room, self._peers[order.owner].hello.name, members))
             else:
                 if isinstance(order, Borrow):
                     self.history.record_borrow(order)

@@ -43,7 +43,7 @@ class TicketDesk:
         """`deliver` sends what follows for members, and hands what has become of prompts to `settle`."""
         self._protocol = protocol
         self._deliver = deliver
-        self._waiting: dict[BootstrapRoom, asyncio.Future[str | None]] = {}  # the member's name; None: there is none
+        self._waiting: dict[BootstrapRoom, asyncio.Future[BoundPrompt | None]] = {}  # None: no member is left
 
     async def post(self, request: web.Request) -> web.Response:
         """The handler of `POST /tickets`; it is to be cancelled when the connection ends."""
@@ -55,22 +55,22 @@ class TicketDesk:
         named = self._waiting[ticket.room] = asyncio.get_running_loop().create_future()
         try:
             self._deliver(messages)
-            name = await named
+            bound = await named
         except asyncio.CancelledError:
             self._deliver(self._protocol.withdraw(ticket.room, time.monotonic()))
             raise
         finally:
             del self._waiting[ticket.room]
-        if name is None:
+        if bound is None:
             return _error(TicketError(TicketProblem.NO_POOL, "the pool has lost its members"))
-        return web.json_response({"ticket": ticket.room, "instance": name})
+        return web.json_response({"ticket": ticket.room, "instance": bound.name, "members": bound.members})
 
     def settle(self, bound: Iterable[BoundPrompt], unserved: Iterable[BootstrapRoom]) -> None:
         """Answer those whose turn has come, and those whose turn will not come."""
-        for room, name in (*bound, *((room, None) for room in unserved)):
+        for room, prompt in (*((prompt.room, prompt) for prompt in bound), *((room, None) for room in unserved)):
             named = self._waiting.get(room)
             if named is not None and not named.done():
-                named.set_result(name)
+                named.set_result(prompt)
 
 
 def _error(error: TicketError) -> web.Response:

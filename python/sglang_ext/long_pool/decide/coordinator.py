@@ -402,14 +402,15 @@ class Coordinator:
         """Return who gets the prompt, shortly before its turn. It is not asked for twice."""
         if prompt.owner is not None or prompt.pull is not None or placement.start_s > self._settings.bind_ahead_s:
             return []
-        if placement.group:
-            owner = self.members[placement.group[0]]
+        members = tuple(self.members[position] for position in placement.group)
+        if members:
+            owner = members[0]
         elif self._may_get_room(prompt, now_s):
             return []
         else:
             owner = max(self._members, key=lambda instance: self._members[instance].report.free_kv_tokens)
         prompt.owner, prompt.bound_s, prompt.no_room_s = owner, now_s, None
-        return [Bind(prompt.ticket.ticket, owner)]
+        return [Bind(prompt.ticket.ticket, owner, members or (owner,))]
 
     def _start(self, prefill: SharedPrefill, placement: Placement, now_s: float) -> list[Order]:
         """The next chunk of a request, if its turn has come and all it needs is there."""

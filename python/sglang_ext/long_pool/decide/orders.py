@@ -73,6 +73,7 @@ class Bind(NamedTuple):
 
     ticket: int
     owner: int
+    members: tuple[int, ...]  # that are to compute it, as it seems now
 
 
 class RunChunk(NamedTuple):

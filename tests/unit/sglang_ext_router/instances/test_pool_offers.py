@@ -32,6 +32,7 @@ class ScriptedCoordinator:
         self.turn = asyncio.Event()  # has come for all
         self.turn.set()
         self.name = "?"  # of the member that is named
+        self.members: list[str] = []  # names of those that are to compute it
         self.answer: Answer = self.named
         self.is_well = True
         self.recent: list[dict[str, Any]] = []
@@ -39,7 +40,7 @@ class ScriptedCoordinator:
 
     async def named(self, ticket: dict[str, Any]) -> web.StreamResponse:
         await self.turn.wait()
-        return web.json_response({"ticket": ticket["ticket"], "instance": self.name})
+        return web.json_response({"ticket": ticket["ticket"], "instance": self.name, "members": self.members})
 
     async def post(self, request: web.Request) -> web.StreamResponse:
         ticket = await request.json()
@@ -111,6 +112,22 @@ async def test_the_instance_that_is_named_gets_it_under_the_room_of_its_ticket()
         assert outcomes(served) == {"named": 3}
         metrics = (await served.ask("GET", "/metrics")).body.decode()
         assert 'sglang_ext_router_pool_offers_total{outcome="named"} 3.0' in metrics
+
+
+async def test_its_tokens_are_work_of_all_that_compute_it() -> None:
+    async with offering() as (coordinator, served):
+        coordinator.members = [f"127.0.0.1:{served.long[number].port}" for number in (2, 0)] + ["elsewhere:1"]
+        served.long[2].plan(hang())
+        served.decode[0].plan(hang())
+        asking = asyncio.create_task(ask(served))
+        await served.until(lambda: bool(served.long[2].requests))
+        workers = {worker.name: worker for worker in served.router.registry}
+        pending = [workers[f"127.0.0.1:{engine.port}"].pending_tokens for engine in served.long]
+        tokens = coordinator.tickets[0]["tokens"]
+        assert pending == [tokens // 2, 0, tokens // 2]
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        await served.until(lambda: not any(worker.pending_tokens for worker in workers.values()))
 
 
 async def test_it_is_sent_nowhere_before_its_turn_and_short_ones_do_not_wait() -> None:

@@ -494,7 +494,7 @@ def test_a_prompt_waits_for_the_first_member() -> None:
     one = coordinator(0)
     assert one.announce(ticket(), 0.0) == []
     assert one.plan(100.0) == []
-    assert one.join(0, 0, IDLE, 101.0) == [Bind(-1, 0)]
+    assert one.join(0, 0, IDLE, 101.0) == [Bind(-1, 0, (0,))]
 
 
 # ---- prompts that no instance has ----
@@ -556,7 +556,7 @@ def ticket(
 def test_an_announced_prompt_is_given_to_an_instance_in_its_turn() -> None:
     one = coordinator(2)
     (bind,) = one.announce(ticket(), 0.0)
-    assert bind == Bind(-1, 0)
+    assert bind == Bind(-1, 0, (0, 1))
     # While it is on its way, its group is kept for it.
     assert one.announce(ticket(-2, arrival_s=0.1), 0.1) == []
     order = chunk_of(one.claim(-1, offer(1, tokens=4010), 0.2))
@@ -574,7 +574,7 @@ def test_a_claim_has_the_arrival_and_the_deadline_of_its_ticket() -> None:
     early, late = ticket(-1, 3000, 0.1, 60.0), ticket(-2, 3000, 0.2, 30.0)
     assert one.announce(early, 0.1) == one.announce(late, 0.2) == []
     one.report(0, IDLE, 20.0)
-    assert one.plan(20.0) == [Bind(-2, 0)]
+    assert one.plan(20.0) == [Bind(-2, 0, (0,))]
 
 
 def test_without_a_clients_deadline_the_objective_grows_with_the_prompt() -> None:
@@ -585,7 +585,7 @@ def test_without_a_clients_deadline_the_objective_grows_with_the_prompt() -> Non
     # That of the long one is 2 * 3.9 s, the short one's 1 s: in time for both it is the order of these deadlines.
     assert one.plan(0.3) == []
     one.report(0, IDLE, 0.4)
-    assert one.plan(0.4) == [Bind(-2, 0)]
+    assert one.plan(0.4) == [Bind(-2, 0, (0,))]
 
 
 def test_the_objective_follows_the_costs() -> None:
@@ -594,7 +594,7 @@ def test_the_objective_follows_the_costs() -> None:
     assert one.announce(ticket(-1, 3000, 0.1, None), 0.1) == one.announce(ticket(-2, 2000, 0.2, 5.0), 0.2) == []
     one.use_planner(PricePlanner(PriceOptions((SpCandidate(1, SpCost(0.0, 1e-4, 0.0, 0.0)),))))
     one.report(0, IDLE, 0.4)
-    assert one.plan(0.4) == [Bind(-1, 0)]
+    assert one.plan(0.4) == [Bind(-1, 0, (0,))]
 
 
 def test_a_claim_without_a_deadline_keeps_its_instances_own() -> None:
@@ -619,7 +619,7 @@ def test_a_prompt_is_bound_shortly_before_its_turn() -> None:
 
 def test_a_prompt_whose_instance_never_offers_it_is_forgotten() -> None:
     one = coordinator(2, bind_timeout_s=3.0)
-    assert one.announce(ticket(), 0.0) == [Bind(-1, 0)]
+    assert one.announce(ticket(), 0.0) == [Bind(-1, 0, (0, 1))]
     assert one.plan(2.9) == []
     assert one.tickets == (-1,)
     one.plan(3.1)
@@ -630,15 +630,15 @@ def test_a_prompt_whose_instance_never_offers_it_is_forgotten() -> None:
 
 def test_a_withdrawn_prompt_makes_room_for_the_next() -> None:
     one = coordinator(2)
-    assert one.announce(ticket(-1), 0.0) == [Bind(-1, 0)]
+    assert one.announce(ticket(-1), 0.0) == [Bind(-1, 0, (0, 1))]
     assert one.announce(ticket(-2, arrival_s=0.1), 0.1) == []
-    assert one.withdraw(-1, 0.2) == [Bind(-2, 0)]
+    assert one.withdraw(-1, 0.2) == [Bind(-2, 0, (0, 1))]
     assert one.withdraw(-1, 0.3) == []
 
 
 def test_a_prompt_is_forgotten_with_the_instance_that_it_was_given_to() -> None:
     one = coordinator(2)
-    assert one.announce(ticket(), 0.0) == [Bind(-1, 0)]
+    assert one.announce(ticket(), 0.0) == [Bind(-1, 0, (0, 1))]
     one.lose(0, 0.1)
     assert one.tickets == ()
 
@@ -646,7 +646,7 @@ def test_a_prompt_is_forgotten_with_the_instance_that_it_was_given_to() -> None:
 def test_an_announced_prompt_that_no_group_can_hold_is_given_to_the_instance_with_most_room() -> None:
     one = coordinator(2)
     one.report(1, MemberReport(0.0, 200_000), 0.0)
-    assert one.announce(ticket(tokens=900_000), 0.0) == [Bind(-1, 1)]
+    assert one.announce(ticket(tokens=900_000), 0.0) == [Bind(-1, 1, (1,))]
     assert one.claim(-1, offer(1, owner=1, tokens=900_000), 0.1)[-1] == Decline(1, 1, DeclineReason.NO_PLAN)
 
 
@@ -1388,7 +1388,7 @@ def test_rows_of_a_busy_holder_are_pulled_to_an_instance_that_is_free() -> None:
     assert pull == Pull(-1, 0, (1,), (KeptPrefix(7, 4000),))
     assert one.plan(0.01) == [], "the prompt waits for its rows"
     assert one.kept.locked_on(1) == 4000
-    assert one.pulled(0, -1, 0.02) == [DropKept(7, (1,)), Bind(-1, 0)]
+    assert one.pulled(0, -1, 0.02) == [DropKept(7, (1,)), Bind(-1, 0, (0, 2))]
     assert (one.kept.tokens_on(1), one.kept.tokens_on(0)) == (0, 4000)
 
 
@@ -1401,7 +1401,7 @@ def test_rows_of_several_holders_are_pulled_together_where_a_group_would_cost_ot
 
 def test_rows_are_used_in_place_where_their_only_holder_is_free() -> None:
     one = pool_that_keeps({1: (range(4000),)})
-    assert one.announce(follow_up(), 0.0) == [Bind(-1, 1)]
+    assert one.announce(follow_up(), 0.0) == [Bind(-1, 1, (1, 0, 2, 3))]
 
 
 def test_a_slow_network_is_learned_from() -> None:
