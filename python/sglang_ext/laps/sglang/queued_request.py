@@ -35,6 +35,7 @@ class LapsEntry:
     priority: PriorityClass
     is_started: bool = False
     was_offered: bool = False  # to a long pool
+    is_counted: bool = False  # as work of this instance
 
 
 def entry_of(request: Any) -> LapsEntry | None:

@@ -82,6 +82,7 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         self._parked: list[Any] = []
         self._aborted_while_parked: list[Any] = []
         self._waiting = WaitingRequests()
+        self._uncounted: list[Any] = []  # requests that have come, and may still go to a pool
         self._held: list[Any] = []  # SGLang's queue, while it builds a batch of some of it
         self._started_tokens: int | None = None  # most of the started prefill in the batch that is built
         self._building_s = 0.0  # that SGLang took for building batches in this round
@@ -122,6 +123,7 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         self._end_failed(laps)
         self._admit_ready_grammars()
         self._follow_queue(laps)
+        self._count_arrivals(laps)
         # Here and not with a result, so that an instance that has become idle says so.
         laps.publish(laps.now_s(), lambda: self._snapshot(laps))
         if not self.waiting_queue and not self._parked:
@@ -212,10 +214,23 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
             entry.is_started = False
             self._waiting.enter(request, entry)
             laps.put(request, entry, now_s)
+            if not entry.is_counted:
+                self._uncounted.append(request)
         # SGLang may have ended the request in hand itself.
         parked = {entry.key for request in self._parked if (entry := entry_of(request)) is not None}
         for key in [key for key in laps.policy.queue.started if key not in parked]:
             laps.policy.remove(key)
+
+    def _count_arrivals(self, laps: LapsInstance) -> None:
+        """Inform the policy of the prefills that have come and stay here: what a pool computes is no work of its
+        queues."""
+        for request in self._uncounted:
+            entry = entry_of(request)
+            if entry is not None and entry.key in self._waiting and not entry.is_counted:
+                entry.is_counted = True
+                lengths = prefill_tokens(request)
+                laps.policy.record_arrival(laps.now_s(), entry.length_class, *lengths, entry.deadline_s)
+        self._uncounted = []
 
     def _forget_gone(self, laps: LapsInstance) -> Sequence[Any]:
         """Inform the policy of requests that wait no more, and return the new ones in SGLang's queue."""
@@ -234,7 +249,6 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
             length_class, new_tokens, cached_tokens, arrival_s, requested_slo_s(request), priority
         )
         self._next_key += 1
-        laps.policy.record_arrival(now_s, length_class, new_tokens, cached_tokens, deadline_s)
         return LapsEntry(self._next_key, length_class, new_tokens, arrival_s, deadline_s, priority)
 
     def _snapshot(self, laps: LapsInstance) -> RoundSnapshot:

@@ -1,4 +1,4 @@
-"""Short follow-ups that the pool computes count as arrivals of short prefills at the instances that compute them."""
+"""What counts as work of an instance's own queues, and what a pool computes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sglang_ext.graphs.decide.graph_grid import GraphGrid
 from sglang_ext.laps.decide.cost_model import CostCoefficients
 from sglang_ext.laps.decide.options import LapsOptions
 from sglang_ext.laps.decide.policy import Laps
-from sglang_ext.laps.decide.round_plan import InstanceLimits
+from sglang_ext.laps.decide.round_plan import InstanceLimits, PriorityClass
 from sglang_ext.long_pool.member.pool_member import FollowUp
 
 pytestmark = pytest.mark.usefixtures("sglang_imported")
@@ -42,3 +42,32 @@ def test_short_ones_raise_the_rate_and_long_ones_do_not() -> None:
         now_s += 0.5
     assert laps.short_per_s(now_s) > 1.0
     assert laps.short_work_s(now_s) > 0.0
+
+
+def test_a_prompt_that_goes_to_the_pool_is_work_of_its_instance_once_it_comes_back() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # SGLang's, of what a CPU has not
+        from sglang_ext.laps.sglang.queued_request import LapsEntry, remember
+        from sglang_ext.long_pool.sglang.scheduler import SequenceParallelScheduler
+        from sglang_ext.types import LengthClass
+
+    counted: list[tuple[Any, ...]] = []
+    laps: Any = SimpleNamespace(
+        policy=SimpleNamespace(record_arrival=lambda *arrival: counted.append(arrival)), now_s=lambda: 7.0
+    )
+    requests = [
+        SimpleNamespace(
+            origin_input_ids=[0] * tokens, output_ids=[], prefix_indices=[], host_hit_length=0, prefix_len=0
+        )
+        for tokens in (900, 30)
+    ]
+    for key, request in enumerate(requests):
+        length_class = LengthClass.SHORT if key else LengthClass.LONG
+        remember(request, LapsEntry(key, length_class, 0, 0.0, 9.0, PriorityClass.NORMAL))
+    scheduler: Any = SimpleNamespace(_uncounted=list(requests), _waiting={1})  # the first has been offered
+    SequenceParallelScheduler._count_arrivals(scheduler, laps)
+    assert counted == [(7.0, LengthClass.SHORT, 30, 0, 9.0)]
+    scheduler._uncounted, scheduler._waiting = list(requests), {0, 1}
+    SequenceParallelScheduler._count_arrivals(scheduler, laps)
+    assert counted[1:] == [(7.0, LengthClass.LONG, 900, 0, 9.0)]
+    assert scheduler._uncounted == []
