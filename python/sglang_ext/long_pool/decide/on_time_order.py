@@ -21,10 +21,13 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from operator import attrgetter
 from typing import NamedTuple
 
 from sglang_ext.long_pool.decide.price_planner import Holder
 
+_BY_DEADLINE = attrgetter("deadline_s", "arrival_s", "key")
+_BY_WORK = attrgetter("work_s")
 _PASSING_WORK = 0.1  # of the mean of the passed ones
 
 
@@ -109,39 +112,31 @@ class OnTimeOrder:
         keys = {waiting_prompt.key for waiting_prompt in waiting}
         self._put_back &= keys
         self._aged &= keys
-        by_deadline = sorted(
-            waiting,
-            key=lambda waiting_prompt: (waiting_prompt.deadline_s, waiting_prompt.arrival_s, waiting_prompt.key),
-        )
-        late = {prefill.key for prefill in by_deadline if now_s + prefill.fastest_s > prefill.deadline_s}
-        first = [
-            prefill
-            for prefill in by_deadline
-            if prefill.key in late
-            and now_s - prefill.arrival_s > options.promoted_after * (prefill.deadline_s - prefill.arrival_s)
-        ]
+        by_deadline = sorted(waiting, key=_BY_DEADLINE)
         self._record_aged(now_s, by_deadline)
-        first += [prefill for prefill in by_deadline if prefill.key in self._aged]
+        first: list[PendingPrefill] = []
+        late: list[PendingPrefill] = []
+        timely: list[PendingPrefill] = []
+        behind: set[int] = set()  # late, or put back
+        for prefill in by_deadline:
+            if now_s + prefill.fastest_s > prefill.deadline_s:
+                behind.add(prefill.key)
+                may_wait_s = options.promoted_after * (prefill.deadline_s - prefill.arrival_s)
+                (first if now_s - prefill.arrival_s > may_wait_s else late).append(prefill)
+            else:
+                (first if prefill.key in self._aged else timely).append(prefill)
         first.sort(key=lambda prefill: not prefill.is_started)
         per_work = options.work_factor / instances
-        ahead_s = running_s / instances + sum(prefill.work_s for prefill in first) * per_work
-        are_first = {prefill.key for prefill in first}
-        timely = [prefill for prefill in by_deadline if prefill.key not in late and prefill.key not in are_first]
+        ahead_s = running_s / instances + sum([prefill.work_s for prefill in first]) * per_work
         put_back = self._choose(now_s, timely, ahead_s, per_work)
         self._allowance += len(self._put_back - put_back) - len(put_back - self._put_back)
         self._put_back = put_back
-        behind = put_back | late
-        on_time = [prefill for prefill in timely if prefill.key not in put_back]
-        late_ones = [prefill for prefill in by_deadline if prefill.key in late and prefill.key not in are_first]
-        passing = self._passing(now_s, late_ones, on_time, ahead_s, per_work)
-        have_passed = {prefill.key for prefill in passing}
-        turns = [*first, *passing, *on_time]
-        left_behind = [
-            prefill
-            for prefill in by_deadline
-            if prefill.key in behind and prefill.key not in are_first and prefill.key not in have_passed
-        ]
-        turns += sorted(left_behind, key=lambda prefill: prefill.work_s)
+        on_time = [prefill for prefill in timely if prefill.key not in put_back] if put_back else timely
+        passing = self._passing(now_s, late, on_time, ahead_s, per_work)
+        behind |= put_back
+        left = put_back.union([prefill.key for prefill in late]).difference([prefill.key for prefill in passing])
+        left_behind = [prefill for prefill in by_deadline if prefill.key in left] if left else []
+        turns = [*first, *passing, *on_time, *sorted(left_behind, key=_BY_WORK)]
         shares = options.due_share, options.put_back_due_share
         due_s = [turn.arrival_s + shares[turn.key in behind] * (turn.deadline_s - turn.arrival_s) for turn in turns]
         is_lost = [now_s + turn.fastest_s > due for turn, due in zip(turns, due_s, strict=True)]
@@ -167,7 +162,7 @@ class OnTimeOrder:
             spare_s = min(spare_s, self._planned_s(prefill) - end_s)
         passing: list[PendingPrefill] = []
         max_work_s = _PASSING_WORK * sum(prefill.work_s for prefill in on_time) / max(1, len(on_time))
-        for prefill in sorted(late, key=lambda prefill: prefill.work_s):
+        for prefill in sorted(late, key=_BY_WORK):
             spare_s -= prefill.work_s * per_work
             if spare_s < 0 or prefill.work_s > max_work_s:
                 break
