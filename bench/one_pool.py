@@ -14,6 +14,9 @@ A round has conversations of three turns over documents of 2,000 to 6,000 tokens
 on one_pool and on stock `fcfs` with chunks of 1,024 tokens: a follow-up to a document that has been read, every second
 while two unknown prompts of 7,000 tokens (one for each instance) are computed.
 
+The requests of one_pool are also simulated, at the costs that its coordinator knows in the end and with what surrounds
+the prefill of a chat prompt when all is idle: `simulated_over_real` for each class.
+
 `short` are chat prompts, `long` all turns of conversations; `…_over_best` is one_pool over the best of its peers. Every
 greedy answer is compared between the systems. `--full` takes a model of SmolLM2-135M's shape, with random weights, and
 longer rounds. Writes `one-pool.json` and `one-pool.png`; the last line is `RESULT {json}`.
@@ -39,6 +42,7 @@ from typing import Any, NamedTuple
 from support.conversations import Answer, Client, draw_load
 from support.engines import BenchEngine, EngineStartError, free_port
 from support.mixed_load import percentile
+from support.pool_simulation import costs_of, simulated_ttfts_s
 from support.processor_time import OtherLoad
 from support.random_model import RandomLlama, build_random_llama
 from support.result import give_up, machine, print_result, progress, versions
@@ -49,7 +53,7 @@ OUTPUT_TOKENS = 4
 BOUNDARY_TOKENS = 512
 LOAD = 0.6  # of both cores, where nothing is cached twice
 CHAT_SHARE = 0.2  # of the load
-COLD_TOKENS, WARM_TOKENS = 7000, 2000
+COLD_TOKENS, WARM_TOKENS, IDLE_TOKENS = 7000, 2000, 60
 HANDSHAKE = ("--transfer-backend", "handshake")
 OWN_SCHEDULER = ("--laps-boundary-tokens", str(BOUNDARY_TOKENS))
 SHARED_FROM = ("--cdsp-min-tokens", str(BOUNDARY_TOKENS))
@@ -105,6 +109,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="one-pool-") as scratch, ExitStack() as stack:
             bench = Bench(Path(scratch), cores, plan, stack)
             runs = bench.run()
+            simulated = _row(bench.simulate())
             during = bench.run_beside()
             pool = bench.pool_status()
     except EngineStartError as error:
@@ -121,6 +126,7 @@ def main() -> None:
         },
         "warm_ttft_stock_over_ours": round(during[FCFS]["warm_s"] / during[OURS]["warm_s"], 2),
         "cold_ttft_over_stock": round(during[OURS]["cold_s"] / during[FCFS]["cold_s"], 3),
+        "simulated_over_real": {key: round(value / table[OURS][key], 3) for key, value in simulated.items()},
         "answers_that_differ": _differing(runs),
         "failed": sum(answer.ttft_s is None for answers in runs.values() for answer in answers),
         "requests": len(runs[OURS]),
@@ -152,7 +158,9 @@ class Bench:
         self._scratch, self._cores, self._plan, self._stack = scratch, cores, plan, stack
         self._model = scratch / "model"
         self._served: dict[str, Served] = {}
+        self._rounds: list[list[Answer]] = []  # of one_pool
         self._pool_url = ""
+        self._idle_short_s = 0.0  # of a chat prompt on one_pool
 
     def run(self) -> dict[str, list[Answer]]:
         """Start everything and serve all rounds. The answers of each system."""
@@ -162,7 +170,9 @@ class Bench:
             served.client.ask(served.client.tokens(100, 2))
         idle = self._served["stock"].client
         times_s = [idle.ask(idle.tokens(4000, 3 + number)).ttft_s for number in range(2)]
-        short_s = [idle.ask(idle.tokens(60, 5 + number)).ttft_s for number in range(4)]
+        short_s = [idle.ask(idle.tokens(IDLE_TOKENS, 5 + number)).ttft_s for number in range(4)]
+        ours = self._served[OURS].client
+        self._idle_short_s = min(ours.ask(ours.tokens(IDLE_TOKENS, 9 + number)).ttft_s or 1e9 for number in range(4))
         document_s = min(one for one in times_s if one is not None)
         chat_s = min(one for one in short_s if one is not None)
         work_s = LOAD * len(self._cores[:2]) * self._plan.round_s
@@ -183,8 +193,22 @@ class Bench:
                 row = _row(answers)
                 progress(f"round {number}: {system.name}: " + ", ".join(f"{k} {v:.2f}" for k, v in row.items()))
                 # The same prompts get the same answers in every system.
-                runs[system.name] += [answer.in_round(number) for answer in answers]
+                answers = [answer.in_round(number) for answer in answers]
+                runs[system.name] += answers
+                if system.name == OURS:
+                    self._rounds.append(answers)
         return runs
+
+    def simulate(self) -> list[Answer]:
+        """Return the answers of one_pool with the times that the simulator has for them."""
+        costs = costs_of(json.loads(_get(self._pool_url + "/status")))
+        single = next(candidate.cost for candidate in costs if candidate.size == 1)
+        overhead_s = max(0.0, self._idle_short_s - single.predict_s(0, IDLE_TOKENS))
+        simulated = []
+        for answers in self._rounds:
+            ttfts_s = simulated_ttfts_s(answers, costs, 2, BOUNDARY_TOKENS, overhead_s)
+            simulated += [answer._replace(ttft_s=ttfts_s[answer.key]) for answer in answers]
+        return simulated
 
     def run_beside(self) -> dict[str, dict[str, float]]:
         """Measure warm follow-ups during cold prompts: the median TTFT of each."""

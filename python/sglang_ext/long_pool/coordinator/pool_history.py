@@ -13,6 +13,7 @@ from sglang_ext.long_pool.coordinator.tickets import TicketTimes
 from sglang_ext.long_pool.decide.orders import Borrow, Collect, DeclineReason, RunChunk
 from sglang_ext.long_pool.decide.pool_requests import NextChunk
 from sglang_ext.long_pool.decide.sharding import count_tokens
+from sglang_ext.long_pool.decide.sp_cost import SpCandidate
 from sglang_ext.long_pool.step_clock import StepTimes
 
 _REMEMBERED = 100  # requests that have ended, and members that have gone
@@ -184,6 +185,7 @@ class PoolStatus:
     tickets_waiting: int = 0  # prompts that a router has announced, and that no instance has been named for
     prompts_kept: int = 0  # whose rows are kept where they were computed, or where they have been pulled to
     prompts_pulled: int = 0  # ever, to one instance
+    costs: tuple[SpCandidate, ...] = ()  # of chunks, that are planned with
 
 
 class PoolHistory:

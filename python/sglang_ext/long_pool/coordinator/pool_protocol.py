@@ -556,6 +556,7 @@ class PoolProtocol:
             self.tickets.waiting,
             0 if core is None else len(core.kept),
             history.pulls_done,
+            self._costs.candidates,
         )
 
     def _others(self, name: str) -> bool:
