@@ -1,4 +1,7 @@
-"""The demonstration's client: the `openai` package as it is, several streamed chats at once."""
+"""The demonstration's client: the `openai` package as it is, several streamed chats at once.
+
+The package is imported when it is needed, since the demonstration imports it while its cluster starts.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,10 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import openai
+if TYPE_CHECKING:
+    import openai
 
 MOST_WAIT_S = 60.0
 
@@ -74,6 +78,8 @@ async def ask_all(
 
     `is_time` is asked in a thread, and may block; after MOST_WAIT_S it is time anyway.
     """
+    import openai
+
     async with openai.AsyncOpenAI(base_url=base_url, api_key="none", timeout=300, max_retries=0) as client:
         began_s = time.monotonic()
         go = asyncio.create_task(_until(is_time))
@@ -89,6 +95,8 @@ async def _until(is_so: Callable[[], bool]) -> None:
 async def _ask(
     client: openai.AsyncOpenAI, model: str, question: Question, view: View, began_s: float, go: asyncio.Task[None]
 ) -> Reply:
+    import openai
+
     reply = Reply(question)
     if question.waits:
         await go
