@@ -151,7 +151,8 @@ $(IMPORTED): | $(STAMP)
 linted: env
 	@$(MAKE) --no-print-directory -j3 lint tests/__pycache__ $(NATIVE) $(IMPORTED)
 
-check: linted
+check: env
+	@$(MAKE) --no-print-directory -j3 lint tests/__pycache__ $(NATIVE)
 	@$(BIN)/python -m pytest -q -n $$(nproc) -m 'not slow' tests/unit $(PYTEST_ARGS)
 
 test: linted

@@ -89,6 +89,7 @@ def mixture(count: int, rate_per_s: float, seed: int = 0, long_share: float = 0.
     return requests
 
 
+@pytest.mark.slow
 def test_equal_runs_have_equal_results() -> None:
     requests = mixture(120, 4.0)
     first, second = Run(requests), Run(requests)
@@ -96,6 +97,7 @@ def test_equal_runs_have_equal_results() -> None:
     assert len(first.outcome.served) == 120
 
 
+@pytest.mark.slow
 def test_short_and_long_prompts_share_the_instances() -> None:
     run = Run(mixture(120, 4.0), is_recorded=True)
     groups = {busy.group for busy in run.outcome.timeline if busy.group}
@@ -105,6 +107,7 @@ def test_short_and_long_prompts_share_the_instances() -> None:
     assert any(len(group) > 1 for group in groups)
 
 
+@pytest.mark.slow
 def test_an_instance_does_one_thing_at_a_time() -> None:
     run = Run(mixture(120, 6.0), is_recorded=True)
     for instance in range(4):
@@ -116,6 +119,7 @@ def test_an_instance_does_one_thing_at_a_time() -> None:
             ends_s = busy.end_s
 
 
+@pytest.mark.slow
 def test_members_of_a_group_wait_little_for_each_other() -> None:
     run = Run(mixture(200, 5.0))
     assert run.outcome.gang_wait_share is not None
@@ -181,6 +185,7 @@ def test_under_load_a_short_prompt_goes_where_its_prefix_is(before: int, instanc
     assert {busy.instance for busy in run.outcome.timeline if 5001 in (busy.key, *busy.others)} == {instance}
 
 
+@pytest.mark.slow
 def test_history_on_its_way_takes_time_that_computing_does_not_hide() -> None:
     requests = mixture(100, 4.0)
     fast = Run(requests, options=OnePoolOptions(link_bytes_per_s=1e12))
@@ -253,6 +258,7 @@ def test_options_must_be_above_0(name: str) -> None:
         OnePoolOptions(**{name: 0})
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     st.integers(0, 10_000),
