@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sglang_ext.transfer.pool_layout import ItemBuffer, RowCopy, join_rows
+from sglang_ext.transfer.transports.connections import connect, listen, send_at_once
 from sglang_ext.transfer.transports.link_records import (
     CopyRequest,
     RecordError,
@@ -166,13 +167,8 @@ class _MooncakeLink(StagedLink):
         self._timeout_s = timeout_s
         self._session, _, server = address.partition(" ")
         self._writing: tuple[int, CopyRequest] | None = None
-        host, _, port = server.rpartition(":")
-        if not host or not port.isdigit():
-            raise TransferError(f"{address!r} is not an address of this transport over Mooncake")
-        connection = socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s)
+        connection = connect(server, timeout_s)
         try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             connection.sendall(pack(TransportGreeting(MooncakeTransport.name, staging_bytes)))
             self._remote = receive_greeting(connection, MooncakeTransport.name).staging_address
             staging = engine.lend(staging_bytes)
@@ -237,12 +233,10 @@ class MooncakeTransport(StagedTransport):
     def __init__(self, host: str, staging_bytes: int = 8 << 20, io_timeout_s: float = 30.0) -> None:
         self._io_timeout_s = io_timeout_s
         self._engine = _Engine(host, os.environ.get(_PROTOCOL_VARIABLE, "tcp"), "")
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, 0), family=family, backlog=128)
-        port = listener.getsockname()[1]
-        self.address = f"{self._engine.session} {f'[{host}]' if family == socket.AF_INET6 else host}:{port}"
+        listener, place = listen(host)
+        self.address = f"{self._engine.session} {place}"
         super().__init__(listener, staging_bytes)
-        self._start_serving()
+        self._inbound.start()
 
     @property
     def retired_count(self) -> int:
@@ -259,8 +253,7 @@ class MooncakeTransport(StagedTransport):
 
     @contextmanager
     def _staging_of(self, connection: socket.socket) -> Iterator[Bytes]:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        send_at_once(connection)
         connection.settimeout(self._io_timeout_s)
         size_bytes = receive_greeting(connection, self.name).staging_bytes
         if not 0 < size_bytes <= _MAX_STAGING_BYTES:

@@ -33,6 +33,7 @@ import numpy as np
 import torch
 
 from sglang_ext.transfer.pool_layout import ItemBuffer, RowCopy, count_runs, cut_rows, group_by_slots
+from sglang_ext.transfer.transports.connections import Inbound, connect, listen, send_at_once
 from sglang_ext.transfer.transports.idle_links import IdleLinks
 from sglang_ext.transfer.transports.link_records import (
     REFUSALS,
@@ -220,15 +221,10 @@ class PackedTransport:
         self._io_timeout_s = io_timeout_s
         self._permits = Permits()
         self._idle: IdleLinks[_Link] = IdleLinks(lambda link: shut(link.connection))
-        self._lock = threading.Lock()
-        self._closed = False
-        self._inbound: set[socket.socket] = set()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=128)
-        port = self._listener.getsockname()[1]
-        self._place = f"{f'[{host}]' if family == socket.AF_INET6 else host}:{port}"
+        listener, self._place = listen(host)
+        self._inbound = Inbound(listener, f"kv-{self.name}-packed", self._serve)
         self.address = f"{direct.address} {self._place}"
-        threading.Thread(target=self._accept, name=f"kv-{self.name}-packed", daemon=True).start()
+        self._inbound.start()
 
     def register(self, buffers: Sequence[ItemBuffer]) -> None:
         self._direct.register(buffers)
@@ -254,14 +250,10 @@ class PackedTransport:
         return sum(copy.total_bytes for copy in copies)
 
     def close(self) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            sockets = list(self._inbound)
+        if self._inbound.is_closed:
+            return
+        self._inbound.close()
         self._idle.close()
-        for connection in (self._listener, *sockets):
-            shut(connection)
         for blocks in (self._outgoing, self._incoming):
             blocks.close()
         self._direct.close()
@@ -343,13 +335,8 @@ class PackedTransport:
         self._idle.keep(place, link)
 
     def _connect(self, place: str) -> _Link:
-        host, _, port = place.rpartition(":")
-        if not host or not port.isdigit():
-            raise TransferError(f"{place!r} is not an address of staging memory")
-        connection = socket.create_connection((host.strip("[]"), int(port)), timeout=self._io_timeout_s)
+        connection = connect(place, self._io_timeout_s)
         try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             connection.sendall(pack(TransportGreeting(self.name)))
             return _Link(connection, receive(connection, _HOMES, _MAX_HOME_BYTES))
         except BaseException:
@@ -358,28 +345,12 @@ class PackedTransport:
 
     # ---- receiving ----
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            with self._lock:
-                if self._closed:
-                    connection.close()
-                    return
-                self._inbound.add(connection)
-            threading.Thread(
-                target=self._serve, args=(connection,), name=f"kv-{self.name}-packed-serve", daemon=True
-            ).start()
-
     def _serve(self, connection: socket.socket) -> None:
         lent: list[int] = []
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            send_at_once(connection)
             connection.settimeout(self._io_timeout_s)
             receive_greeting(connection, self.name)
             blocks = self._incoming
@@ -395,9 +366,6 @@ class PackedTransport:
         except OSError:
             pass  # it has gone
         finally:
-            with self._lock:
-                self._inbound.discard(connection)
-            shut(connection)
             for offset in lent:
                 self._incoming.put_back(offset, _RETIRED_S)
 

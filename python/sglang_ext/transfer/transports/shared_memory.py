@@ -71,7 +71,7 @@ class SharedMemoryTransport(StagedTransport):
         listener.bind(b"\0" + self.address.encode())
         listener.listen(128)
         super().__init__(listener, staging_bytes)
-        self._start_serving()
+        self._inbound.start()
 
     def _connect(self, to: str) -> StagedLink:
         return _SharedMemoryLink(to, self._staging_bytes, self._io_timeout_s)

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import logging
 import socket
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 from sglang_ext.transfer.pool_layout import ItemBuffer, RowCopy, cut_rows, group_by_slots
+from sglang_ext.transfer.transports.connections import Inbound
 from sglang_ext.transfer.transports.idle_links import IdleLinks
 from sglang_ext.transfer.transports.link_records import (
     COPY_DECODER,
@@ -104,10 +104,7 @@ class StagedTransport(ABC):
         self._regions = MemoryRegions()
         self._permits = Permits()
         self._idle: IdleLinks[StagedLink] = IdleLinks(StagedLink.close)
-        self._lock = threading.Lock()
-        self._closed = False
-        self._inbound: set[socket.socket] = set()
-        self._listener = listener
+        self._inbound = Inbound(listener, f"kv-{self.name}", self._serve)
 
     def register(self, buffers: Sequence[ItemBuffer]) -> None:
         for buffer in buffers:
@@ -120,12 +117,8 @@ class StagedTransport(ABC):
         self._permits.revoke(permit)
 
     def close(self) -> None:
-        with self._lock:
-            self._closed = True
-            sockets = list(self._inbound)
+        self._inbound.close()
         self._idle.close()
-        for connection in (self._listener, *sockets):
-            shut(connection)
 
     def write(self, to: str, permit: int, copies: Sequence[RowCopy]) -> int:
         half_bytes = self._staging_bytes // HALVES
@@ -180,22 +173,6 @@ class StagedTransport(ABC):
 
     # ---- receiving ----
 
-    def _start_serving(self) -> None:
-        threading.Thread(target=self._accept, name=f"kv-{self.name}-accept", daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            with self._lock:
-                if self._closed:
-                    connection.close()
-                    return
-                self._inbound.add(connection)
-            threading.Thread(target=self._serve, args=(connection,), name=f"kv-{self.name}-serve", daemon=True).start()
-
     def _serve(self, connection: socket.socket) -> None:
         try:
             with self._staging_of(connection) as staging:
@@ -205,10 +182,6 @@ class StagedTransport(ABC):
             logger.warning("refused a KV writer: %s", error)
         except OSError:
             pass  # it has gone
-        finally:
-            with self._lock:
-                self._inbound.discard(connection)
-            shut(connection)
 
     def _serve_request(self, connection: socket.socket, staging: Bytes) -> LinkStatus:
         request = receive(connection, COPY_DECODER, _MAX_REQUEST_BYTES)

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.transfer.pool_layout import ItemBuffer, RowCopy, cut_rows, group_by_slots
+from sglang_ext.transfer.transports.connections import Inbound, connect, listen, send_at_once
 from sglang_ext.transfer.transports.idle_links import IdleLinks
 from sglang_ext.transfer.transports.link_records import (
     BATCH_DECODER,
@@ -127,16 +128,12 @@ class TcpTransferEngine:
         self._options = options or EngineOptions()
         self._permits = permits
         self._regions = MemoryRegions()
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=128)
-        port = self._listener.getsockname()[1]
-        self.session_id = f"[{host}]:{port}" if family == socket.AF_INET6 else f"{host}:{port}"
+        listener, self.session_id = listen(host)
+        self._inbound = Inbound(listener, "kv-tcp", self._serve, self._options.max_inbound_connections)
         self._lock = threading.Lock()
-        self._closed = False
-        self._inbound: set[socket.socket] = set()
         self._idle: IdleLinks[_StagedConnection] = IdleLinks(_StagedConnection.close)
         self._turns: dict[str, _Turns] = {}  # of peers that are being written to
-        threading.Thread(target=self._accept, name="kv-tcp-accept", daemon=True).start()
+        self._inbound.start()
 
     def register(self, address: int, length_bytes: int) -> None:
         """Let peers write to [address, address + length_bytes), and `write` read from it."""
@@ -184,13 +181,8 @@ class TcpTransferEngine:
 
     def close(self) -> None:
         """Stop listening and close every connection. Safe to call again."""
-        with self._lock:
-            self._closed = True
-            connections = list(self._inbound)
+        self._inbound.close()
         self._idle.close()
-        shut(self._listener)
-        for connection in connections:
-            shut(connection)
 
     # Writing side ----------------------------------------------------------------------------------------
 
@@ -245,14 +237,8 @@ class TcpTransferEngine:
         self._idle.keep(session_id, link)
 
     def _connect(self, session_id: str) -> socket.socket:
-        host, _, port = session_id.rpartition(":")
-        if not host or not port.isdigit():
-            raise RecordError(f"{session_id!r} is not a host:port pair")
-        connection = socket.create_connection((host.strip("[]"), int(port)), timeout=self._options.connect_timeout_s)
+        connection = connect(session_id, self._options.connect_timeout_s)
         try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            # The end of a peer whose machine has gone is noticed, too.
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             if connection.getsockname()[0] == connection.getpeername()[0]:
                 # What is on its way to a peer on this machine stays in the processor's cache; the network would want
                 # as much as it takes.
@@ -268,7 +254,7 @@ class TcpTransferEngine:
     @contextmanager
     def _turn(self, session_id: str) -> Iterator[None]:
         with self._lock:
-            if self._closed:
+            if self._inbound.is_closed:
                 raise ConnectionError("the engine is closed")
             turns = self._turns.setdefault(session_id, _Turns(self._options.max_connections_per_peer))
             turns.users += 1
@@ -287,27 +273,11 @@ class TcpTransferEngine:
 
     # Owning side -----------------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, peer = self._listener.accept()
-            except OSError:
-                return
-            with self._lock:
-                full = len(self._inbound) >= self._options.max_inbound_connections
-                if not self._closed and not full:
-                    self._inbound.add(connection)
-            if self._closed or full:
-                if full:
-                    logger.warning("refused a KV writer from %s: too many connections", peer[0])
-                shut(connection)
-                continue
-            threading.Thread(target=self._serve, args=(connection, peer[0]), name="kv-tcp-serve", daemon=True).start()
-
-    def _serve(self, connection: socket.socket, peer: str) -> None:
+    def _serve(self, connection: socket.socket) -> None:
+        peer = "a peer"
         try:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            peer = connection.getpeername()[0]
+            send_at_once(connection)
             connection.settimeout(self._options.io_timeout_s)
             receive_greeting(connection, TcpTransport.name)
             connection.sendall(pack(TransportGreeting(TcpTransport.name)))
@@ -317,12 +287,8 @@ class TcpTransferEngine:
         except (RecordError, OutOfBoundsError, PermitError) as error:
             logger.warning("refused a KV write from %s: %s", peer, error)
         except OSError as error:
-            if not self._closed:
+            if not self._inbound.is_closed:
                 logger.warning("lost a KV writer at %s: %s", peer, error)
-        finally:
-            with self._lock:
-                self._inbound.discard(connection)
-            shut(connection)
 
     def _serve_batch(self, link: _StagedConnection) -> bool:
         """Receive one batch; False when the writer closed the connection between batches."""

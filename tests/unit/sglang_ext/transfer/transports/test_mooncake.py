@@ -161,7 +161,7 @@ class TestHostMemory:
             link = transport._idle.take(transport.address)
             assert link is not None
             link.close()
-            wait_until(lambda: not transport._inbound and transport.retired_count == 0)
+            wait_until(lambda: not transport._inbound.connections and transport.retired_count == 0)
         transport.close()
 
 

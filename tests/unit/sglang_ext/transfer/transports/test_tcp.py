@@ -137,7 +137,7 @@ def test_many_writers_at_once(writer: TcpTransferEngine, owner: TcpTransferEngin
 def test_connection_is_reused(writer: TcpTransferEngine, owner: TcpTransferEngine) -> None:
     for _ in range(5):
         writer.probe(owner.session_id)
-    assert len(owner._inbound) == 1
+    assert len(owner._inbound.connections) == 1
 
 
 def test_source_outside_registered_memory_is_refused_before_sending(
@@ -183,7 +183,7 @@ def test_malformed_session_is_refused(writer: TcpTransferEngine, session_id: str
 def test_peer_that_restarted_is_reached_after_its_connection_broke(writer: TcpTransferEngine) -> None:
     first = TcpTransferEngine("127.0.0.1", FAST)
     writer.probe(first.session_id)
-    for connection in list(first._inbound):
+    for connection in first._inbound.connections:
         connection.shutdown(socket.SHUT_RDWR)
     time.sleep(0.05)
     writer.probe(first.session_id)
