@@ -81,11 +81,7 @@ class RouterConfig:
         "tokens that an image in a prompt is taken for when its class is chosen; a video counts as 16 images",
         section="placement",
     )
-    audio_tokens: int = _option(
-        750,
-        "tokens that a piece of audio is taken for",
-        section="placement",
-    )
+    audio_tokens: int = _option(750, "tokens that a piece of audio is taken for", section="placement")
     prefill_policy: str = _option("predicted_wait", "how a prefill instance is chosen", choices=PREFILL_POLICIES)
     decode_policy: str = _option("freeness", "how a decode instance is chosen", choices=DECODE_POLICIES)
     max_local_prefill_length: int = _option(
@@ -186,11 +182,7 @@ class RouterConfig:
     stream_stall_timeout_secs: float = _option(
         300.0, "longest time without a byte within a stream that its client reads; 0 is no limit", section="limits"
     )
-    load_poll_interval_secs: float = _option(
-        1.0,
-        "time between readings of an instance's load",
-        section="health",
-    )
+    load_poll_interval_secs: float = _option(1.0, "time between readings of an instance's load", section="health")
     # Instances that change their pool
     controller: str = _option(
         "off",
@@ -198,71 +190,35 @@ class RouterConfig:
         "their role: not, only say what it would do, or do it",
         choices=("off", "advise", "on"),
     )
-    controller_interval_secs: float = _option(
-        5.0,
-        "time between its decisions",
-        section="controller",
-    )
-    controller_cooldown_secs: float = _option(
-        30.0,
-        "time after a move before the next one",
-        section="controller",
-    )
+    controller_interval_secs: float = _option(5.0, "time between its decisions", section="controller")
+    controller_cooldown_secs: float = _option(30.0, "time after a move before the next one", section="controller")
     controller_hysteresis: float = _option(
         0.25, "how much more pressed a pool must be to be given an instance, a share", section="controller"
     )
-    controller_min_pressure: float = _option(
-        0.75,
-        "pressure below which a pool is given none",
-        section="controller",
-    )
+    controller_min_pressure: float = _option(0.75, "pressure below which a pool is given none", section="controller")
     controller_min_short: int = _option(
         1, "instances that the short pool keeps; 0: it may be emptied", section="controller"
     )
     controller_min_long: int = _option(
         1, "instances that the long pool keeps; 0: it may be emptied", section="controller"
     )
-    controller_confirm_rounds: int = _option(
-        3,
-        "decisions in a row that must want the same move",
-        section="controller",
-    )
+    controller_confirm_rounds: int = _option(3, "decisions in a row that must want the same move", section="controller")
     controller_drain_timeout_secs: float = _option(
         30.0, "longest wait for a moving instance's requests to end", section="controller"
     )
     controller_backlog_weight: float = _option(
         1.0, "weight of an instance's backlog in its pressure", section="controller"
     )
-    controller_sla_weight: float = _option(
-        1.0,
-        "weight of its late prefills",
-        section="controller",
-    )
-    controller_utilisation_weight: float = _option(
-        0.5,
-        "weight of its utilisation",
-        section="controller",
-    )
-    controller_short_slo_secs: float = _option(
-        1.0,
-        "backlog of short prefills that counts as 1",
-        section="controller",
-    )
-    controller_long_slo_secs: float = _option(
-        5.0,
-        "backlog of long prefills that counts as 1",
-        section="controller",
-    )
+    controller_sla_weight: float = _option(1.0, "weight of its late prefills", section="controller")
+    controller_utilisation_weight: float = _option(0.5, "weight of its utilisation", section="controller")
+    controller_short_slo_secs: float = _option(1.0, "backlog of short prefills that counts as 1", section="controller")
+    controller_long_slo_secs: float = _option(5.0, "backlog of long prefills that counts as 1", section="controller")
     # Client connections
     controller_lease: str = _option(
         "", "name of a Lease in Kubernetes: of the routers that share it, its holder's controller moves instances"
     )
     # Limits
-    max_connections: int = _option(
-        8192,
-        "open connections of clients; more get 503 and are closed",
-        section="limits",
-    )
+    max_connections: int = _option(8192, "open connections of clients; more get 503 and are closed", section="limits")
     max_payload_size: int = _option(
         64 << 20, "largest body in bytes of a request that brings a prompt; larger ones get 413"
     )
@@ -279,11 +235,7 @@ class RouterConfig:
         "bytes of requests of all connections, being received, waiting or served; what exceeds it gets 503",
         section="limits",
     )
-    max_header_size: int = _option(
-        64 << 10,
-        "largest request head in bytes; larger ones get 431",
-        section="limits",
-    )
+    max_header_size: int = _option(64 << 10, "largest request head in bytes; larger ones get 431", section="limits")
     header_timeout_secs: float = _option(
         10.0, "time a client may take to send a request's head; then 408", section="limits"
     )
@@ -298,11 +250,7 @@ class RouterConfig:
         "time after which a stream that brings nothing is sent an empty line, so that no proxy ends it; 0: never",
         section="limits",
     )
-    keep_alive_timeout_secs: float = _option(
-        75.0,
-        "time an idle client connection is kept",
-        section="limits",
-    )
+    keep_alive_timeout_secs: float = _option(75.0, "time an idle client connection is kept", section="limits")
     drain_delay_secs: float = _option(
         0.0, "time after SIGTERM in which /readyz answers 503 and requests are still taken; then the port closes"
     )
@@ -327,8 +275,7 @@ class RouterConfig:
     worker_ca_file: str = _option("", "CA certificates in PEM for https:// workers; default: those of this machine")
     # Reports
     metrics_port: int = _option(
-        0,
-        "port of their own for /metrics, /docs and /openapi.json, without a key; 0: at --port, with a client's key",
+        0, "port of their own for /metrics, /docs and /openapi.json, without a key; 0: at --port, with a client's key"
     )
     metrics_host: str = _option("127.0.0.1", "address for --metrics-port")
     disable_ui: bool = _option(False, "no live page: neither /ui nor /ui/stream")
@@ -342,11 +289,7 @@ class RouterConfig:
     otlp_traces_endpoint: str = _option("", "URL of a collector of OpenTelemetry traces, by OTLP/HTTP; empty: none")
     otlp_sample_ratio: float = _option(1.0, "part of the requests without a traceparent of their own that is traced")
     peer_port: int = _option(0, "port for the other routers of a group, which then share what they know; 0: no group")
-    peer_host: str = _option(
-        "0.0.0.0",
-        "address for --peer-port",
-        section="group",
-    )
+    peer_host: str = _option("0.0.0.0", "address for --peer-port", section="group")
     peer: tuple[str, ...] = _option((), "another router's --peer-port; repeat for more", metavar="HOST:PORT")
     peer_service: str = _option("", "name that resolves to all routers of the group, as a headless Service does")
     peer_key: str = _option("", "secret that all of them have; also read from SGLANG_EXT_PEER_KEY")
@@ -366,20 +309,10 @@ class RouterConfig:
         choices=IP_FAMILIES,
     )
     kubernetes_url: str = _option(
-        "",
-        "address of the API server; default: what a pod finds in its environment",
-        section="discovery",
+        "", "address of the API server; default: what a pod finds in its environment", section="discovery"
     )
-    kubernetes_token_file: str = _option(
-        "",
-        "bearer token for it; default: the pod's own",
-        section="discovery",
-    )
-    kubernetes_ca_file: str = _option(
-        "",
-        "its CA certificate in PEM; default: the pod's own",
-        section="discovery",
-    )
+    kubernetes_token_file: str = _option("", "bearer token for it; default: the pod's own", section="discovery")
+    kubernetes_ca_file: str = _option("", "its CA certificate in PEM; default: the pod's own", section="discovery")
 
     disable_route_headers: bool = _option(False, "leave out the headers that name the instances of a reply")
     log_level: str = _option("info", "least severe message to log", choices=LOG_LEVELS)
