@@ -23,6 +23,7 @@ from sglang_ext.engine.hook_table import HOOK_TABLE, Hook
 from sglang_ext.engine.launch_plan import START_METHOD_VARIABLE, StartMethod
 from sglang_ext.engine.options import options_from_environment
 from sglang_ext.engine.versions import OLDEST_SGLANG, SUPPORTED_SGLANG, installed_sglang
+from sglang_ext.transfer.sglang.transfer_backend import states_of_equal_ranks
 
 
 class HookNotInForceError(RuntimeError):
@@ -156,6 +157,7 @@ def add_statement(init_info: dict[str, Any], scheduler: Any) -> dict[str, Any]:
         # Then `GET /laps` has it, and it may change.
         "fits_length_boundary": options.laps is not None and options.laps.boundary_tokens is None,
         "architecture": _architecture(scheduler.model_config.hf_config),
+        "states_of_equal_ranks": states_of_equal_ranks(scheduler),
         **_kv_cache(scheduler.tp_worker.model_runner),
     }
     return {**init_info, STATEMENT_KEY: statement}

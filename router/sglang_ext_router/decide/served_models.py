@@ -15,6 +15,7 @@ M = TypeVar("M")
 ADAPTER_SEPARATOR = ":"  # SGLang's `model:adapter`
 MAX_NAME_CHARACTERS = 512  # of what a client may give; no model has such a name
 AUTO = "auto"  # KV dtype: that of the model's checkpoint
+HANDSHAKE = "handshake"  # the transfer backend that sends between any numbers of ranks
 
 
 class PairingFacts(NamedTuple):
@@ -29,6 +30,10 @@ class PairingFacts(NamedTuple):
     transfer_backend: str | None = None
     architecture: str | None = None  # of the model: class, layers, sizes
     has_kv_checksums: bool | None = None  # prefill sends one for each request, decode compares
+    side: str | None = None  # prefill or decode; None: it may be either
+    ranks: int | None = None  # that divide the attention heads among them
+    stages: int | None = None  # of its pipeline
+    states_of_equal_ranks: tuple[str, ...] = ()  # parts of its KV that pass only between equal numbers of ranks
     revision: str = ""  # empty: of instances that have none
 
 
@@ -70,6 +75,28 @@ def pairing_refusal(candidate: PairingFacts, serving: Iterable[PairingFacts]) ->
                     f"it cannot serve {candidate.model} together with {other.url}: "
                     f"{what} {own} at {candidate.url}, {others} at {other.url}"
                 )
+        reason = _ranks_refusal(candidate, other)
+        if reason is not None:
+            return f"it cannot serve {candidate.model} together with {other.url}: {reason}"
+    return None
+
+
+def _ranks_refusal(candidate: PairingFacts, other: PairingFacts) -> str | None:
+    """Return why KV cannot pass between the ranks of two instances; None if it can, or is not sent between them."""
+    if candidate.side is not None and candidate.side == other.side:
+        return None
+    own, others = candidate.ranks, other.ranks
+    if own is not None and others is not None and own != others:
+        differs = f"{own} ranks at {candidate.url}, {others} at {other.url}"
+        if max(own, others) % min(own, others) and candidate.transfer_backend != HANDSHAKE:
+            return f"{differs}, and neither is a multiple of the other"
+        states = {*candidate.states_of_equal_ranks, *other.states_of_equal_ranks}
+        if states:
+            named = ", ".join(sorted(states))
+            return f"{differs}, and {candidate.transfer_backend} sends {named} only between equal numbers"
+    for prefill, decode in ((candidate, other), (other, candidate)):
+        if decode.side == "decode" and decode.stages not in {None, 1, prefill.stages} and prefill.stages is not None:
+            return f"{decode.stages} pipeline stages at {decode.url}, {prefill.stages} at {prefill.url}"
     return None
 
 

@@ -519,6 +519,8 @@ def read_facts(url: str, info: Mapping[str, Any], given_revision: str | None = N
     A revision that it was given here wins over its own.
     """
     own = _extension(info)
+    states = own.get("states_of_equal_ranks")
+    states = states if isinstance(states, list) else []
     return PairingFacts(
         url,
         str(info.get("served_model_name") or info.get("model_path") or ""),
@@ -529,6 +531,10 @@ def read_facts(url: str, info: Mapping[str, Any], given_revision: str | None = N
         transfer_backend=_text(info.get("disaggregation_transfer_backend")),
         architecture=_text(own.get("architecture")),
         has_kv_checksums=_flag(info.get("disaggregation_enable_kv_checksum")),
+        side=None if _can_switch_roles(info) else _text(info.get("disaggregation_mode")),
+        ranks=_attention_ranks(info),
+        stages=_positive(info.get("pp_size")),
+        states_of_equal_ranks=tuple(state for state in states if isinstance(state, str)),
         revision=(_text(own.get("revision")) or "") if given_revision is None else given_revision,
     )
 
@@ -544,6 +550,13 @@ def scheduler_state(info: Mapping[str, Any]) -> Mapping[str, Any]:
     states = info.get("internal_states")
     state = states[0] if isinstance(states, list) and states else None
     return state if isinstance(state, dict) else {}
+
+
+def _attention_ranks(info: Mapping[str, Any]) -> int | None:
+    """Return the number of ranks that divide the heads of attention among them."""
+    ranks = _positive(info.get("tp_size"))
+    groups = (_positive(info.get("attn_dp_size")) or 1) * (_positive(info.get("attn_cp_size")) or 1)
+    return None if ranks is None else max(1, ranks // groups)
 
 
 def _extension(info: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""KV transfer backends that a worker can choose, and what each needs to be installed."""
+"""KV transfer backends that a worker can choose, what each needs to be installed, and what it does not divide."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from typing import Any
 
 from sglang_ext.engine.device import Device
 
@@ -13,6 +14,11 @@ TCP = "sglang_ext_tcp"
 HANDSHAKE = "handshake"
 STAND_IN = "sglang_ext_stand_in"  # only of benchmarks, which start engines themselves
 OWN_BACKENDS = (TCP, HANDSHAKE, STAND_IN)  # that SGLang does not know
+# Kinds of state beside the KV of full attention, by SGLang's names (`StateType` of 0.5.23). The other kinds are cut by
+# heads, or whole on every rank.
+_NEVER_CUT = frozenset({"minimax_index_k", "minimax_dense_kv"})
+_CUT_FOR_LATENT_ATTENTION = frozenset({"block_scale", "block_scale_swa", "swa_ring", "c128_state", "request_row"})
+_CUTS_WINDOWS = frozenset({"mooncake", TCP})  # backends that divide the heads of sliding windows
 
 
 @dataclass(frozen=True)
@@ -75,3 +81,20 @@ def import_problem(module: str) -> str | None:
     except ImportError as error:
         return str(error).splitlines()[0]
     return None
+
+
+def states_of_equal_ranks(scheduler: Any) -> list[str]:
+    """Return the kinds of state that a scheduler's transfer backend sends only between ranks of equal number.
+
+    SGLang raises an error at the first request of another pair; the router refuses it by what both instances report.
+    """
+    prefill = getattr(scheduler, "disagg_prefill_bootstrap_queue", None)
+    queue = prefill or getattr(scheduler, "disagg_decode_prealloc_queue", None)
+    manager = getattr(queue, "kv_manager", None)
+    if manager is None:
+        return []
+    refused = set(_NEVER_CUT)
+    if not (manager.is_mla_backend or manager.is_hybrid_mla_backend):
+        backend = scheduler.server_args.disaggregation_transfer_backend
+        refused |= _CUT_FOR_LATENT_ATTENTION | (set() if backend in _CUTS_WINDOWS else {"swa"})
+    return sorted(refused.intersection(kind.value for kind in manager.kv_args.state_types or ()))

@@ -80,6 +80,22 @@ def facts(url: str, **fields: object) -> PairingFacts:
             {"kv_cache_dtype": "fp8_e4m3", "resolved_kv_cache_dtype": "fp8_e4m3"},
             ["KV cache dtype", "bfloat16", "fp8_e4m3"],
         ),
+        (
+            {"side": "prefill", "ranks": 4},
+            {"side": "decode", "ranks": 6},
+            ["4", "6", "ranks", "neither is a multiple"],
+        ),
+        (
+            {"side": "prefill", "ranks": 2, "states_of_equal_ranks": ("swa",)},
+            {"side": "decode", "ranks": 4, "states_of_equal_ranks": ("swa",)},
+            ["2", "4", "ranks", "mooncake", "swa"],
+        ),
+        ({"ranks": 2, "states_of_equal_ranks": ("swa",)}, {"ranks": 4}, ["swa"]),  # each may be either
+        (
+            {"side": "prefill", "stages": 1},
+            {"side": "decode", "stages": 2},
+            ["2 pipeline stages", "1"],
+        ),
     ],
 )
 def test_a_pair_that_differs_is_refused(
@@ -107,6 +123,14 @@ def test_a_pair_that_differs_is_refused(
         ),
         # The same option, of which one tells what it came to
         ({"resolved_kv_cache_dtype": "bfloat16"}, {}),
+        ({"side": "prefill", "ranks": 2, "stages": 4}, {"side": "decode", "ranks": 4, "stages": 1}),
+        ({"side": "prefill", "ranks": 2, "states_of_equal_ranks": ("swa",)}, {"side": "decode", "ranks": 2}),
+        # KV passes between no two of one side
+        ({"side": "prefill", "ranks": 2, "states_of_equal_ranks": ("swa",)}, {"side": "prefill", "ranks": 3}),
+        (
+            {"side": "prefill", "ranks": 2, "transfer_backend": "handshake"},
+            {"side": "decode", "ranks": 3, "transfer_backend": "handshake"},
+        ),
     ],
 )
 def test_a_pair_that_agrees_as_far_as_is_known_serves(prefill: dict[str, object], decode: dict[str, object]) -> None:
