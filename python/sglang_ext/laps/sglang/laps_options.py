@@ -60,7 +60,7 @@ def add_laps_arguments(parser: argparse.ArgumentParser) -> None:
         "--laps-mode",
         choices=[AUTO, OFF, *(mode.value for mode in LapsMode)],
         default=argparse.SUPPRESS,
-        help="what the instance prefers; auto: as its role; off: SGLang's own scheduler (default: auto)",
+        help="what the instance prefers; auto: as its role (plain: off); off: SGLang's own scheduler (default: auto)",
     )
     types = get_type_hints(LapsOptions)
     for field in fields(LapsOptions):
@@ -79,10 +79,14 @@ def laps_options(
         given, engine_arguments, flag="--laps-", destination=_PREFIX, declare=add_laps_arguments
     )
     mode = values.pop("mode", AUTO)
-    if mode == OFF or not role.is_prefill:
+    is_wanted = role.is_prefill or (role is Role.PLAIN and mode != AUTO)
+    if mode == OFF or not is_wanted:
         if values or (mode not in {AUTO, OFF}):
             names = ", ".join(map(option_name, values)) or "--laps-mode"
-            raise ValueError(f"{names}: {'LAPS is off' if mode == OFF else 'LAPS schedules prefills, not decodes'}")
+            reason = "LAPS schedules prefills, not decodes"
+            if mode == OFF or role is Role.PLAIN:
+                reason = "LAPS is off" if mode == OFF else "an undivided instance has LAPS with --laps-mode both"
+            raise ValueError(f"{names}: {reason}")
         return None, engine_arguments
     if "batching" in values:
         values["batching"] = Batching(values["batching"])
@@ -113,7 +117,7 @@ def conflict(server_args: Any) -> str | None:
     They may be ServerArgs that SGLang has not resolved yet: what it derives from another argument is looked for there.
     """
     for is_conflicting, argument, reason in (
-        (server_args.disaggregation_mode != "prefill", "--disaggregation-mode", "LAPS schedules prefill instances"),
+        (server_args.disaggregation_mode == "decode", "--disaggregation-mode", "LAPS schedules prefills, not decodes"),
         (
             server_args.schedule_policy != "fcfs",
             f"--schedule-policy {server_args.schedule_policy}",

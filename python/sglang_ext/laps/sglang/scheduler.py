@@ -1,4 +1,4 @@
-"""SGLang's scheduler with a short and a long queue on every prefill instance.
+"""SGLang's scheduler with a short and a long queue on every prefill instance, and on undivided instances that want it.
 
 One round, once per scheduler iteration (`get_new_batch_prefill`):
 
@@ -9,6 +9,9 @@ One round, once per scheduler iteration (`get_new_batch_prefill`):
 
 SGLang knows one unfinished (chunked) request. Here there may be several, and `chunked_req` is only ever the one
 whose chunk is being built or has just been launched.
+
+On an undivided instance a decode step follows every prefill, and parked prefills give their memory back before running
+requests have to.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from sglang.srt.managers.load_snapshot import LoadSnapshot
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, NextBatchPlan
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.load_inquirer import SchedulerLoadInquirer
+from sglang.srt.mem_cache.common import release_kv_cache
 
 from sglang_ext.engine.request_traces import record_launch, trace_of
 from sglang_ext.graphs.sglang.runner import graph_status, replayed_shape
@@ -66,7 +70,7 @@ _REMATCHED_TOKENS = 128
 
 
 class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no type information here
-    """REPLACE `Scheduler` on a prefill instance: two queues, and long prefills that yield between chunks."""
+    """REPLACE `Scheduler` where it prefills: two queues, and long prefills that yield between chunks."""
 
     # SGLang's own, untyped there.
     load_inquirer: Any
@@ -76,6 +80,8 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
     _pending_chunked_abort_req: Any
 
     _laps: LapsInstance | None = None  # None until everything that it needs has been set up
+    _is_undivided = False
+    _must_decode = False  # before the next prefill, on an undivided instance
 
     def init_load_inquirer(self) -> None:
         super().init_load_inquirer()
@@ -90,7 +96,8 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         self.load_inquirer = ParkedLoadInquirer.over(self.load_inquirer, lambda: self._parked, self._held_back)
 
     def run_event_loop(self) -> None:
-        if self.disaggregation_mode is DisaggregationMode.PREFILL:
+        self._is_undivided = self.disaggregation_mode is DisaggregationMode.NULL
+        if self._is_undivided or self.disaggregation_mode is DisaggregationMode.PREFILL:
             self._laps = build_instance(self)
             if self._laps is not None:
                 self.policy.shortest_prefill_chunk_limit = lambda *_: self._started_tokens
@@ -102,6 +109,11 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         laps = self._laps
         if laps is None:
             return super().get_new_batch_prefill(running_batch)
+        if self._must_decode and not (running_batch.is_empty() or running_batch.is_prefill_only):
+            self._must_decode = False
+            self._park(laps)
+            laps.clock.record_idle()
+            return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
         if laps.stage is not None:
             laps.stage.begin_round()
         began_s = laps.now_s()
@@ -112,6 +124,7 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
             laps.clock.record_idle()
         else:
             laps.decisions.note(laps.now_s() - began_s - self._building_s)
+            self._must_decode = self._is_undivided
         return plan
 
     def _plan_batch(self, laps: LapsInstance, running_batch: Any) -> NextBatchPlan:
@@ -120,7 +133,8 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
             # through later stages are forgotten there as here: each stage aborts in the same round.
             self.process_pending_chunked_abort()
         self._park(laps)
-        self._end_failed(laps)
+        if not self._is_undivided:
+            self._end_failed(laps)
         self._admit_ready_grammars()
         self._follow_queue(laps)
         self._count_arrivals(laps)
@@ -211,6 +225,9 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
                 match_prefix(request, self.tree_cache)
                 entry = self._new_entry(laps, request, now_s)
                 remember(request, entry)
+            elif request.is_retracted:  # and has its output to prefill, too
+                match_prefix(request, self.tree_cache)
+                reclassify(request, entry, laps.policy, now_s)
             entry.is_started = False
             self._waiting.enter(request, entry)
             laps.put(request, entry, now_s)
@@ -345,6 +362,18 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
                 kept.append(request)
         return kept
 
+    def update_running_batch(self, batch: Any) -> Any:
+        while self._parked and not batch.check_decode_mem():
+            self._give_back(min(self._parked, key=prefix_tokens))
+        return super().update_running_batch(batch)
+
+    def _give_back(self, request: Any) -> None:
+        """Let a parked prefill begin again later: its memory goes to the running requests."""
+        self._unpark(request)
+        release_kv_cache(request, self.tree_cache, checkpoint=False)
+        request.reset_for_retract()
+        self._add_request_to_queue(request, is_retracted=True)
+
     def _held_back(self) -> list[Any]:
         """Waiting requests that are not in the batch that SGLang builds just now."""
         if not self._held:
@@ -385,7 +414,7 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
 
     def process_batch_result(self, batch: Any, result: Any) -> None:
         traces = [trace for request in batch.reqs if (trace := trace_of(request)) is not None]
-        ending = [request for request in batch.reqs if request.inflight_middle_chunks <= 0]
+        ending = [request for request in batch.reqs if request.inflight_middle_chunks <= 0 and not request.output_ids]
         super().process_batch_result(batch, result)
         laps = self._laps
         if laps is None or not batch.forward_mode.is_extend():

@@ -139,6 +139,8 @@ def test_engine_arguments_without_laps_are_left_alone() -> None:
             "laps.round_ms, laps.rho_max: LAPS is off",
         ),
         ("decode", ("--laps-mode", "both"), "--laps-mode: LAPS schedules prefills, not decodes"),
+        ("plain", ("--set", "laps.w_min_ms=3"), "laps.w_min_ms: an undivided instance has LAPS with --laps-mode both"),
+        ("plain", ("--laps-mode", "off", "--set", "laps.w_min_ms=3"), "laps.w_min_ms: LAPS is off"),
         ("decode", ("--set", "laps.w_min_ms=3"), "laps.w_min_ms: LAPS schedules prefills, not decodes"),
         ("both", ("--laps-mode", "fast"), "argument --laps-mode: invalid choice: 'fast'"),
         ("both", ("--set", "laps.batching=all"), "--set laps.batching must be one of sla, token-max, not 'all'"),
@@ -220,7 +222,6 @@ def test_the_arguments_of_a_worker_fit() -> None:
 @pytest.mark.parametrize(
     ("changes", "names"),
     [
-        ({"disaggregation_mode": "null"}, "--disaggregation-mode"),
         ({"disaggregation_mode": "decode"}, "--disaggregation-mode"),
         ({"schedule_policy": "lpm"}, "--schedule-policy lpm"),
         ({"schedule_policy": "hrrn"}, "--schedule-policy hrrn"),

@@ -23,6 +23,7 @@ OVERRIDDEN = {
     "init_load_inquirer": [],
     "run_event_loop": [],
     "get_new_batch_prefill": ["running_batch"],
+    "update_running_batch": ["batch"],
     "run_batch": ["batch", "pp_proxy_tensors"],
     "process_batch_result": ["batch", "result"],
     "process_disagg_prefill_inflight_queue": ["rids_to_check"],
@@ -213,6 +214,41 @@ def test_deciding_is_timed_and_building_a_batch_is_not(
     # A round in which nothing leaves delays no iteration.
     assert laps.decisions.batches == 2 * launched
     assert laps.decisions.seconds == pytest.approx(0.008 * launched)
+
+
+def test_parked_prefills_give_their_memory_back_before_replies_are_retracted(
+    schedulers: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that have computed least begin again, as many as it takes."""
+    from sglang_ext.laps.sglang import scheduler
+
+    ours, stock = schedulers
+    happened: list[Any] = []
+    monkeypatch.setattr(scheduler, "release_kv_cache", lambda request, *_, **__: happened.append(request.prefix_len))
+    monkeypatch.setattr(stock, "update_running_batch", lambda self, batch: batch)
+    engine: Any = object.__new__(ours)
+    engine._laps = engine.tree_cache = None
+    engine._parked = [request(3000, computed) for computed in (900, 100, 500)]
+    for parked in engine._parked:
+        parked.reset_for_retract = lambda: happened.append("reset")
+    engine._add_request_to_queue = lambda request, is_retracted: happened.append(is_retracted)
+    batch = SimpleNamespace(check_decode_mem=lambda: len(engine._parked) < 2)
+    assert engine.update_running_batch(batch) is batch
+    assert happened == [100, "reset", True, 500, "reset", True]
+    assert [parked.prefix_len for parked in engine._parked] == [900]
+
+
+def test_a_decode_step_follows_every_prefill_of_an_undivided_instance(schedulers: tuple[Any, Any]) -> None:
+    ours, _ = schedulers
+    idle: list[bool] = []
+    engine: Any = object.__new__(ours)
+    engine.chunked_req, engine._must_decode = None, True
+    engine._laps = SimpleNamespace(clock=SimpleNamespace(record_idle=lambda: idle.append(True)))
+    running = SimpleNamespace(is_empty=lambda: False, is_prefill_only=False)
+    plan = engine.get_new_batch_prefill(running)
+    assert (plan.batch_to_run, plan.running_batch) == (None, running)
+    assert idle == [True]
+    assert not engine._must_decode
 
 
 @pytest.mark.parametrize("is_later_stage", [False, True])
