@@ -142,8 +142,14 @@ class Conversations:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(4, 16))])
-@pytest.mark.parametrize("pulls", [False, True])
+@pytest.mark.parametrize(
+    ("pulls", "seed"),
+    [
+        *((True, seed) for seed in range(4)),
+        *(pytest.param(True, seed, marks=pytest.mark.full) for seed in range(4, 16)),
+        *(pytest.param(False, seed, marks=() if seed == 2 else pytest.mark.full) for seed in range(16)),
+    ],
+)
 def test_conversations_go_on_behind_what_is_kept_whatever_happens(
     make: Make, decode: Decode, seed: int, pulls: bool
 ) -> None:
