@@ -1,0 +1,48 @@
+"""AFTER `ModelRunner.load_model`: windows of attention are those of the model, or the model is refused.
+
+SGLang serves a Mistral with a sliding window without the window, on every device: the tokens behind it are wrong, and
+nothing says so. The window of a Cohere 2 it makes a token too long.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class UnservedWindowError(ValueError):
+    """A model with windows that SGLang does not compute. The text is one line."""
+
+
+def check_windows(result: Any, runner: Any, *arguments: Any, **options: Any) -> Any:
+    """Return `result`. Raises UnservedWindowError where prompts may be longer than the model's window, and none of its
+    layers has one.
+
+    A window of transformers counts the token itself, and SGLang's only those before it.
+    """
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    config = runner.model_config
+    window = window_of(config.hf_text_config)
+    layers = [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
+    has_windows = not layers or any((layer.sliding_window_size or -1) > -1 for layer in layers)
+    for layer in layers:
+        if layer.sliding_window_size == window:
+            layer.sliding_window_size -= 1
+    if window is not None and not has_windows and config.context_len > window:
+        raise UnservedWindowError(
+            f"{config.hf_config.architectures[0]} attends to {window} tokens, which SGLang leaves out: replies to "
+            f"longer prompts would be wrong. --context-length {window} serves the others."
+        )
+    return result
+
+
+def window_of(config: Any) -> int | None:
+    """Return how many tokens a model's layers with a window attend to, by its configuration; None without such
+    layers."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if window is None or getattr(config, "use_sliding_window", True) is False:
+        return None
+    if kinds is not None and "sliding_attention" not in kinds:
+        return None
+    return int(window)
