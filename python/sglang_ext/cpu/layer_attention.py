@@ -6,10 +6,13 @@ Gemma 2 or an OLMo 3 got other tokens than its own, and a gpt-oss did not start.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from sglang_ext.cpu.prefix_attention import is_stock_wanted
 
 _ROWS = 128  # queries whose scores are in memory at a time
 
@@ -73,11 +76,10 @@ def run_layer(
     **more: Any,
 ) -> torch.Tensor:
     """See the module; shapes are those of SGLang's attention backends. `sinks` [heads] or None."""
-    window = layer.sliding_window_size if (layer.sliding_window_size or -1) > -1 else None
+    window = layer.sliding_window_size if layer.sliding_window_size > -1 else None
     is_in_window_pool = _is_in_window_pool(backend, layer)
-    if layer.is_cross_attention or not (
-        window is not None or layer.logit_cap or sinks is not None or is_in_window_pool
-    ):
+    is_plain = window is None and not layer.logit_cap and sinks is None and not is_in_window_pool
+    if is_plain or layer.is_cross_attention or is_stock_wanted(os.environ):
         return stock(backend, q, k, v, layer, forward_batch, save_kv_cache, **more)
     from sglang.srt.layers.radix_attention import AttentionType
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc

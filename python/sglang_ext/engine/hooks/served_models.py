@@ -1,12 +1,17 @@
-"""AFTER `ModelRunner.load_model`: windows of attention are those of the model, or the model is refused.
+"""Models that SGLang serves with other attention than they have, or refuses although they can be served.
 
-SGLang serves a Mistral with a sliding window without the window, on every device: the tokens behind it are wrong, and
-nothing says so. The window of a Cohere 2 it makes a token too long.
+- AFTER `ModelRunner.load_model`: SGLang serves a Mistral with a sliding window without the window, on every device: the
+  tokens behind it are wrong, and nothing says so. The window of a Cohere 2 it makes a token too long.
+- AROUND `handle_model_specific_adjustments`: SGLang refuses gpt-oss on its attention for CPUs, which has neither
+  windows over a pool of their own nor sinks; with `cpu.layer_attention` it has both.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+_OURS, _ADMITTED = "torch_native", "intel_amx"
 
 
 class UnservedWindowError(ValueError):
@@ -24,7 +29,7 @@ def check_windows(result: Any, runner: Any, *arguments: Any, **options: Any) -> 
     config = runner.model_config
     window = window_of(config.hf_text_config)
     layers = [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
-    has_windows = not layers or any((layer.sliding_window_size or -1) > -1 for layer in layers)
+    has_windows = not layers or any(layer.sliding_window_size > -1 for layer in layers)
     for layer in layers:
         if layer.sliding_window_size == window:
             layer.sliding_window_size -= 1
@@ -46,3 +51,19 @@ def window_of(config: Any) -> int | None:
     if kinds is not None and "sliding_attention" not in kinds:
         return None
     return int(window)
+
+
+def admit_attention(stock: Callable[[Any], Any], server_args: Any) -> Any:
+    """Let SGLang's check see a backend that it admits; which one is used stays the same."""
+    from sglang.srt.arg_groups import model_hook
+
+    backends_of = model_hook.attention_backends_of
+
+    def admitted(view: Any) -> tuple[Any, ...]:
+        return tuple(_ADMITTED if backend == _OURS else backend for backend in backends_of(view))
+
+    model_hook.attention_backends_of = admitted
+    try:
+        return stock(server_args)
+    finally:
+        model_hook.attention_backends_of = backends_of
