@@ -231,7 +231,7 @@ HOOK_TABLE: tuple[Hook, ...] = (
         name="admitted-attention",
         why="SGLang refuses gpt-oss and Gemma 4 on its attention for CPUs, which lacked what they want; admits them",
         kind=HookKind.AROUND,
-        implementation=f"{_HOOKS}.served_models:admit_attention",
+        implementation="sglang_ext.engine.hooks.served_models:admit_attention",
         target="sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments",
         device=Device.CPU,
     ),
@@ -239,7 +239,7 @@ HOOK_TABLE: tuple[Hook, ...] = (
         name="served-windows",
         why="SGLang serves some models without their sliding windows, and says nothing; refuses them",
         kind=HookKind.AFTER,
-        implementation=f"{_HOOKS}.served_models:check_windows",
+        implementation="sglang_ext.engine.hooks.served_models:check_windows",
         target="sglang.srt.model_executor.model_runner.ModelRunner.load_model",
     ),
     Hook(
