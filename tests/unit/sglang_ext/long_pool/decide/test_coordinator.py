@@ -1454,3 +1454,25 @@ def test_a_prefix_that_no_instance_has_room_for_stays_where_it_is() -> None:
         one.report(instance, MemberReport(0.0, 3000), 0.0)
     keep_busy(one, 1)
     assert not any(isinstance(order, Pull) for order in one.announce(follow_up(), 0.0))
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_when_a_pull_has_ended_its_instances_may_take_part_in_another(is_done: bool) -> None:
+    one = pool_that_keeps({1: (range(4000),)})
+    keep_busy(one, 1)
+    (pull,) = one.announce(follow_up(-1), 0.0)
+    if is_done:
+        one.pulled(pull.target, pull.pull, 0.1)
+    else:
+        one.pull_failed(pull.pull, 0.1)
+    one.withdraw(-1, 0.2)
+    keep_busy(one, *one.kept.rows(KeptPrefix(pull.pull if is_done else 7, 4000)))
+    assert isinstance(one.announce(follow_up(-2), 0.3)[0], Pull)
+
+
+def test_room_for_rows_on_their_way_is_not_given_to_others() -> None:
+    one = pool_that_keeps({1: (range(4000),)}, instances=2)
+    one.report(0, MemberReport(0.0, 4100), 0.0)
+    keep_busy(one, 1)
+    assert isinstance(one.announce(follow_up(-1), 0.0)[0], Pull)
+    assert one.announce(PromptTicket(-2, 2000, 0, 0.0, math.inf), 0.0) == []
