@@ -168,7 +168,8 @@ class Relay:
             rest = b"\r\n" + recoded.feed(kept)
             if not self._is_http_11:  # it ends with the connection
                 head = _CODING_HEADER.sub(b"", head)
-        leg.sink = self._keep(sink, kept)
+        leg.sink = sink
+        self._keep(leg, kept)
         client.write(b"%b%b%b%b" % (head, self._own_headers(), client.reply_headers, rest))
         if leg.is_complete:  # here whole already
             leg.sink = None
@@ -189,19 +190,11 @@ class Relay:
 
         return write
 
-    def _keep(self, sink: Callable[[bytes], None], kept: bytes) -> Callable[[bytes], None]:
-        """Return what takes the rest of a stream for `sink`, of which `kept` is here, and keeps it where needed."""
-        if not self._keeps_stream:
-            return sink
-        self._sent = sent = SentStream(self._path)
-        keep = sent.keep
-        keep(kept)
-
-        def write(data: bytes) -> None:
-            sink(data)
-            keep(data)
-
-        return write
+    def _keep(self, leg: UpstreamConnection, begun: bytes) -> None:
+        """Keep the stream that a leg brings, if it may migrate; `begun` is here already."""
+        if self._keeps_stream:
+            self._sent = leg.sent = SentStream(self._path)
+            leg.sent.keep(begun)
 
     def take_complete(self, leg: UpstreamConnection) -> None:
         """A leg's reply is here whole: if it was relayed, so is the client's; else it may be a half of a joined one."""
@@ -262,7 +255,8 @@ class Relay:
                 sink = self._write_recoded(replies.Recoded(self._id_end, self._is_http_11))
             else:
                 sink = self.write
-            leg.sink = self._keep(sink, kept)
+            leg.sink = sink
+            self._keep(leg, kept)
             sink(kept)
         if leg.is_complete:
             self.take_complete(leg)

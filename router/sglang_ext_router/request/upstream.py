@@ -16,6 +16,7 @@ import httptools
 
 from sglang_ext_router.decide.pd_actions import Leg
 from sglang_ext_router.instances.workers import Worker
+from sglang_ext_router.request.migration import SentStream
 
 CONNECT_TIMEOUT_S = 5.0
 # uvicorn closes a connection that was idle for 5 s; one about to be closed is not used any more.
@@ -79,6 +80,7 @@ class UpstreamConnection(asyncio.Protocol):
         "received_s",
         "reply_keeps_alive",
         "reports_body",
+        "sent",
         "sent_s",
         "sink",
         "status",
@@ -115,6 +117,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.body_started = False
         self.is_complete = False
         self.sink: Callable[[bytes], None] | None = None  # takes the rest of the reply as it comes
+        self.sent: SentStream | None = None  # keeps what the sink takes
         self.keeps_reply = False  # the whole reply is in `raw` once it is complete
         self._kept: list[bytes] = []  # what came of it behind the head; joined once, as it may be large
         self.reply_keeps_alive = False
@@ -197,6 +200,8 @@ class UpstreamConnection(asyncio.Protocol):
         sink = self.sink
         if sink is not None:
             sink(data)
+            if self.sent is not None:
+                self.sent.keep(data)
             gap_s = now_s - self.received_s
             if gap_s > self.longest_gap_s:
                 self.longest_gap_s = gap_s
@@ -376,7 +381,7 @@ class UpstreamPool:
         connection.is_paused = False
         connection.raw = connection._last_body = connection._body_before = b""
         connection._request = connection._request_end = b""
-        connection.sink = None
+        connection.sink = connection.sent = None
         connection.idle_since_s = self.loop.time()
         self._idle.append(connection)
 
