@@ -14,7 +14,7 @@ from sglang_ext.graphs.decide.graph_grid import GraphGrid
 from sglang_ext.laps.decide.boundary import OBJECTIVE_SHARE, ClassBoundary, expected_boundary_tokens
 from sglang_ext.laps.decide.cost_model import CostCoefficients, CostFit, IterationSample
 from sglang_ext.laps.decide.options import Batching, LapsOptions
-from sglang_ext.laps.decide.packed_batch import has_spare_time, loaded_round_s, packed_round_s
+from sglang_ext.laps.decide.packed_batch import can_afford, loaded_round_s, packed_round_s
 from sglang_ext.laps.decide.prefill_queue import WholeLimits
 from sglang_ext.laps.decide.round_plan import (
     DispatchReason,
@@ -171,9 +171,13 @@ class InstanceModel:
         return self.fit.typical_error() + self.limits.stages - 1
 
     def keeps_deadlines(self, now_s: float) -> bool:
-        """Return whether the load leaves time for one more batch within each objective: for requests that wait so that
-        others are on time."""
-        return has_spare_time(self.offered.load(now_s), self.fit.coefficients.kappa_s, self.short_slo_s)
+        """Return whether one more batch within each objective is worth it: for requests that wait so that others are on
+        time."""
+        return self.can_afford(now_s, self.fit.coefficients.kappa_s, self.short_slo_s)
+
+    def can_afford(self, now_s: float, extra_s: float, batch_s: float) -> bool:
+        """Return whether deadlines are worth `extra_s` of fixed costs with every batch of `batch_s`."""
+        return can_afford(self.offered.load(now_s), self.fit.coefficients.kappa_s, self.short_slo_s, extra_s, batch_s)
 
     def patience_s(self, now_s: float, waiting: int) -> float:
         """Return how long a late short prefill waits until it is due; `waiting` requests with deadlines are queued.

@@ -22,9 +22,8 @@ _LEAST_OF_SLO: Final = 0.05
 _LEAST_IN_PIPELINE: Final = 0.2  # each chunk waits for the longest stage, and for the stages to fill
 _MOST_OF_SLO: Final = 1 / 3  # a short prefill waits for the end of one batch, perhaps a longer one, and for its own
 _LEAST_OVERHEADS: Final = 2.4  # at any objective: below, next to nothing is computed
-_SPARE_SHARE: Final = 0.75  # of the time that the load leaves free: most of it that a batch more may take
-APART_SHARE: Final = 0.5  # of it: most that short prefills may take which run apart from long ones to be on time
-_CUT_SHARE: Final = 0.4  # of it: most that may be lost with the parts of long prefills
+_HELD_OVERHEADS: Final = 16.0  # fixed costs that an objective holds which may cost batches: two batches of eight
+_CUT_SHARE: Final = 0.4  # of the time that the load leaves free: most that may be lost with the parts of long prefills
 _LEAST_SPARE: Final = 0.25  # an estimate of the load that is a little too high must not make batches long
 _MIXED_WAITS: Final = 3.0  # halves of a batch that a prefill waits which arrives during one and shares the next
 _RARE_ARRIVALS: Final = 0.05  # during a batch that is longer than the objective allows
@@ -79,10 +78,14 @@ def loaded_round_s(fixed_s: float, short_slo_s: float, load: OfferedLoad, waitin
     return max(stable_s, shared_s)
 
 
-def has_spare_time(load: OfferedLoad, extra_s: float, batch_s: float, share: float = _SPARE_SHARE) -> bool:
-    """Return whether `extra_s` of fixed costs with every batch of `batch_s` take at most this share of the time that
-    the load leaves free."""
-    return extra_s <= share * (1.0 - load.utilisation) * batch_s
+def can_afford(load: OfferedLoad, fixed_s: float, short_slo_s: float, extra_s: float, batch_s: float) -> bool:
+    """Return whether deadlines are worth `extra_s` of fixed costs with every batch of `batch_s`.
+
+    The load must leave that much time free. And the objective must be one that can be held: two batches that lose an
+    eighth to the fixed cost `fixed_s` end within it, one to wait for and its own. Under a shorter one, a batch more
+    makes one prefill on time by a little, and all that wait late by a fixed cost.
+    """
+    return _HELD_OVERHEADS * fixed_s <= short_slo_s and extra_s <= (1.0 - load.utilisation) * batch_s
 
 
 def stage_share(stages: int) -> float:

@@ -10,13 +10,11 @@ from typing import Final
 
 from sglang_ext.laps.decide.instance_model import InstanceModel, batch_of_shorts, nearest_deadline_s
 from sglang_ext.laps.decide.packed_batch import (
-    APART_SHARE,
     LongParts,
     LongRoom,
     cut_of,
     even_share_s,
     fill_with_longs,
-    has_spare_time,
     long_mode_round_s,
     run_shorts_alone,
     whole_within,
@@ -122,7 +120,7 @@ def _choose_of_group(
         waiting,
         model.busy.share,
         model.limits.stages,
-        is_affordable=has_spare_time(model.offered.load(now_s), saved_s, mixed.predicted_s, APART_SHARE),
+        is_affordable=model.can_afford(now_s, saved_s, mixed.predicted_s),
     ):
         return RoundPlan((short, mixed), now_s)
     return RoundPlan((mixed, short), now_s)

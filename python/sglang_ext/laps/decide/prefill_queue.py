@@ -170,10 +170,12 @@ class PrefillQueue:
     def put(self, request: QueuedPrefill, now_s: float, cost: CostCoefficients, chunk_s: float) -> None:
         """Take a request in, or what has become of it: a chunk has run, or its prefix was matched again.
 
-        `chunk_s` is the time of the chunks that its total time is predicted with.
+        `chunk_s` is the time of the chunks that a long one's times are predicted with. A short one runs whole.
         """
         if request.key in self._waiting:
             self.remove(request.key)
+        if is_batched(request):
+            chunk_s = inf
         remaining_s = cost.prefill_s(request.new_tokens, request.cached_tokens, chunk_s)
         total_s = remaining_s
         computed_tokens = request.total_tokens - request.new_tokens

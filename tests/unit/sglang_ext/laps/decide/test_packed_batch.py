@@ -18,9 +18,9 @@ from sglang_ext.laps.decide.options import LapsOptions
 from sglang_ext.laps.decide.packed_batch import (
     LongParts,
     LongRoom,
+    can_afford,
     even_share_s,
     fill_with_longs,
-    has_spare_time,
     loaded_round_s,
     long_mode_round_s,
     packed_round_s,
@@ -265,10 +265,15 @@ def test_fixed_costs_never_fill_the_time(
         assert cost(round_s) <= min(cost(0.9 * round_s), cost(1.1 * round_s)) * (1 + 1e-9)
 
 
-def test_batches_apart_need_spare_time() -> None:
-    assert has_spare_time(OfferedLoad(10.0, 0.5), 0.024, 0.1, 0.5)
-    assert not has_spare_time(OfferedLoad(10.0, 0.5), 0.026, 0.1, 0.5)
-    assert not has_spare_time(OfferedLoad(10.0, 1.2), 0.001, 0.1)
+def test_deadlines_cost_no_time_that_the_load_does_not_leave() -> None:
+    assert can_afford(OfferedLoad(10.0, 0.5), 0.01, 0.4, extra_s=0.049, batch_s=0.1)
+    assert not can_afford(OfferedLoad(10.0, 0.5), 0.01, 0.4, extra_s=0.051, batch_s=0.1)
+    assert not can_afford(OfferedLoad(10.0, 1.2), 0.01, 0.4, extra_s=0.001, batch_s=0.1)
+
+
+def test_an_objective_that_holds_no_two_batches_costs_none() -> None:
+    assert can_afford(OfferedLoad(10.0, 0.0), 0.01, 0.161, extra_s=0.01, batch_s=0.1)
+    assert not can_afford(OfferedLoad(10.0, 0.0), 0.01, 0.159, extra_s=0.01, batch_s=0.1)
 
 
 def test_without_spare_time_shorts_share_a_batch_that_makes_one_late() -> None:
@@ -281,7 +286,7 @@ def test_without_spare_time_shorts_share_a_batch_that_makes_one_late() -> None:
 @pytest.mark.parametrize(("offered_s", "reason"), [(0.1, None), (5.0, DispatchReason.MIXED)])
 def test_under_load_a_deadline_costs_no_batch_of_its_own(offered_s: float, reason: DispatchReason | None) -> None:
     """Alone the short one takes 0.2 s and is on time, mixed it takes 0.3 s; each batch costs 0.1 s again."""
-    laps = policy(COST._replace(kappa_s=0.1), round_ms=300.0)
+    laps = policy(COST._replace(kappa_s=0.1), round_ms=300.0, short_ttft_slo_ms=1600.0)
     for number in range(20):
         laps.record_arrival(0.1 * number, LONG, int(100 * offered_s), 0, 1e6)
     queue = (queued(1, 100, deadline_s=2.25, arrival_s=1.9), queued(2, 2000))
@@ -292,13 +297,28 @@ def test_under_load_a_deadline_costs_no_batch_of_its_own(offered_s: float, reaso
 
 @pytest.mark.parametrize(("offered_s", "together"), [(0.1, False), (5.0, True)])
 def test_under_load_nothing_is_put_back_for_a_deadline(offered_s: float, together: bool) -> None:
-    """The first is on time only without the second, whose own batch costs 0.1 s again: of an objective of 0.4 s."""
-    laps = policy(COST._replace(kappa_s=0.1))
+    """The first is on time only without the second, whose own batch costs 0.1 s again: of an objective of 1.6 s."""
+    laps = policy(COST._replace(kappa_s=0.1), short_ttft_slo_ms=1600.0)
     for number in range(20):
         laps.record_arrival(0.1 * number, LONG, int(100 * offered_s), 0, 1e6)
     queue = (queued(1, 100, deadline_s=2.25, arrival_s=1.9), queued(2, 200, deadline_s=2.35, arrival_s=1.95))
     first = laps.choose_of(RoundSnapshot(2.0, queue, 100_000)).batches[0]
     assert (len(first.whole) == 2) is together
+
+
+def test_under_an_objective_that_cannot_be_held_nothing_is_put_back() -> None:
+    """As with little load above, but the objective holds only four fixed costs."""
+    laps = policy(COST._replace(kappa_s=0.1), short_ttft_slo_ms=400.0)
+    queue = (queued(1, 100, deadline_s=2.25, arrival_s=1.9), queued(2, 200, deadline_s=2.35, arrival_s=1.95))
+    first = laps.choose_of(RoundSnapshot(2.0, queue, 100_000)).batches[0]
+    assert len(first.whole) == 2
+
+
+def test_a_short_prefill_is_predicted_as_it_runs() -> None:
+    """250 tokens end 10 ms before the deadline; in parts of a round, of 30 ms, they would be late, and go last."""
+    laps = policy(COST, round_ms=30.0, max_chunk_tokens=300)
+    laps.put(queued(1, 250, deadline_s=0.27), 0.0)
+    assert laps.queue.get(1).remaining_s == pytest.approx(0.26)
 
 
 @pytest.mark.parametrize(("is_mixed", "cut_tokens"), [(False, 290), (True, 190)])
