@@ -67,7 +67,9 @@ class FakeLink:
 class Wires:
     """What is under way between members, of all steps."""
 
-    def __init__(self, failure_rate: float = 0.0, seed: int = 0) -> None:
+    def __init__(self, failure_rate: float = 0.0, seed: int = 0, timeout_s: float = RECEIVE_TIMEOUT_S) -> None:
+        """`timeout_s`: how long a message is waited for. A machine that stands still takes longer than a short one."""
+        self.timeout_s = timeout_s
         self._queues: dict[tuple[int, int, int, int], queue.SimpleQueue[torch.Tensor]] = defaultdict(queue.SimpleQueue)
         self._random = random.Random(seed)
         self.failure_rate = failure_rate
@@ -122,7 +124,8 @@ class MemoryMesh:
         return _Done()
 
     def receive(self, tensor: torch.Tensor, instance: int, tag: int) -> Pending:
-        return _Receiving(self._wires.queue(self._sequence, instance, self._instance, tag), tensor)
+        source = self._wires.queue(self._sequence, instance, self._instance, tag)
+        return _Receiving(source, tensor, self._wires.timeout_s)
 
     def batch(self, lane: Lane = Lane.RING) -> AbstractContextManager[None]:
         return nullcontext()
@@ -144,12 +147,12 @@ class _Done:
 
 
 class _Receiving:
-    def __init__(self, source: queue.SimpleQueue[torch.Tensor], target: torch.Tensor) -> None:
-        self._source, self._target = source, target
+    def __init__(self, source: queue.SimpleQueue[torch.Tensor], target: torch.Tensor, timeout_s: float) -> None:
+        self._source, self._target, self._timeout_s = source, target, timeout_s
 
     def wait(self) -> None:
         try:
-            self._target.copy_(self._source.get(timeout=RECEIVE_TIMEOUT_S))
+            self._target.copy_(self._source.get(timeout=self._timeout_s))
         except queue.Empty:
             raise MeshError("nothing has come") from None
 

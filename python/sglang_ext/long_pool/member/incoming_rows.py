@@ -26,7 +26,7 @@ class ArrivedRows(NamedTuple):
 
 @dataclass(slots=True)
 class _Incoming:
-    pull: int
+    pull: int | None  # None: of a membership that is over
     slots: torch.Tensor
     is_cancelled: bool = False
 
@@ -61,11 +61,16 @@ class IncomingRows:
             raise
         self._incoming[room] = _Incoming(pull, slots)
 
-    def cancel(self, pull: int | None = None) -> None:
-        """A pull, or all of them, is not wanted any more."""
+    def cancel(self, pull: int) -> None:
+        """A pull is not wanted any more."""
         for incoming in self._incoming.values():
-            if pull is None or incoming.pull == pull:
+            if incoming.pull == pull:
                 incoming.is_cancelled = True
+
+    def abandon(self) -> None:
+        """The same of all, and nobody wants to know: another coordinator may give their numbers again."""
+        for incoming in self._incoming.values():
+            incoming.pull, incoming.is_cancelled = None, True
 
     def settle(self, landing: Landing) -> list[ArrivedRows]:
         """Return what has ended since the last call. Call it in every turn; collective while anything is coming."""
@@ -76,11 +81,13 @@ class IncomingRows:
         for room, is_complete, is_released in zip(rooms, are_complete, are_released, strict=True):
             incoming = self._incoming[room]
             if is_complete and not incoming.is_cancelled:
+                assert incoming.pull is not None
                 rows = HeldRows((range(incoming.slots.numel()),), incoming.slots)
                 ended.append(ArrivedRows(incoming.pull, rows))
             elif is_released:
                 self._pool.free(incoming.slots)
-                ended.append(ArrivedRows(incoming.pull, None))
+                if incoming.pull is not None:
+                    ended.append(ArrivedRows(incoming.pull, None))
             else:
                 if incoming.is_cancelled:
                     landing.cancel(room)

@@ -304,7 +304,7 @@ class PoolMember:
         for shard in self._shards.values():
             shard.drop()
         self.kept.clear()
-        self._incoming.cancel()
+        self._incoming.abandon()
         if self._session is not None:
             self._streams.abandon("the pool's coordinator has gone")
         declined = [
@@ -428,11 +428,11 @@ class PoolMember:
 
     def _settle_incoming(self, landing: Landing) -> None:
         for pull, rows in self._incoming.settle(landing):
-            if rows is not None and self._session is not None:
+            if rows is None:
+                self._link.send(PullFailed(pull))
+            else:
                 self.kept.add(pull, rows, ())
                 self._link.send(Pulled(pull))
-            else:
-                self._link.send(PullFailed(pull))
             self._report_soon()
 
     def _settle_sending(self) -> None:

@@ -15,17 +15,20 @@ from sglang_ext.long_pool.coordinator.pool_protocol import PoolProtocol
 from sglang_ext.long_pool.coordinator.pool_settings import PoolSettings
 from sglang_ext.long_pool.decide.coordinator import Coordinator
 from sglang_ext.long_pool.decide.kept_prompts import KeptPrefix
+from sglang_ext.long_pool.decide.row_pulls import Pull
 from sglang_ext.long_pool.decide.sharding import Interleaving
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
 from sglang_ext.long_pool.member.kept_rows import KeptRows
 from sglang_ext.long_pool.member.kv_streams import Reading
-from sglang_ext.long_pool.member.shard import HeldRows
+from sglang_ext.long_pool.member.shard import HeldRows, KvPoolFullError
+from sglang_ext.long_pool.messages import PullFailed, PullOrder, Welcome
 from sglang_ext.transfer.decide.protocol import TransferOutcome
 from support.memory_pool import MemoryPool, Wires
 from support.streaming_pool import Decode, StreamingMember, check_kept
 from support.toy_engine import ToyPool, kv_of, logits_of
 
 MEMBERS = 3
+AMPLE_TOKENS = 1600
 Make = Callable[..., list[StreamingMember]]
 
 
@@ -56,7 +59,9 @@ class Conversations:
         self.draw = random.Random(seed)
         self.page = self.draw.choice((1, 4))
         self.decode = decode
-        self.members = make(Wires(failure_rate, seed), pool_tokens, self.page)
+        may_fail = failure_rate > 0 or pool_tokens < AMPLE_TOKENS
+        wires = Wires(failure_rate, seed) if may_fail else Wires(timeout_s=60.0)
+        self.members = make(wires, pool_tokens, self.page)
         self.pool_tokens = pool_tokens
         costs = PoolCosts([SpCandidate(size, SpCost(0.0, 0.01 / size, 0.0, 0.0)) for size in (1, 2, 3)])
         settings = PoolSettings(
@@ -76,7 +81,15 @@ class Conversations:
         self.rooms += 1
         first_token = self.draw.choice((0, 0, 4 * self.draw.randrange(len(token_ids) // 4)))
         self.prompts[self.rooms] = token_ids, first_token
-        owner.offer_streamed(self.rooms, token_ids, cached_tokens, first_token)
+        deadline_s = time.monotonic() + 20
+        while True:
+            try:
+                owner.offer_streamed(self.rooms, token_ids, cached_tokens, first_token)
+                return
+            except KvPoolFullError:  # transfers may still read what is kept
+                assert time.monotonic() < deadline_s
+                owner.turn()
+                time.sleep(0.01)
 
     @property
     def coordinator(self) -> Coordinator:
@@ -157,7 +170,7 @@ def test_conversations_go_on_behind_what_is_kept_whatever_happens(
     fail, in others memory is short, so that rows make way for new prompts. `pulls`: kept rows come to other members
     meanwhile."""
     is_short, fails = seed % 4 == 1, seed % 4 == 2
-    one = Conversations(make, decode, seed, 320 if is_short else 1600, 0.004 if fails else 0.0)
+    one = Conversations(make, decode, seed, 320 if is_short else AMPLE_TOKENS, 0.004 if fails else 0.0)
     draw = one.draw
     system = tuple(draw.randrange(50) for _ in range(32))
     texts = [(system if number else ()) + tuple(draw.randrange(50) for _ in range(90)) for number in range(3)]
@@ -201,3 +214,28 @@ def test_rows_that_a_transfer_may_still_read_are_not_evicted() -> None:
     later.is_settled = True
     kept.settle()
     assert (kept.evict(1), lost) == (16, [2])
+
+
+def test_rows_for_a_coordinator_that_has_gone_are_freed_and_nobody_is_informed(make: Make) -> None:
+    first, second, _ = make(Wires(), 64, 4)
+    pull = Pull(-1, second.instance, (first.instance,), (KeptPrefix(1, 16),))
+    second.link.inbox.append(PullOrder(pull, second.receivers))  # whose source knows nothing of it
+    second.turn()
+    assert second.pool.free_tokens == 48
+    assert second.member.is_busy
+    second.link.welcome = Welcome(second.instance, 16 * "cd", 1.0)
+    deadline_s = time.monotonic() + 20
+    while second.member.is_busy and time.monotonic() < deadline_s:
+        second.turn()
+        time.sleep(0.01)
+    assert second.pool.free_tokens == 64
+    assert not any(isinstance(message, PullFailed) for message in second.link.sent)
+
+
+def test_rows_that_there_is_no_room_for_fail_at_once(make: Make) -> None:
+    first, second, _ = make(Wires(), 64, 4)
+    pull = Pull(-1, second.instance, (first.instance,), (KeptPrefix(1, 80),))
+    second.link.inbox.append(PullOrder(pull, second.receivers))
+    second.turn()
+    assert [message for message in second.link.sent if isinstance(message, PullFailed)] == [PullFailed(-1)]
+    assert (second.pool.free_tokens, second.member.is_busy) == (64, False)
