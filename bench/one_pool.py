@@ -115,6 +115,7 @@ def main() -> None:
     except EngineStartError as error:
         give_up(str(error))
     table = {name: _row(answers) for name, answers in runs.items()}
+    differing = _differing(runs)
     for name, row in table.items():
         progress(f"{name:<10}" + "".join(f"{key} {value:8.2f}   " for key, value in row.items()))
     result = {
@@ -127,7 +128,7 @@ def main() -> None:
         "warm_ttft_stock_over_ours": round(during[FCFS]["warm_s"] / during[OURS]["warm_s"], 2),
         "cold_ttft_over_stock": round(during[OURS]["cold_s"] / during[FCFS]["cold_s"], 3),
         "simulated_over_real": {key: round(value / table[OURS][key], 3) for key, value in simulated.items()},
-        "answers_that_differ": _differing(runs),
+        "answers_that_differ": len(differing),
         "failed": sum(answer.ttft_s is None for answers in runs.values() for answer in answers),
         "requests": len(runs[OURS]),
         "table": {name: {key: round(value, 3) for key, value in row.items()} for name, row in table.items()},
@@ -146,7 +147,8 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
     _draw(arguments.out / "one-pool.png", runs)
     answers = {name: [[*one.key, one.tokens, one.ttft_s] for one in several] for name, several in runs.items()}
-    (arguments.out / "one-pool.json").write_text(json.dumps({**result, "answers": answers}) + "\n")
+    written = {**result, "answers": answers, "differing": differing}
+    (arguments.out / "one-pool.json").write_text(json.dumps(written) + "\n")
     progress(f"wrote {arguments.out / 'one-pool.png'} and one-pool.json")
     print_result(result)
 
@@ -323,14 +325,14 @@ def _row(answers: Sequence[Answer]) -> dict[str, float]:
     }
 
 
-def _differing(runs: Mapping[str, Sequence[Answer]]) -> int:
-    """Return how many prompts have different answers; prompts that failed in one system are left out."""
-    answers: dict[tuple[int, int], set[tuple[int, ...]]] = {}
-    for several in runs.values():
+def _differing(runs: Mapping[str, Sequence[Answer]]) -> list[tuple[tuple[int, int], dict[str, tuple[int, ...]]]]:
+    """Return the prompts with different answers, by their keys; prompts that failed in one system are left out."""
+    answers: dict[tuple[int, int], dict[str, tuple[int, ...]]] = {}
+    for name, several in runs.items():
         for answer in several:
             if answer.ttft_s is not None:
-                answers.setdefault(answer.key, set()).add(answer.output)
-    return sum(len(outputs) > 1 for outputs in answers.values())
+                answers.setdefault(answer.key, {})[name] = answer.output
+    return [(key, outputs) for key, outputs in answers.items() if len(set(outputs.values())) > 1]
 
 
 def _draw(path: Path, runs: Mapping[str, Sequence[Answer]]) -> None:
