@@ -81,7 +81,7 @@ def loaded_round_s(fixed_s: float, short_slo_s: float, load: OfferedLoad, waitin
 def can_afford(load: OfferedLoad, fixed_s: float, short_slo_s: float, extra_s: float, batch_s: float) -> bool:
     """Return whether deadlines are worth `extra_s` of fixed costs with every batch of `batch_s`.
 
-    The load must leave that much time free. And the objective must be one that can be held: two batches that lose an
+    The load must leave that much time free. And it must be possible to hold the objective: two batches that lose an
     eighth to the fixed cost `fixed_s` end within it, one to wait for and its own. Under a shorter one, a batch more
     makes one prefill on time by a little, and all that wait late by a fixed cost.
     """

@@ -80,7 +80,7 @@ class _KeptPrompt:
 
 
 class _Index:
-    """Prompts by hash; of several with one hash the first is the one that is found."""
+    """Prompts by hash; of several with one hash the first is found."""
 
     def __init__(self) -> None:
         self._prompts: dict[int, tuple[_KeptPrompt, ...]] = {}
