@@ -426,7 +426,7 @@ class Coordinator:
             return self._wait_for_room(prefill, now_s)
         prefill.no_room_s = None
         is_owner_alone = group == (prefill.offer.owner,) and not prefill.is_shared and prefill.offer.fits_owner
-        # By itself it joins the owner's own batches, which let short prefills in between; they know nothing of kept rows.
+        # By itself it joins the owner's own batches, which let short prefills in between and know nothing of kept rows.
         is_owner_alone &= not prefill.prefix
         alone_tokens, alone_s = self._schedule.cut(placement, computed, NO_SHORT_LOAD, chunk_s)
         if is_owner_alone and alone_tokens == count_tokens(prefill.todo):
