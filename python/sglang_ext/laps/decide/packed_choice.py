@@ -43,10 +43,16 @@ def choose_packed(model: InstanceModel, queue: PrefillQueue, now_s: float, free_
     queue.advance(now_s)
     first = _group(queue, now_s)
     plan = _choose_of_group(model, queue, now_s, free_kv_tokens, first)
-    if plan.batches or plan.wake_s < inf:
+    waste_tokens = model.limits.page_tokens - 1  # of each request's last page
+    if plan.batches:
+        may_run = any(batch.new_tokens + waste_tokens * len(batch.keys) <= free_kv_tokens for batch in plan.batches)
+    else:
+        may_run = plan.wake_s < inf
+    if may_run:
         return plan
     # What the memory refuses may be waiting for a request of the other group, which holds it.
-    return _choose_of_group(model, queue, now_s, free_kv_tokens, _OFFLINE if first is _ONLINE else _ONLINE)
+    other = _choose_of_group(model, queue, now_s, free_kv_tokens, _OFFLINE if first is _ONLINE else _ONLINE)
+    return RoundPlan((*plan.batches, *other.batches), now_s if plan.batches else other.wake_s)
 
 
 def _choose_of_group(
