@@ -48,7 +48,7 @@ class BenchmarkRun:
         return round(self._others.mean_cores(), 2)
 
     def facts(self) -> dict[str, object]:
-        """Return what a reader needs beside the figures."""
+        """Return what a reader needs in addition to the figures."""
         return {
             "duration_s": round(self.elapsed_s(), 1),
             "other_load_cores": self.other_load_cores(),

@@ -62,7 +62,7 @@ def instance_of(request: PoolRequest) -> int:
 def room_of_pull(pool_id: str, pull: int) -> BootstrapRoom:
     """The room under which rows of a pull are transferred.
 
-    `pool_id`, in hexadecimal digits, is part of it: each run of a coordinator counts its pulls anew.
+    `pool_id`, in hexadecimal digits, is part of it: each run of a coordinator begins to count its pulls at one.
     """
     return int(pool_id[:7], 16) << 32 | -pull
 

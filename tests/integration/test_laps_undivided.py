@@ -57,7 +57,7 @@ class Undivided:
 
 
 def is_exact(answer: Future[Reply], length: int, seed: int, new_tokens: int = NEW_TOKENS) -> bool:
-    """Whether the tokens are those of Hugging Face."""
+    """Return whether the tokens are those of Hugging Face."""
     reply = answer.result(timeout=120)
     assert reply.status == 200, reply.body
     return bool(reply.body["output_ids"] == greedy_reference(random_prompt(length, seed), new_tokens, SHAPE))
@@ -150,7 +150,7 @@ def test_an_abort_ends_a_prefill_that_has_begun(undivided: Undivided, stage: str
 
 @pytest.mark.full
 def test_where_memory_is_short_all_are_answered(small: Undivided) -> None:
-    """All of it at once would take twice the memory that there is."""
+    """The requests would take twice the memory that there is."""
     lengths = range(20, 36)
     replies = [small.send(length, seed=length, new_tokens=200) for length in lengths]
     long = small.send(1200, seed=40, priority="low")

@@ -33,7 +33,7 @@ def spec(role: Role, name: str) -> EngineSpec:
 
 
 def ask(router: RunningRouter, length: int, seed: int) -> bool:
-    """Whether a prompt was answered with the right tokens."""
+    """Return whether a prompt was answered with the right tokens."""
     prompt = random_prompt(length, seed=seed)
     parameters = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
     reply, _ = router.call("POST", "/generate", {"input_ids": prompt, "sampling_params": parameters}, WITHIN_S)

@@ -380,7 +380,7 @@ def kind_of(pods: Pods) -> str:
 
 
 def may_switch(pods: Pods) -> bool:
-    """Whether an instance may change between prefill and decode."""
+    """Return whether an instance may change between prefill and decode."""
     return "--enable-pd-role-switch" in pods.container["args"]
 
 

@@ -39,8 +39,8 @@ _ALTERNATING: dict[str, Any] = {
 _EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _GEMMA: dict[str, Any] = {**_ALTERNATING, "query_pre_attn_scalar": 16, "initializer_range": 0.1}
 _ROPE: dict[str, Any] = {"rope_parameters": {"rope_theta": 500_000.0, "rope_type": "default"}, "rope_theta": 500_000.0}
-# By architecture: its configuration, what that has beside the sizes, and what SGLang reads and transformers does not
-# write.
+# By architecture: its configuration, what that has in addition to the sizes, and what SGLang reads and transformers
+# does not write.
 FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "GptOssForCausalLM": ("GptOssConfig", {**_ALTERNATING, **_EXPERTS}, {}),
     "Olmo3ForCausalLM": ("Olmo3Config", _ALTERNATING, _ROPE),

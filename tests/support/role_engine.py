@@ -14,7 +14,7 @@ from support.scripted_engine import Received, Script, ScriptedEngine, cut, reply
 
 
 class RoleEngine(ScriptedEngine):
-    """What a switch does is `behaviour`.
+    """The effect of a switch is `behaviour`.
 
     obey; ignore: 200 and nothing else; refuse: 400 that is safe; break: 400 after which it has no role; cut: the switch
     is made, and the connection is closed instead of answered.

@@ -57,7 +57,7 @@ ACCEPTED: dict[str, Document] = {
             "decode": {"role": "decode", **LARGE, "replicas": 3, "maxSurge": 0, "maxUnavailable": 1},
         }
     },
-    "an undivided pool beside divided ones": {
+    "an undivided pool and divided ones": {
         "pools": {"plain": {"role": "plain", "replicas": 2, "transferBackend": "nixl", "autoscaled": True}},
         "networkPolicy": {"metricsFrom": [{"namespaceSelector": {}}]},
         "autoscaling": {"keda": {"enabled": True, "prometheusAddress": "http://p:9090"}},
@@ -619,7 +619,7 @@ def test_what_watches(results: dict[str, Document]) -> None:
 
 @needs_helm
 def test_undivided_and_switching_instances(results: dict[str, Document]) -> None:
-    documents = results["an undivided pool beside divided ones"]["documents"]
+    documents = results["an undivided pool and divided ones"]["documents"]
     plain = the(documents, "worker", "plain")
     assert "--role=plain" in plain.container["args"]
     assert not [argument for argument in plain.container["args"] if "bootstrap" in argument or "transfer" in argument]

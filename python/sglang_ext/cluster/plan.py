@@ -50,7 +50,7 @@ class Program:
     url: str
     ready_path: str
     role: Role | None  # None: no instance
-    bootstrap_port: int | None  # of prefill instances, and of those that may become one
+    bootstrap_port: int | None  # of prefill instances, and of instances that may become one
 
 
 @dataclass(frozen=True, slots=True)

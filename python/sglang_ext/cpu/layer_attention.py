@@ -75,7 +75,7 @@ def run_layer(
     sinks: torch.Tensor | None = None,
     **more: Any,
 ) -> torch.Tensor:
-    """See the module; shapes are those of SGLang's attention backends. `sinks` [heads] or None."""
+    """Return what a layer attends to, in the shapes of SGLang's attention backends. `sinks` [heads] or None."""
     window = layer.sliding_window_size if layer.sliding_window_size > -1 else None
     is_in_window_pool = _is_in_window_pool(backend, layer)
     is_plain = window is None and not layer.logit_cap and sinks is None and not is_in_window_pool

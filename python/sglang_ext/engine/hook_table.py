@@ -229,7 +229,7 @@ HOOK_TABLE: tuple[Hook, ...] = (
     ),
     Hook(
         name="admitted-attention",
-        why="SGLang refuses gpt-oss and Gemma 4 on its attention for CPUs, which lacked what they want; admits them",
+        why="SGLang refuses gpt-oss on its attention for CPUs, which has neither its windows nor sinks; admits it",
         kind=HookKind.AROUND,
         implementation="sglang_ext.engine.hooks.served_models:admit_attention",
         target="sglang.srt.arg_groups.model_hook.handle_model_specific_adjustments",

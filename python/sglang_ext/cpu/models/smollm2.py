@@ -39,7 +39,7 @@ class PackagedModel:
     wheel_sha256: str
     gguf_member: str  # path of the GGUF file inside the wheel
     gguf_sha256: str
-    license: str  # kept beside the model, by which it is known to be this one
+    license: str  # written next to the model, by which it is known to be this one
     wheel_mb: int  # for the progress line only
 
 

@@ -8,10 +8,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 _OURS, _ADMITTED = "torch_native", "intel_amx"
+_SERVED = "GptOssForCausalLM"
+
+logger = logging.getLogger(__name__)
 
 
 class UnservedWindowError(ValueError):
@@ -30,9 +34,11 @@ def check_windows(result: Any, runner: Any, *arguments: Any, **options: Any) -> 
     window = window_of(config.hf_text_config)
     layers = [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
     has_windows = not layers or any(layer.sliding_window_size > -1 for layer in layers)
-    for layer in layers:
-        if layer.sliding_window_size == window:
-            layer.sliding_window_size -= 1
+    too_long = [layer for layer in layers if layer.sliding_window_size == window]
+    for layer in too_long:
+        layer.sliding_window_size -= 1
+    if too_long:
+        logger.info("the windows of %d layers are a token shorter than SGLang makes them", len(too_long))
     if window is not None and not has_windows and config.context_len > window:
         raise UnservedWindowError(
             f"{config.hf_config.architectures[0]} attends to {window} tokens, which SGLang leaves out: replies to "
@@ -54,13 +60,16 @@ def window_of(config: Any) -> int | None:
 
 
 def admit_attention(stock: Callable[[Any], Any], server_args: Any) -> Any:
-    """Let SGLang's check see a backend that it admits; which one is used stays the same."""
+    """Let SGLang's check of a gpt-oss see a backend that it admits; which one is used stays the same."""
     from sglang.srt.arg_groups import model_hook
 
     backends_of = model_hook.attention_backends_of
 
     def admitted(view: Any) -> tuple[Any, ...]:
-        return tuple(_ADMITTED if backend == _OURS else backend for backend in backends_of(view))
+        backends = tuple(backends_of(view))
+        if model_hook.model_config_of(server_args).hf_config.architectures[0] != _SERVED:
+            return backends
+        return tuple(_ADMITTED if backend == _OURS else backend for backend in backends)
 
     model_hook.attention_backends_of = admitted
     try:

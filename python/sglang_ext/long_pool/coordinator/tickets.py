@@ -61,7 +61,7 @@ class BoundPrompt(NamedTuple):
 
     room: BootstrapRoom
     name: str  # of the member that shall get it
-    members: tuple[str, ...] = ()  # names of those that are to compute it; empty: not known
+    members: tuple[str, ...] = ()  # names of the members that are to compute it; empty: not known
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,7 @@ class RowPulls:
         return ended.order
 
     def needing(self, instance: int, prompts: Collection[int] | None = None) -> list[int]:
-        """Return the pulls in which an instance takes part; with `prompts`, those that read rows of these there."""
+        """Return the pulls in which an instance takes part; with `prompts`, the pulls that read rows of these there."""
         return [
             number
             for number, pull in self._under_way.items()
@@ -119,7 +119,7 @@ class RowPulls:
 
 
 class PullPlan(NamedTuple):
-    """Where a prefix would be pulled to, and what that comes to."""
+    """One way to pull a prefix: its target, and its cost."""
 
     target: int
     moved_tokens: int

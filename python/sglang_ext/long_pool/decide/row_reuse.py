@@ -16,7 +16,7 @@ from sglang_ext.long_pool.decide.sp_cost import SpCandidate
 
 
 class RowReuse:
-    """What one pool keeps, and the pulls that are under way."""
+    """Holds what one pool keeps, and the pulls that are under way."""
 
     def __init__(self, members: PoolMembers, schedule: PoolSchedule, settings: CoordinationSettings) -> None:
         self.kept = KeptPrompts()
@@ -183,7 +183,7 @@ class RowReuse:
         return orders
 
     def give_up_overdue(self, now_s: float) -> list[Order]:
-        """The same of pulls that take far longer than they should."""
+        """Give up the pulls that take far longer than they should."""
         return self.give_up(self.pulls.overdue(now_s), now_s) if len(self.pulls) else []
 
     def _resume_pulled(self, pull: int) -> None:

@@ -49,17 +49,11 @@ class IncomingRows:
         return sum(-(-incoming.slots.numel() // page) * page for incoming in self._incoming.values())
 
     def begin(self, landing: Landing, pull: int, room: BootstrapRoom, tokens: int) -> None:
-        """Take slots for the rows of a prefix. Raises KvPoolFullError; ValueError for a transfer that is known."""
+        """Take slots for the rows of a prefix. Raises KvPoolFullError."""
         with all_ranks_or_raise(self._ranks, KvPoolFullError):
             slots = self._pool.allocate(tokens)
-        try:
-            with all_ranks_or_raise(self._ranks, ValueError):
-                landing.expect(room, slots)
-        except Exception:
-            landing.cancel(room)
-            self._pool.free(slots)
-            raise
         self._incoming[room] = _Incoming(pull, slots)
+        landing.expect(room, slots)
 
     def cancel(self, pull: int) -> None:
         """A pull is not wanted any more."""
@@ -68,7 +62,7 @@ class IncomingRows:
                 incoming.is_cancelled = True
 
     def abandon(self) -> None:
-        """The same of all, and nobody wants to know: another coordinator may give their numbers again."""
+        """Cancel all pulls, and report none of them: another coordinator may give their numbers again."""
         for incoming in self._incoming.values():
             incoming.pull, incoming.is_cancelled = None, True
 

@@ -1,4 +1,4 @@
-"""Where kept rows of other members come to on one rank: its transfer endpoint, which receives as decode's does."""
+"""Kept rows of other members come to the transfer endpoint of a rank, which receives as decode's does."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Landing:
         return Destination(room, receivers[self._rank], self._rank, self._heads, 0)
 
     def expect(self, room: BootstrapRoom, slots: torch.Tensor) -> None:
-        """The first tokens of a prompt shall come to these slots, int64. ValueError for a room that is in use."""
+        """The first tokens of a prompt shall come to these slots, int64. The room must be new here (ValueError)."""
         heads = self._heads.heads(self._rank)
         need = needed(
             room,
@@ -53,7 +53,7 @@ class Landing:
         return status is not None and status.stage is Stage.COMPLETE
 
     def is_released(self, room: BootstrapRoom) -> bool:
-        """Return whether nobody writes to its slots any more."""
+        """Return whether no sender writes to its slots any more."""
         status = self._endpoint.receive_status(room)
         return status is None or status.is_released
 

@@ -14,8 +14,8 @@ TCP = "sglang_ext_tcp"
 HANDSHAKE = "handshake"
 STAND_IN = "sglang_ext_stand_in"  # only of benchmarks, which start engines themselves
 OWN_BACKENDS = (TCP, HANDSHAKE, STAND_IN)  # that SGLang does not know
-# Kinds of state beside the KV of full attention, by SGLang's names (`StateType` of 0.5.23). The other kinds are cut by
-# heads, or whole on every rank.
+# Kinds of state in addition to the KV of full attention, by SGLang's names (`StateType` of 0.5.23). The other kinds
+# are cut by heads, or whole on every rank.
 _NEVER_CUT = frozenset({"minimax_index_k", "minimax_dense_kv"})
 _CUT_FOR_LATENT_ATTENTION = frozenset({"block_scale", "block_scale_swa", "swa_ring", "c128_state", "request_row"})
 _CUTS_WINDOWS = frozenset({"mooncake", TCP})  # backends that divide the heads of sliding windows

@@ -59,7 +59,7 @@ def test_all_become_ready_and_all_end(tmp_path: Path) -> None:
     pids = pids_of(supervisor)
     assert len(pids) == 4
     names = [name for name, line in events.lines if line.startswith("started")]
-    assert names[0] == "router"  # beside its instances
+    assert names[0] == "router"  # together with its instances
     ready = [name for name, line in events.lines if line.startswith("ready")]
     assert sorted(ready) == ["decode-0", "long-0", "router", "short-0"]
     supervisor.stop()

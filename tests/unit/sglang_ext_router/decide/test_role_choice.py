@@ -87,7 +87,7 @@ def test_a_switch_is_confirmed_and_cools_down_but_for_an_empty_side() -> None:
     )
 )
 def test_under_a_constant_load_no_instance_goes_back_and_forth(drawn: list[tuple[Side, Side, float, bool]]) -> None:
-    """What a side uses does not depend on how many instances it has; after some switches there is nothing to do."""
+    """A side uses the same capacity with any number of instances: after some switches there is nothing to do."""
     loads = {side: sum(used for own, _, used, _ in drawn if own is side) for side in Side}
     sides = [own for own, _, _, _ in drawn]
     seen = []

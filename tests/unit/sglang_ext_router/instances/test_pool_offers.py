@@ -32,7 +32,7 @@ class ScriptedCoordinator:
         self.turn = asyncio.Event()  # has come for all
         self.turn.set()
         self.name = "?"  # of the member that is named
-        self.members: list[str] = []  # names of those that are to compute it
+        self.members: list[str] = []  # names of the members that are to compute it
         self.answer: Answer = self.named
         self.is_well = True
         self.recent: list[dict[str, Any]] = []

@@ -307,7 +307,7 @@ def test_under_load_nothing_is_put_back_for_a_deadline(offered_s: float, togethe
 
 
 def test_under_an_objective_that_cannot_be_held_nothing_is_put_back() -> None:
-    """As with little load above, but the objective holds only four fixed costs."""
+    """The load is little, but the objective holds only four fixed costs."""
     laps = policy(COST._replace(kappa_s=0.1), short_ttft_slo_ms=400.0)
     queue = (queued(1, 100, deadline_s=2.25, arrival_s=1.9), queued(2, 200, deadline_s=2.35, arrival_s=1.95))
     first = laps.choose_of(RoundSnapshot(2.0, queue, 100_000)).batches[0]

@@ -219,7 +219,7 @@ def test_deciding_is_timed_and_building_a_batch_is_not(
 def test_parked_prefills_give_their_memory_back_before_replies_are_retracted(
     schedulers: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those that have computed least begin again, as many as it takes."""
+    """Prefills that have computed least begin again, as many as it takes."""
     from sglang_ext.laps.sglang import scheduler
 
     ours, stock = schedulers

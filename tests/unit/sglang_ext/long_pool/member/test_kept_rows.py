@@ -98,7 +98,7 @@ class Conversations:
         return pool.coordinator
 
     def token_ids(self) -> dict[int, tuple[int, ...]]:
-        """By the number under which rows are kept."""
+        """Return token ids by the number under which rows are kept."""
         offered = {request: ids for one in self.members for request, (ids, _) in one.offered.items()}
         return offered | self.pulled
 

@@ -1,4 +1,4 @@
-"""What counts as work of an instance's own queues, and what a pool computes."""
+"""Work of an instance's own queues is counted there, and what a pool computes is not."""
 
 from __future__ import annotations
 

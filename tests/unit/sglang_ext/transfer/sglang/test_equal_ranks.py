@@ -1,4 +1,4 @@
-"""What an instance reports of KV that passes only between equal numbers of ranks."""
+"""An instance reports which KV passes only between equal numbers of ranks."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Bootstrap:
 
 
 class Manager:
-    """What the hook uses of SGLang's manager."""
+    """The part of SGLang's manager that the hook uses."""
 
     def __init__(self, **pool: int) -> None:
         self.connection_lock = threading.Lock()
