@@ -69,6 +69,17 @@ class Pool:
         return [member["kept_tokens"] for member in self.coordinator.status()["members"]]
 
 
+def await_coordinator(router: RunningRouter) -> None:
+    """Return once the router knows the pool."""
+    deadline_s = time.monotonic() + 30.0
+    while True:
+        pool = router.call("GET", "/pools")[0].body["long_pool"]
+        if pool["problem"] is None and len(pool["members"]) == 2:
+            return
+        assert time.monotonic() < deadline_s, pool
+        time.sleep(0.05)
+
+
 @contextmanager
 def served(folder: Path, name: str, *member_arguments: str) -> Iterator[Pool]:
     profile = folder / f"{name}.json"
@@ -83,6 +94,7 @@ def served(folder: Path, name: str, *member_arguments: str) -> Iterator[Pool]:
         coordinator.wait_for(lambda status: len(status["members"]) == 2)
         arguments = ("--coordinator-url", coordinator.http_url, "--length-boundary-tokens", "256")
         with running_router([*members, decode], *arguments) as router:
+            await_coordinator(router)  # before it answers, prompts are not announced, and stay where they are
             yield Pool(members, [Pair(one, decode, threads) for one in members], router, coordinator, threads)
         for engine in (*members, decode):
             engine.stop()
