@@ -150,7 +150,7 @@ ALERTS = (
         "5m",
         "{{ $labels.instance }} does not learn of new or ended instances",
         "The last known ones go on serving. The router's log has the API server's answer: 403 is a missing Role "
-        "(docs/kubernetes.md), a time-out the network to the API server.",
+        "(docs/how-to/kubernetes.md), a time-out the network to the API server.",
     ),
     Alert(
         "SglangExtTransfersFail",
@@ -255,8 +255,8 @@ def as_page() -> str:
         "# Alerts",
         "",
         "Written by `tools/render_monitoring.py` from `tools/alert_rules.py`; how they are installed is in",
-        "[metrics.md](metrics.md#dashboard-and-alerts). critical: requests fail or are late now. warning: it can wait",
-        "for office hours.",
+        "[metrics.md](../reference/metrics.md#dashboard-and-alerts). critical: requests fail or are late now. warning:",
+        "it can wait for office hours.",
     ]
     for one in ALERTS:
         wait = "at once" if one.lasts == "0m" else f"after {one.lasts}"

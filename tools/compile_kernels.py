@@ -5,7 +5,7 @@
 The kernels are launched as in service, by the functions that callers use, on tensors of the types and strides that an
 engine has; a stand-in for the driver lets Triton find the types of the arguments and compile, and runs nothing.
 SGLang's own extend kernel is among them, as captured passes with capped logits call it. `--write` keeps the records of
-this version of Triton in bench/results and renews the table in docs/kernels.md.
+this version of Triton in bench/results and renews the table in docs/explanation/kernels.md.
 
 Exit status 1 when one does not compile, or spills registers: float32 attention may, which only tests use, and SGLang's.
 """
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench/results"
-DOCUMENT = ROOT / "docs/kernels.md"
+DOCUMENT = ROOT / "docs/explanation/kernels.md"
 TABLE_BEGIN = "<!-- made by `python tools/compile_kernels.py --write` -->"
 TABLE_END = "<!-- end of what it made -->"
 SHARED_LIMIT_BYTES = 227 * 1024
@@ -338,7 +338,9 @@ def with_table(document: str, made: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print records instead of a table")
-    parser.add_argument("--write", action="store_true", help="keep the records, and renew the table in docs/kernels.md")
+    parser.add_argument(
+        "--write", action="store_true", help="keep the records, and renew the table in docs/explanation/kernels.md"
+    )
     arguments = parser.parse_args()
     import triton
 

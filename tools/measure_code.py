@@ -1,8 +1,9 @@
 """Print how large the code is and how it is written: `python tools/measure_code.py [--checkout FOLDER] [--json FILE]`.
 
 Counts files, lines, code lines (without blank lines, comments and docstrings) and classes of the product, options of
-each command, modules that pack bytes by hand, the files that `docs/structure.md` names for one request and one chunk,
-and the habits of prose that the project drops. `--checkout` measures another checkout, for a table of before and after.
+each command, modules that pack bytes by hand, the files that `docs/explanation/architecture.md` names for one
+request and one chunk, and the habits of prose that the project drops. `--checkout` measures another checkout, for a
+table of before and after.
 """
 
 from __future__ import annotations
@@ -144,7 +145,9 @@ def _options(checkout: Path) -> dict[str, int]:
 
 
 def _structure(checkout: Path) -> dict[str, int]:
-    sections = re.split(r"^## ", (checkout / "docs/structure.md").read_text(encoding="utf-8"), flags=re.M)
+    sections = re.split(
+        r"^## ", (checkout / "docs/explanation/architecture.md").read_text(encoding="utf-8"), flags=re.M
+    )
     figures = {}
     for title, start in (("one request", "The life of a request"), ("one chunk", "One chunk of a long prompt")):
         text = next(section for section in sections if section.startswith(start))

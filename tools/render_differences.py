@@ -1,4 +1,4 @@
-"""Write `docs/differences.md`, the router against plain SGLang: `python tools/render_differences.py`."""
+"""Write `docs/reference/differences.md`, the router against plain SGLang: `python tools/render_differences.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from conformance.differences import DIFFERENCES, FATAL  # noqa: E402
 from sglang_ext_router.http.instance_paths import INSTANCE_PATHS, Handling  # noqa: E402
 
-DOCUMENT = ROOT / "docs" / "differences.md"
+DOCUMENT = ROOT / "docs" / "reference" / "differences.md"
 _HEAD = """# How the router differs from a plain SGLang server
 
 <!-- made by `python tools/render_differences.py` -->

@@ -2,7 +2,7 @@
 
 - `deploy/helm/sglang-ext/files/dashboard.json`: a Grafana dashboard, made of the rows of `dashboard_panels.py`;
 - `deploy/helm/sglang-ext/files/alerts.yaml`: the alert rules of `alert_rules.py`, as Prometheus reads them;
-- `docs/alerts.md`: what each alert means, and what to do.
+- `docs/how-to/alerts.md`: what each alert means, and what to do.
 
 `--check` writes nothing and names the files that are not what it would write (exit status 1).
 """
@@ -20,7 +20,7 @@ from dashboard_panels import ROUTER, ROWS, Panel
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = ROOT / "deploy/helm/sglang-ext/files"
-ALERTS_PAGE = ROOT / "docs/alerts.md"
+ALERTS_PAGE = ROOT / "docs/how-to/alerts.md"
 
 PANEL_COLUMNS, PANEL_LINES, DASHBOARD_COLUMNS = 8, 8, 24
 

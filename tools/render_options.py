@@ -1,4 +1,4 @@
-"""Write `docs/options.md`, all options and settings of all commands: `python tools/render_options.py`."""
+"""Write `docs/reference/command-line.md`, all commands' options and settings: `python tools/render_options.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from sglang_ext.cli import COMMANDS, Command
 from sglang_ext.settings import REQUIRED, UNSET, Setting, sections
 
-DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "options.md"
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "reference" / "command-line.md"
 _HEAD = """# Options and settings of all commands
 
 <!-- made by `python tools/render_options.py` -->

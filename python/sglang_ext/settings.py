@@ -78,7 +78,7 @@ def add_arguments(
     Without a file `--set` is the only way to give them.
     """
     known = ", ".join(sections(settings))
-    what = f"a setting of {known} (docs/options.md); repeat for more"
+    what = f"a setting of {known} (docs/reference/command-line.md); repeat for more"
     if file is None:
         pass
     elif file.startswith("-"):

@@ -1,6 +1,6 @@
 """What a client may notice between the router and a plain SGLang server: the only place where differences are allowed.
 
-`docs/differences.md` is made of it by `python tools/render_differences.py`.
+`docs/reference/differences.md` is made of it by `python tools/render_differences.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A router over prefill and decode answers as a plain SGLang server does, or differs as docs/differences.md says."""
+"""A router over prefill and decode answers as a plain SGLang server does, or differs as `differences.py` says."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_every_answer_is_that_of_a_plain_server_or_named(sides: Sides) -> None:
             else:
                 seen.add(difference)
         assert all(engine.is_alive for engine in sides.engines), group
-    assert not unnamed, f"{len(unnamed)} answers differ in what docs/differences.md does not name:\n" + "\n".join(
-        unnamed
+    assert not unnamed, (
+        f"{len(unnamed)} answers differ in what docs/reference/differences.md does not name:\n" + "\n".join(unnamed)
     )
     assert [known.sent for known in DIFFERENCES if known not in seen] == [], "named, but there is no such difference"

@@ -2,9 +2,9 @@
 
     declared = read_declared()      # {"sglang_ext_router_ttft_seconds_bucket": {"length_class", "le"}, ...}
 
-The router's are those of docs/metrics.md, which `test_metrics_page.py` holds against the router itself. The instances'
-and the coordinator's are those that are registered, in a process of its own: a name registers once per process.
-SGLang's are read from its source; which labels each of its metrics has cannot be read there.
+The router's are those of docs/reference/metrics.md, which `test_metrics_page.py` holds against the router itself. The
+instances' and the coordinator's are those that are registered, in a process of its own: a name registers once per
+process. SGLang's are read from its source; which labels each of its metrics has cannot be read there.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def samples_of(name: str, kind: str, labels: Iterable[str]) -> Declared:
 def read_declared() -> Declared:
     """Of router, instances and coordinator."""
     found: Declared = {}
-    for name, kind, labels in _ROW.findall((ROOT / "docs/metrics.md").read_text()):
+    for name, kind, labels in _ROW.findall((ROOT / "docs/reference/metrics.md").read_text()):
         found |= samples_of(name, kind, re.findall(r"`(\w+)`", labels))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-m", "support.declared_metrics"]

@@ -149,7 +149,7 @@ class ApiServer:
         return (self._folder / f"{name}.log").read_text(errors="replace")[-500:]
 
     async def _prepare(self) -> None:
-        """EndpointSlice v1, and a service account with the rights that `docs/kubernetes.md` asks for."""
+        """EndpointSlice v1, and a service account with the rights that `docs/how-to/kubernetes.md` asks for."""
         anything = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
         await self.send(
             "POST",
@@ -194,7 +194,7 @@ class ApiServer:
 
 def documented_rights() -> list[dict[str, Any]]:
     """Role and binding as the documentation has them, for the service account of the tests."""
-    text = (Path(__file__).parents[2] / "docs/kubernetes.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs/how-to/kubernetes.md").read_text(encoding="utf-8")
     block = next(part for part in text.split("```yaml\n")[1:] if "kind: RoleBinding" in part).partition("```")[0]
     items = list(yaml.safe_load_all(block))
     for item in items:

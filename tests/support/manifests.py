@@ -385,8 +385,8 @@ def may_switch(pods: Pods) -> bool:
 
 
 def documented_rules() -> list[Document]:
-    """The rules of the Role in docs/kubernetes.md."""
-    text = (ROOT / "docs/kubernetes.md").read_text()
+    """The rules of the Role in docs/how-to/kubernetes.md."""
+    text = (ROOT / "docs/how-to/kubernetes.md").read_text()
     blocks = [block.partition("```")[0] for block in text.split("```yaml\n")[1:]]
     roles = [one for block in blocks for one in yaml.safe_load_all(block) if one and one.get("kind") == "Role"]
     (role,) = roles

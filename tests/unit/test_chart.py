@@ -371,7 +371,7 @@ def test_the_schema_is_one_and_takes_the_chart_s_values() -> None:
 
 
 def test_the_values_in_the_documentation_are_taken() -> None:
-    text = (ROOT / "docs/kubernetes.md").read_text()
+    text = (ROOT / "docs/how-to/kubernetes.md").read_text()
     values = yaml.safe_load(text.partition("my-values.yaml <<'END'\n")[2].partition("END\n")[0])
     assert {pool["role"] for pool in values["pools"].values()} == {"prefill-short", "prefill-long", "decode"}
     jsonschema.Draft7Validator(values_schema()).validate(merged(values))

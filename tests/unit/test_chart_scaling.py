@@ -128,8 +128,8 @@ def test_what_the_chart_renders_holds(results: dict[str, Document], name: str) -
 
 
 def documented(part: str) -> list[Document]:
-    """The YAML of docs/kubernetes.md's section on autoscaling in which `part` stands."""
-    section = (ROOT / "docs/kubernetes.md").read_text().partition("\n## Autoscaling\n")[2].partition("\n## ")[0]
+    """The YAML of docs/how-to/kubernetes.md's section on autoscaling in which `part` stands."""
+    section = (ROOT / "docs/how-to/kubernetes.md").read_text().partition("\n## Autoscaling\n")[2].partition("\n## ")[0]
     (block,) = [one for one in (rest.partition("```")[0] for rest in section.split("```yaml\n")[1:]) if part in one]
     return list(yaml.safe_load_all(block))
 
@@ -147,7 +147,7 @@ def test_the_documented_hpa_goes_by_the_adapters_metric() -> None:
     (rule,) = adapter["rules"]["external"]
     (metric,) = hpa["spec"]["metrics"]
     assert metric["external"]["metric"]["name"] == rule["name"]["as"]
-    known = (ROOT / "docs/metrics.md").read_text()
+    known = (ROOT / "docs/reference/metrics.md").read_text()
     for name in re.findall(r"sglang_ext_router_\w+", rule["metricsQuery"]):
         assert f"`{name}`" in known
     drain_s = default_values()["poolDefaults"]["drainDelaySecs"] + default_values()["poolDefaults"]["shutdownGraceSecs"]
@@ -158,7 +158,7 @@ def test_the_documented_hpa_goes_by_the_adapters_metric() -> None:
 @needs_helm
 def test_what_scales(results: dict[str, Document]) -> None:
     """Each ScaledObject is of a workload without replicas of its own, by metrics that there are."""
-    known = (ROOT / "docs/metrics.md").read_text()
+    known = (ROOT / "docs/reference/metrics.md").read_text()
     for name in ACCEPTED:
         documents = results[name]["documents"]
         owners = {(pods.owner["kind"], pods.owner["metadata"]["name"]): pods for pods in pods_of(documents)}

@@ -10,4 +10,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_the_document_is_current() -> None:
     rendered = runpy.run_path(str(ROOT / "tools" / "render_differences.py"))["render"]()
-    assert (ROOT / "docs" / "differences.md").read_text() == rendered, "run `python tools/render_differences.py`"
+    assert (ROOT / "docs" / "reference" / "differences.md").read_text() == rendered, (
+        "run `python tools/render_differences.py`"
+    )

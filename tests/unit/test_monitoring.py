@@ -105,7 +105,7 @@ def test_every_alert_tells_what_to_do() -> None:
     rules = alert_rules()
     names = [rule["alert"] for rule in rules]
     assert len(set(names)) == len(names)
-    page = (ROOT / "docs/alerts.md").read_text()
+    page = (ROOT / "docs/how-to/alerts.md").read_text()
     for rule in rules:
         assert rule["labels"]["severity"] in {"critical", "warning"}
         assert len(rule["annotations"]["runbook"]) > 60

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
-DOCUMENT = TESTS.parent / "docs/router.md"
+DOCUMENT = TESTS.parent / "docs/reference/router.md"
 
 
 def rows() -> list[list[str]]:

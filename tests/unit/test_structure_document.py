@@ -1,4 +1,4 @@
-"""`docs/structure.md` names files and functions that are there."""
+"""`docs/explanation/architecture.md` names files and functions that are there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs" / "structure.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
 # A path is written from a package on, as long as only one file can be meant.
 PATHS = sorted(set(re.findall(r"`((?:[\w]+/)*\w+\.py)(?:: [\w.]+)?`", TEXT)))
 FOLDERS = sorted(set(re.findall(r"`((?:[\w]+/)+)`", TEXT)))

@@ -139,7 +139,10 @@ class Cluster:
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Cluster:
-        """Return the cluster that a YAML file describes (docs/up.md). Raises ConfigError, which names the setting."""
+        """Return the cluster that a YAML file describes (docs/reference/cluster-file.md).
+
+        Raises ConfigError, which names the setting.
+        """
         return cls(load_cluster(Path(path)))
 
     def __init__(

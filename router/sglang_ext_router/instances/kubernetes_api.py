@@ -125,7 +125,7 @@ async def _check(reply: aiohttp.ClientResponse) -> None:
         message = body.decode(errors="replace").strip()
     hint = ""
     if reply.status == 403:
-        hint = "; see docs/kubernetes.md for what the service account needs"
+        hint = "; see docs/how-to/kubernetes.md for what the service account needs"
     raise ApiAnswerError(f"{reply.status}: {message}{hint}")
 
 

@@ -91,5 +91,5 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_the_reference_page_is_what_the_tool_makes() -> None:
     assert runpy.run_path(str(ROOT / "tools" / "render_options.py"))["render"]() == (
-        ROOT / "docs" / "options.md"
+        ROOT / "docs" / "reference" / "command-line.md"
     ).read_text(encoding="utf-8")

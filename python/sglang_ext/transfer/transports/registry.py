@@ -29,7 +29,10 @@ def unavailable_reason(name: str) -> str | None:
                 "mooncake-transfer-engine-non-cuda)"
             )
         problem = _mooncake_problem()
-        return problem and f"handshake transport mooncake cannot load Mooncake ({problem}); see docs/kv-transfer.md"
+        return (
+            problem
+            and f"handshake transport mooncake cannot load Mooncake ({problem}); see docs/explanation/transfer.md"
+        )
     return None
 
 

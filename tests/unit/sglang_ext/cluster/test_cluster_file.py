@@ -175,7 +175,7 @@ def test_anything_else_is_refused_in_one_line(value: object) -> None:
     assert "\n" not in message
 
 
-DOCUMENT = Path(__file__).parents[4] / "docs" / "up.md"
+DOCUMENT = Path(__file__).parents[4] / "docs" / "reference" / "cluster-file.md"
 
 
 def test_the_document_holds_the_table() -> None:

@@ -265,7 +265,7 @@ async def test_a_refusal_says_what_is_needed(caplog: pytest.LogCaptureFixture) -
         await served.until(lambda: "10.0.0.1" in hosts(served))
         api.refusal = (403, "endpointslices is forbidden")
         await api.end_watches()
-        await served.until(lambda: "see docs/kubernetes.md for what the service account needs" in caplog.text)
+        await served.until(lambda: "see docs/how-to/kubernetes.md for what the service account needs" in caplog.text)
         assert hosts(served) == {"10.0.0.1"}
         api.refusal = (500, "etcd has no leader")
         await served.until(lambda: "etcd has no leader" in caplog.text)

@@ -1,4 +1,4 @@
-"""`/metrics` as a whole: what `docs/metrics.md` lists, well formed in both formats, the sum of all processes."""
+"""`/metrics` as a whole: what its document lists, well formed in both formats, the sum of all processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.raw_client import request_bytes
 from support.router_process import FAST, Cluster, RunningRouter, cluster, running_router, until
 from support.scripted_engine import DONE, ScriptedEngine, event, hang, reply, status, stream
 
-DOCUMENT = Path(__file__).parents[4] / "docs" / "metrics.md"
+DOCUMENT = Path(__file__).parents[4] / "docs" / "reference" / "metrics.md"
 ROW = re.compile(r"^\| `((?:sglang_ext_router|process)_\w+)` \| (counter|gauge|histogram) \|([^|]*)\|", re.MULTILINE)
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 PROMPT = {"text": "x"}

@@ -29,7 +29,7 @@ PATHS: dict[str, dict[str, Any]] = {
 CONTENT = {"messages", "prompt", "text", "input_ids", "input", "model", "system", "instructions", "sampling_params"}
 # Fields that the router adds to SGLang's.
 OWN = {("/v1/completions", "prompt_logprobs")}
-# What the router refuses and SGLang takes, for a reason; docs/differences.md lists them.
+# What the router refuses and SGLang takes, for a reason; docs/reference/differences.md lists them.
 STRICTER = {
     "n",  # below 1 SGLang fails, or gives one; above, each sequence takes a room
     "top_k",  # beyond 32 bits
