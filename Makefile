@@ -8,6 +8,8 @@
 # make test-k8s  discovery, rights and leases on a real Kubernetes API server, built once from Debian's packages (8 min);
 #                the Helm chart over many values; Prometheus over a cluster, and the alerts
 # make lint  style, types and architecture
+# make docs  the documents as a site with search, in build/site; a dead link is an error
+# make dist  wheel (with compiled modules), sdist and the Helm chart, in dist
 
 PYTHON ?= python3
 ifeq ($(origin CUDA),undefined)
@@ -47,6 +49,8 @@ MOONCAKE := $(VENV)/mooncake/.installed-$(shell cksum < requirements/mooncake.lo
 TRACES := $(VENV)/traces/.installed-$(shell cksum < requirements/traces.lock | cut -d' ' -f1)
 # What renders and checks the Helm chart.
 CHARTS := $(VENV)/charts/.installed-$(shell cksum < requirements/charts.lock | cut -d' ' -f1)
+DOCS := $(VENV)/docs/.installed-$(shell cksum < requirements/docs.lock | cut -d' ' -f1)
+VERSION := $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' python/sglang_ext/__init__.py)
 IMPORTED := $(VENV)/.imported
 IMPORTS := import importlib, sglang_ext.engine.launch; from sglang_ext.engine.preload import MODULES; [importlib.import_module(name) for name in MODULES]
 # Bytecode is kept, also where the caller's environment forbids it: the imports of SGLang take twice as long without.
@@ -57,7 +61,7 @@ PYTEST_ARGS ?=
 WORKERS ?= $(shell expr $$(nproc) + 1)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=40
 
-.PHONY: env compiled plain linted check cuda-lock kernels-env ray-env judges-env nixl-env mooncake-env charts-env traces-env demo test test-all test-k8s unit lint format clean
+.PHONY: env compiled plain linted check cuda-lock kernels-env ray-env judges-env nixl-env mooncake-env charts-env traces-env docs-env docs dist demo test test-all test-k8s unit lint format clean
 .DEFAULT_GOAL := env
 
 env: $(STAMP)
@@ -117,18 +121,31 @@ charts-env: $(CHARTS)
 
 traces-env: $(TRACES)
 
+docs-env: $(DOCS)
+
 $(RAY): FOLDER := ray
 $(JUDGES): FOLDER := judges
 $(NIXL): FOLDER := nixl
 $(MOONCAKE): FOLDER := mooncake
 $(CHARTS): FOLDER := charts
 $(TRACES): FOLDER := traces
-$(RAY) $(JUDGES) $(NIXL) $(MOONCAKE) $(CHARTS) $(TRACES): | $(STAMP)
+$(DOCS): FOLDER := docs
+$(RAY) $(JUDGES) $(NIXL) $(MOONCAKE) $(CHARTS) $(TRACES) $(DOCS): | $(STAMP)
 	@echo "[env] installing the packages of requirements/$(FOLDER).lock into $(VENV)/$(FOLDER)"
 	@rm -rf $(VENV)/$(FOLDER)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $(VENV)/$(FOLDER) -r requirements/$(FOLDER).lock
 	@$(if $(filter mooncake,$(FOLDER)),tools/fetch_rdma_libraries $(VENV)/mooncake/mooncake_transfer_engine_non_cuda.libs)
 	@touch $@
+
+docs: $(DOCS)
+	@PYTHONPATH=$(VENV)/docs NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	@echo "build/site/index.html"
+
+# The chart is what `helm package` makes of it.
+dist: env
+	@rm -rf dist; $(BIN)/python -m hatchling build -d dist
+	@tar --sort=name --owner=0 --group=0 --numeric-owner -czf dist/sglang-ext-$(VERSION).tgz -C deploy/helm \
+	  --exclude='*.tgz' --exclude='*.md' sglang-ext
 
 demo: env
 	@$(BIN)/python examples/demo.py --device $(if $(filter 1,$(CUDA)),cuda,cpu) $(if $(KEEP),--keep) $(if $(TP),--decode-tp $(TP))

@@ -3,7 +3,7 @@
     python examples/write_policy.py
 
 To offer it as `--prefill-policy`, add it to the table at the end of `sglang_ext_router/decide/prefill_choice.py`;
-the rest of what that takes is in docs/explanation/policies.md, "Your own policy".
+the rest of what that takes is in docs/how-to/write-a-policy.md.
 """
 
 from __future__ import annotations

@@ -1,3 +1,3 @@
 """Prefill disaggregation by prompt length for SGLang."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -1,4 +1,4 @@
-"""Debian's nginx in front of the router: its default `proxy_pass`, and what docs/reference/router.md recommends."""
+"""Debian's nginx in front of the router: its default `proxy_pass`, and what docs/how-to/nginx.md recommends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from support.router_process import cluster
 from support.scripted_engine import DONE, event, stream
 
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
-ROUTER_DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "reference" / "router.md"
+ROUTER_DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "nginx.md"
 READY_WITHIN_S = 30.0
 TIMEOUT_S = 60.0
 
@@ -71,7 +71,7 @@ STREAMS: dict[str, dict[str, Any]] = {
 
 
 def recommended() -> str:
-    """Return the configuration in docs/reference/router.md."""
+    """Return the configuration in docs/how-to/nginx.md."""
     return ROUTER_DOCUMENT.read_text(encoding="utf-8").partition("```nginx\n")[2].partition("```")[0]
 
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
-DOCUMENT = TESTS.parent / "docs/reference/router.md"
+DOCUMENT = TESTS.parent / "docs/explanation/routing.md"
 
 
 def rows() -> list[list[str]]:
