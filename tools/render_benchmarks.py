@@ -2,8 +2,9 @@
 
 `tools/benchmarks.template` is the page with a placeholder for each figure:
 
-- `<!-- raw FILE [COMMAND] -->` names the file below `bench/results` that the placeholders behind it read. It becomes the
-  machine, the date, the command (COMMAND where the file has none) and a link to the file. `<!-- use FILE -->` only names it;
+- `<!-- raw FILE [COMMAND] -->` names the file below `bench/results` that the placeholders behind it read. It becomes
+  the machine, the date, the command (COMMAND where the file has none) and a link to the file. `<!-- use FILE -->` only
+  names it;
 - `{{PATH|FORMAT}}` is a figure of that file. PATH is keys and list positions, separated by `/`; `KEY=VALUE&KEY=VALUE`
   picks the first row of a list that has these values. `{{PATH : PATH|FORMAT}}` divides. `_FORMATS` lists the formats;
 - the part between `<!-- short -->` and `<!-- /short -->` stands in README.md, too, between the same marks.

@@ -1,7 +1,7 @@
 """Hooks of the documents' site (mkdocs.yml): navigation from the index, files outside `docs/`, and `llms.txt`.
 
-Pages link to files of the repository as they do on GitHub. A file that a page links to becomes a part of the site, below
-`repository/`; a link to a folder becomes its text.
+Pages link to files of the repository as they do on GitHub. A file that a page links to becomes a part of the site,
+below `repository/`; a link to a folder becomes its text.
 """
 
 from __future__ import annotations

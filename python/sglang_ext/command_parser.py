@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from enum import StrEnum
+from typing import Any, NoReturn, TypeVar
 
 USAGE_ERROR = 2
+Choice = TypeVar("Choice", bound=StrEnum)
+
+
+def any_of(kind: type[Choice]) -> Callable[[str], Choice]:
+    """Return an argparse type for the values of an enumeration; its error lists them."""
+
+    def parse(text: str) -> Choice:
+        try:
+            return kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(kind)}") from None
+
+    return parse
 
 
 class CommandParser(argparse.ArgumentParser):

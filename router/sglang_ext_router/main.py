@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import errno
 import gc
 import ipaddress
 import json
@@ -143,7 +144,10 @@ def _listen(host: str, port: int, prefix: str, reuse_port: bool) -> socket.socke
         if sock is not None:
             sock.close()
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise RouterConfigError(f"--{prefix}host {host} --{prefix}port {port}: {reason}") from None
+        remedy = (
+            f"; choose another --{prefix}port" if isinstance(error, OSError) and error.errno == errno.EADDRINUSE else ""
+        )
+        raise RouterConfigError(f"--{prefix}host {host} --{prefix}port {port}: {reason}{remedy}") from None
     return sock
 
 

@@ -17,6 +17,7 @@ import jsonschema
 import pytest
 import yaml
 
+from sglang_ext import __version__
 from support import manifests
 from support.chart import CHART, ROOT, default_values, merged, needs_helm, render, values_schema
 from support.custom_kinds import DEFINITIONS, SPECS, check_custom_kinds, read_definitions
@@ -350,8 +351,7 @@ def test_instances_have_all_of_their_grace_period_after_the_delay() -> None:
 
 def test_the_chart_is_of_the_packages_version() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    pyproject = (ROOT / "pyproject.toml").read_text()
-    assert f'version = "{chart["appVersion"]}"' in pyproject
+    assert chart["version"] == chart["appVersion"] == __version__
     assert default_values()["router"]["image"]["tag"] == chart["appVersion"]
 
 

@@ -187,7 +187,7 @@ class PoolsConfig:
         if is_divided and self.decode.count < 1:
             raise ConfigError("decode.count", "a cluster needs at least one decode instance")
         if is_divided and not prefills:
-            raise ConfigError("short.count", "a cluster needs at least one prefill instance (short, long or both)")
+            raise ConfigError("short.count", "a cluster needs at least one prefill instance: --prefill 1")
         for role, pool in self.by_role():
             if pool.bootstrap_ports and not role.is_prefill:
                 raise ConfigError(f"{role}.bootstrap_ports", "only prefill instances have a bootstrap server")

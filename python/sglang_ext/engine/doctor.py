@@ -17,14 +17,14 @@ from sglang_ext import __version__, cpu
 from sglang_ext.engine.device import Device, MachineFacts, inspect_machine
 from sglang_ext.engine.options import ExtensionOptions
 from sglang_ext.engine.verification import HookState, HookStatus, inspect_hooks
-from sglang_ext.engine.versions import SUPPORTED_SGLANG
+from sglang_ext.engine.versions import OLDEST_SGLANG, SUPPORTED_SGLANG, installed_sglang
 from sglang_ext.laps.decide.options import LapsOptions
 from sglang_ext.transfer.sglang.transfer_backend import BACKENDS, default_backend, unavailability
 from sglang_ext.types import Role
 
 HOW_TO_INSTALL = {
-    Device.CPU: "run `make env`, which installs the locked set for a machine without a GPU",
-    Device.CUDA: "pip install 'sglang-ext[cuda]'",
+    Device.CPU: "run `make env`; or install the wheel with [cpu], then `pip install --no-deps sglang==0.5.23`",
+    Device.CUDA: "run `make env CUDA=1`; or install the wheel with [cuda]",
 }
 ENGINE_MEMORY_BYTES = 1_500_000_000
 HOOK_PROBE_TIMEOUT_S = 180
@@ -138,6 +138,8 @@ def _version(name: str) -> str | None:
 
 def _package_finding(name: str, device: Device) -> Finding:
     version = _version(name)
+    if name == "sglang" and (installed := installed_sglang()) is not None and installed < OLDEST_SGLANG:
+        return Finding(name, False, f"{version} is too old", f"install SGLang {SUPPORTED_SGLANG}")
     return Finding(name, version is not None, version or "not installed", HOW_TO_INSTALL[device])
 
 
@@ -157,7 +159,8 @@ def _stand_in_finding() -> Finding:
 def _hook_findings(device: Device) -> list[Finding]:
     statuses, problem = _probe_hooks(device)
     if problem is not None:
-        return [Finding("hooks into SGLang", False, problem, "report this with the versions above")]
+        remedy = HOW_TO_INSTALL[device] if "No module named" in problem else "report this with the versions above"
+        return [Finding("hooks into SGLang", False, problem, remedy)]
     return [
         Finding(
             f"hook {status.name}",

@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from aiohttp import web
 
+from sglang_ext.command_parser import USAGE_ERROR, any_of
 from sglang_ext.types import Role
 
 CONTEXT_TOKENS = 1 << 17
@@ -165,7 +167,9 @@ def _refused(message: str) -> web.Response:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `sglang-ext mock-engine`."""
-    parser.add_argument("--role", type=Role, choices=list(Role), required=True, help="what this instance imitates")
+    parser.add_argument(
+        "--role", type=any_of(Role), choices=list(Role), required=True, help="what this instance imitates"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=30001, help="HTTP port")
     parser.add_argument("--model", default="mock", metavar="NAME", help="name of the model in the API")
@@ -179,5 +183,10 @@ def run(arguments: argparse.Namespace) -> int:
         model=arguments.model,
         token_s=max(0.0, arguments.token_ms) / 1e3,
     )
-    web.run_app(engine.app(), host=arguments.host, port=arguments.port, access_log=None)
+    try:
+        web.run_app(engine.app(), host=arguments.host, port=arguments.port, access_log=None)
+    except OSError as error:
+        reason = f"--host {arguments.host} --port {arguments.port}: {error.strerror}"
+        print(f"sglang-ext mock-engine: {reason}; choose another --port", file=sys.stderr)
+        return USAGE_ERROR
     return 0

@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from sglang_ext import settings
-from sglang_ext.command_parser import USAGE_ERROR
+from sglang_ext.command_parser import USAGE_ERROR, any_of
 from sglang_ext.engine.device import Device, MachineFacts, inspect_machine
 from sglang_ext.engine.launch_plan import (
     PIPELINE_PARALLEL_FLAGS,
@@ -23,7 +24,7 @@ from sglang_ext.engine.launch_plan import (
 )
 from sglang_ext.engine.model_facts import has_tied_embeddings, read_architecture, read_model_facts
 from sglang_ext.engine.process_lifetime import end_with_parent
-from sglang_ext.engine.versions import installed_sglang
+from sglang_ext.engine.versions import OLDEST_SGLANG, SUPPORTED_SGLANG, installed_sglang
 from sglang_ext.graphs.sglang import graph_options
 from sglang_ext.laps.sglang import laps_options
 from sglang_ext.laps.sglang.pipeline_stages import tied_head_problem
@@ -38,7 +39,9 @@ SETTINGS = (*laps_options.SETTINGS, *graph_options.SETTINGS, *cdsp_options.SETTI
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `sglang-ext worker`."""
-    parser.add_argument("--role", type=Role, choices=list(Role), required=True, help="what this instance serves")
+    parser.add_argument(
+        "--role", type=any_of(Role), choices=list(Role), required=True, help="what this instance serves"
+    )
     parser.add_argument("--model-path", required=True, help="local folder or Hugging Face name of the model")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=_port, default=30000, help="HTTP port")
@@ -182,8 +185,11 @@ def _worker_options(arguments: argparse.Namespace, device: Device) -> WorkerOpti
 
 def _problem(options: WorkerOptions, machine: MachineFacts) -> str | None:
     """Return why this worker cannot start on this machine, found before SGLang's slow imports."""
-    if installed_sglang() is None:
+    installed = installed_sglang()
+    if installed is None:
         return "SGLang is not installed; `sglang-ext doctor` says how to install it"
+    if installed < OLDEST_SGLANG:
+        return f"SGLang {installed} is too old; install SGLang {SUPPORTED_SGLANG}"
     if options.model_path.startswith((".", "/", "~")) and not options.model_is_local:
         return f"--model-path {options.model_path}: there is no such folder"
     if options.start_method is StartMethod.FORK and machine.device is not Device.CPU:
@@ -203,7 +209,25 @@ def _problem(options: WorkerOptions, machine: MachineFacts) -> str | None:
     problem = decode_context_model_problem(options.engine_arguments, architecture)
     if problem is not None:
         return problem
-    return unavailability(options.transfer_backend or default_backend(machine.device), machine.device)
+    problem = unavailability(options.transfer_backend or default_backend(machine.device), machine.device)
+    if problem is None:
+        problem = _port_problem("--port", options.host, options.port)
+    if problem is None and options.role.is_prefill:
+        problem = _port_problem("--bootstrap-port", options.host, options.bootstrap_port)
+    return problem
+
+
+def _port_problem(option: str, host: str, port: int) -> str | None:
+    """Return why nothing can listen on a port, None where it is free."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen()
+    except OSError as error:
+        return f"--host {host} {option} {port}: {error.strerror}; choose another {option}"
+    return None
 
 
 def _port(text: str) -> int:
