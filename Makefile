@@ -138,7 +138,7 @@ $(RAY) $(JUDGES) $(NIXL) $(MOONCAKE) $(CHARTS) $(TRACES) $(DOCS): | $(STAMP)
 	@touch $@
 
 docs: $(DOCS)
-	@PYTHONPATH=$(VENV)/docs NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
+	@PYTHONPATH=$(VENV)/docs NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "build/site/index.html"
 
 # The chart is what `helm package` makes of it.
@@ -175,7 +175,7 @@ check: env
 test: linted
 	@$(PYTEST) $(PYTEST_ARGS)
 
-test-all: linted $(COMPILED) $(KERNELS) $(RAY) $(JUDGES) $(NIXL) $(MOONCAKE) $(CHARTS) $(TRACES)
+test-all: linted $(COMPILED) $(KERNELS) $(RAY) $(JUDGES) $(NIXL) $(MOONCAKE) $(CHARTS) $(TRACES) $(DOCS)
 	@$(PYTEST) --full $(PYTEST_ARGS)
 
 test-k8s: env $(CHARTS)

@@ -118,7 +118,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fill(parser: argparse.ArgumentParser, command: Command) -> ModuleType:
-    module = importlib.import_module(command.module)
+    try:
+        module = importlib.import_module(command.module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("sglang_ext"):
+            raise
+        extra = "batch" if command in _BATCHES.values() else "cpu] or [cuda"
+        parser.exit(1, f"{parser.prog}: {error.name} is not installed: install the wheel with [{extra}]\n")
     module.add_arguments(parser)
     parser.set_defaults(run_command=module.run)
     return module

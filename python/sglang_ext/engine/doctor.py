@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import platform
@@ -12,15 +13,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sglang_ext import __version__, cpu
 from sglang_ext.engine.device import Device, MachineFacts, inspect_machine
-from sglang_ext.engine.options import ExtensionOptions
-from sglang_ext.engine.verification import HookState, HookStatus, inspect_hooks
 from sglang_ext.engine.versions import OLDEST_SGLANG, SUPPORTED_SGLANG, installed_sglang
 from sglang_ext.laps.decide.options import LapsOptions
 from sglang_ext.transfer.sglang.transfer_backend import BACKENDS, default_backend, unavailability
 from sglang_ext.types import Role
+
+if TYPE_CHECKING:  # needs numpy, which may be what is missing
+    from sglang_ext.engine.verification import HookStatus
 
 HOW_TO_INSTALL = {
     Device.CPU: "run `make env`; or install the wheel with [cpu], then `pip install --no-deps sglang==0.5.23`",
@@ -157,6 +160,8 @@ def _stand_in_finding() -> Finding:
 
 
 def _hook_findings(device: Device) -> list[Finding]:
+    from sglang_ext.engine.verification import HookState
+
     statuses, problem = _probe_hooks(device)
     if problem is not None:
         remedy = HOW_TO_INSTALL[device] if "No module named" in problem else "report this with the versions above"
@@ -174,6 +179,9 @@ def _hook_findings(device: Device) -> list[Finding]:
 
 def _probe_hooks(device: Device) -> tuple[list[HookStatus], str | None]:
     """States of the hooks in a fresh process, or why that process failed."""
+    from sglang_ext.engine.options import ExtensionOptions
+    from sglang_ext.engine.verification import HookState, HookStatus
+
     print("checking the hooks into SGLang, which imports it (about 15 s) ...", file=sys.stderr, flush=True)
     environment = {**os.environ, **ExtensionOptions(Role.BOTH, device, LapsOptions()).to_environment()}
     if device is Device.CPU:
@@ -205,7 +213,10 @@ def _print_hook_states() -> None:
         cpu.install()
     from sglang.srt.plugins import load_plugins
 
+    from sglang_ext.engine.verification import inspect_hooks
+
     load_plugins()
+    importlib.import_module("sglang.srt.entrypoints.http_server")  # an error names the package that is missing
     print(json.dumps([asdict(status) for status in inspect_hooks()]))
 
 

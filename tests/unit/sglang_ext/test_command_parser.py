@@ -18,7 +18,10 @@ BAD_VALUES = [
     (["router", "--port", "http"], "argument --port: invalid int value: 'http'"),
     (["router", "--log-level", "loud"], "argument --log-level: invalid choice: 'loud' (choose from 'debug', "),
     (["worker", "--role", "short"], "the following arguments are required: --model-path"),
-    (["worker", "--role", "tall", "--model-path", "m"], "argument --role: invalid Role value: 'tall'"),
+    (
+        ["worker", "--role", "tall", "--model-path", "m"],
+        "argument --role: 'tall' is not one of short, long, both, decode, plain",
+    ),
     (["worker", "--role", "short", "--model-path", "m", "--port", "0"], "argument --port: 0 is not a port"),
     (["coordinator", "--port"], "argument --port: expected one argument"),
     (["up", "--short", "two"], "argument --short: invalid int value: 'two'"),
