@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.integration
 LONG = 900
 BLOCK_TOKENS = 256
 PAGE_TOKENS = 16
+STEP_TIMEOUT_S = 5
 PAGES = ("--page-size", str(PAGE_TOKENS))
 
 
@@ -144,6 +146,34 @@ def test_a_member_is_killed_while_it_is_kept(threads: ThreadPoolExecutor) -> Non
         settle(coordinator, 0)
         assert pairs[0].send(LONG, seed=331).is_exact()
         pairs[0].check_clean(free)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["killed", "hangs"])
+def test_a_holder_fails_while_its_rows_are_used_in_place(threads: ThreadPoolExecutor, how: str) -> None:
+    """The next turn is to be computed by both holders, and one of them does nothing any more."""
+    with served(threads, f"keeps-{how}", "--set", f"cdsp.step_timeout_s={STEP_TIMEOUT_S}") as (pairs, coordinator):
+        free = [free_tokens(pair) for pair in pairs]
+        first = pairs[0].send(LONG, seed=360)
+        assert first.is_exact()
+        settle(coordinator, 1)
+        assert min(member["kept_tokens"] for member in coordinator.status()["members"]) > 0
+        with pairs[1].prefill.frozen_scheduler():
+            again = pairs[0].send(LONG + 200, seed=361, prefix=first.prompt)
+            coordinator.wait_for(lambda status: any(request["steps"] for request in status["requests"]))
+            (request,) = coordinator.status()["requests"]
+            assert (request["cached_tokens"], sorted(request["steps"][0]["members"])) == (blocks(LONG), [0, 1])
+            if how == "killed":
+                pairs[1].prefill.kill()
+            else:
+                time.sleep(STEP_TIMEOUT_S + 3.0)
+                assert again.is_exact()  # without the holder that hangs
+        assert again.is_exact()
+        left = pairs[:1] if how == "killed" else pairs
+        coordinator.wait_for(lambda status: len(status["members"]) == len(left))
+        assert all(pair.send(LONG, seed=362 + number).is_exact() for number, pair in enumerate(left))
+        coordinator.settled()
+        check_clean(left, free[: len(left)])
 
 
 def test_what_is_kept_makes_way_for_everything_else(threads: ThreadPoolExecutor) -> None:

@@ -159,3 +159,25 @@ def test_a_prompt_whose_rows_do_not_come_is_answered(tmp_path: Path, how: str) -
             assert pool.is_exact(random_prompt(LONG, seed=420 + number))
         pool.settle()
         check_clean([pool.pairs[one] for one in left], [free[one] for one in left])
+
+
+@pytest.mark.full
+def test_the_target_is_short_of_memory_while_rows_come(tmp_path: Path) -> None:
+    with served(tmp_path, "pulls-little", "--page-size", "16", "--max-total-tokens", "2048") as pool:
+        free = [free_tokens(pair) for pair in pool.pairs]
+        first = random_prompt(LONG, seed=430)
+        assert pool.is_exact(first)
+        pool.settle(lambda status: status["prompts_kept"] == 1)
+        second = [*first, *random_prompt(FOLLOW_UP, seed=431)]
+        with pool.members[1].frozen_scheduler():
+            answer = pool.ask(second)
+            time.sleep(1.0)
+            assert not answer.done()
+            # More than what the rows that are to come leave: these evict what is kept, and the others wait.
+            several = [pool.pairs[0].send(240, seed=432 + number) for number in range(10)]
+            time.sleep(1.0)
+        assert all(one.is_exact() for one in several)
+        assert answer.result()[0] == greedy_reference(second, NEW_TOKENS, STANDARD_SHAPE)
+        assert pool.is_exact(random_prompt(LONG, seed=445))
+        pool.settle()
+        check_clean(pool.pairs, free)
