@@ -17,7 +17,7 @@ RUN python3 -m pip wheel --no-deps --wheel-dir /wheel .
 FROM ${SGLANG_IMAGE}
 COPY --from=build /wheel /wheel
 # What SGLang has brought stays as it is; only what is missing is added.
-RUN python3 -m pip install --no-cache-dir --disable-pip-version-check /wheel/*.whl && rm -rf /wheel
+RUN python3 -m pip install --no-cache-dir --disable-pip-version-check "$(echo /wheel/*.whl)[nixl]" && rm -rf /wheel
 ENV PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 RUN sglang-ext worker --help > /dev/null && sglang-ext coordinator --help > /dev/null
 USER 65532:65532

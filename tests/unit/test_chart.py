@@ -32,15 +32,16 @@ CPU_POOL = {"gpus": 0, "transferBackend": "sglang_ext_tcp", "args": ["--threads=
 DIVIDED = {"role": "decode", "tp": 4, "dcp": 2, "sglangArgs": ["--attention-backend=flashmla"]}
 STAGED = {"role": "prefill-long", "tp": 2, "pp": 2}
 LARGE = {"nodes": 2, "tp": 16, "extraResources": {"rdma/hca": 8}, "addCapabilities": ["IPC_LOCK"]}
-ROLES = ("prefill-short", "prefill-long", "decode")
+ROLES = ("prefill", "decode")
 PVC: Document = {
     "volumes": [{"name": "models", "persistentVolumeClaim": {"claimName": "models"}}],
     "volumeMounts": [{"name": "models", "mountPath": "/models", "readOnly": True}],
 }
 ACCEPTED: dict[str, Document] = {
     "default": {},
-    "one pool for all lengths": {
-        "pools": {"prefill-short": None, "prefill-long": None, "prefill": {"role": "prefill"}}
+    "pools apart": {
+        "pools": {"prefill": None, **{name: {"role": name} for name in ("prefill-short", "prefill-long")}},
+        "router": {"controller": "on"},
     },
     "prefill alone": {"pools": {"decode": {"role": "decode", "enabled": False}}},
     "many models": {
@@ -65,7 +66,7 @@ ACCEPTED: dict[str, Document] = {
     },
     "only undivided instances": {
         "pools": {
-            **{name: {"role": name, "enabled": False} for name in ("prefill-short", "prefill-long", "decode")},
+            **{name: {"role": name, "enabled": False} for name in ROLES},
             "plain": {"role": "plain", "nodes": 2, "tp": 16},
         }
     },
@@ -74,7 +75,7 @@ ACCEPTED: dict[str, Document] = {
         "router": {"controller": "on"},
     },
     "pipeline stages": {"pools": {"prefill-long": STAGED, "prefill-short": {"role": "prefill-short", "pp": 2}}},
-    "KV-parallel decode": {"pools": {"prefill": {"role": "prefill"}, "decode": DIVIDED}},
+    "KV-parallel decode": {"coordinator": {"enabled": False}, "pools": {"decode": DIVIDED}},
     "two revisions": {
         "pools": {
             **{
@@ -96,13 +97,12 @@ ACCEPTED: dict[str, Document] = {
     "a controller that advises": {"router": {"controller": "advise"}},
     "TLS": {"router": {"tls": {"secret": "certificate"}, "service": {"type": "LoadBalancer", "port": 443}}},
     "all keys": {"keys": {"api": "a", "admin": "b", "worker": "c", "huggingFace": "hf"}},
+    "no coordinator": {"coordinator": {"enabled": False}},
     "CPU engines and a coordinator": {
-        "coordinator": {"enabled": True},
         "poolDefaults": CPU_POOL,
         "pools": {"prefill-long": {"role": "prefill-long", "replicas": 2, "sharesLongPrompts": True}},
     },
     "a coordinator without a key": {
-        "coordinator": {"enabled": True},
         "keys": {"pool": ""},
         "poolDefaults": CPU_POOL,
         "pools": {"prefill-long": {"role": "prefill-long", "replicas": 2, "sharesLongPrompts": True}},
@@ -136,7 +136,6 @@ ACCEPTED: dict[str, Document] = {
         "groups": {"qwen": {"kind": "RoleBasedGroup", "pools": [*ROLES]}},
     },
     "monitoring": {
-        "coordinator": {"enabled": True},
         "networkPolicy": {"metricsFrom": [{"namespaceSelector": {"matchLabels": {"team": "monitoring"}}}]},
         "monitoring": {
             "podMonitors": {"enabled": True, "interval": "30s", "labels": {"release": "prometheus"}},
@@ -222,32 +221,32 @@ CONTRADICTIONS: dict[str, tuple[Document, str]] = {
         {"poolDefaults": {"transferBackend": "handshake"}, "pools": {"decode": DIVIDED}},
         "pools.decode: dcp 2 does not go with transferBackend handshake",
     ),
+    "KV-parallel decode and instances that share prompts": ({"pools": {"decode": DIVIDED}}, "coordinator.enabled: false"),
     "KV-parallel decode on CPUs": ({"pools": {"decode": {**DIVIDED, **CPU_POOL}}}, "dcp 2 needs GPUs"),
     "decode in stages": ({"pools": {"decode": {"role": "decode", "pp": 2}}}, "only prefill runs in stages"),
     "an undivided instance in stages": ({"pools": {"a": {"role": "plain", "pp": 2}}}, "only prefill runs in stages"),
     "an undivided instance in the coordinator's pool": (
-        {"coordinator": {"enabled": True}, "pools": {"a": {"role": "plain", "sharesLongPrompts": True}}},
+        {"pools": {"a": {"role": "plain", "sharesLongPrompts": True}}},
         "is for prefill",
     ),
     "stages in the coordinator's pool": (
-        {"coordinator": {"enabled": True}, "pools": {"prefill-long": {**STAGED, "sharesLongPrompts": True}}},
+        {"pools": {"prefill-long": {**STAGED, "sharesLongPrompts": True}}},
         "needs all layers",
     ),
     "a topology for one node": (
         {"pools": {"decode": {"role": "decode", "exclusiveTopology": "rack"}}},
         "pools.decode: exclusiveTopology",
     ),
-    "no coordinator": ({"pools": {"prefill-long": {"role": "prefill-long", "sharesLongPrompts": True}}}, "coordinator"),
-    "decode in the coordinator's pool": (
-        {"coordinator": {"enabled": True}, "pools": {"decode": {"role": "decode", "sharesLongPrompts": True}}},
-        "is for prefill",
-    ),
-    "GPUs in the coordinator's pool": (
+    "no coordinator": (
         {
-            "coordinator": {"enabled": True},
+            "coordinator": {"enabled": False},
             "pools": {"prefill-long": {"role": "prefill-long", "sharesLongPrompts": True}},
         },
-        "is for CPU engines",
+        "needs coordinator.enabled",
+    ),
+    "decode in the coordinator's pool": (
+        {"pools": {"decode": {"role": "decode", "sharesLongPrompts": True}}},
+        "is for prefill",
     ),
     "an update that cannot go on": ({"poolDefaults": {"maxSurge": 0}}, "maxSurge and maxUnavailable are both 0"),
     "two transfer backends of a model": (
@@ -269,24 +268,24 @@ CONTRADICTIONS: dict[str, tuple[Document, str]] = {
     ),
     "monitors that reach nothing": ({"monitoring": {"podMonitors": {"enabled": True}}}, "networkPolicy.metricsFrom"),
     "a group of a pool that is not there": (
-        {"groups": {"a": {"kind": "RoleBasedGroup", "pools": ["prefill-short", "other"]}}},
+        {"groups": {"a": {"kind": "RoleBasedGroup", "pools": ["prefill", "other"]}}},
         "groups.a: there is no pool other",
     ),
     "a pool in two groups": (
         {"groups": {name: {"kind": "RoleBasedGroup", "pools": [*ROLES]} for name in ("a", "b")}},
-        "groups.b: pool prefill-short is in groups.a, too",
+        "groups.b: pool prefill is in groups.a, too",
     ),
     "a group of two models": (
         {
             "pools": {"other": {"role": "prefill", "model": "other"}},
-            "groups": {"a": {"kind": "DisaggregatedSet", "pools": ["prefill-short", "other"]}},
+            "groups": {"a": {"kind": "DisaggregatedSet", "pools": ["prefill", "other"]}},
         },
         "a group is of one model",
     ),
     "names that are too long together": (
         {
             "fullnameOverride": "a" * 24,
-            "groups": {"g" * 8: {"kind": "DisaggregatedSet", "pools": ["prefill-short", "decode"]}},
+            "groups": {"g" * 8: {"kind": "DisaggregatedSet", "pools": ["prefill", "decode"]}},
         },
         "longer than 36 characters",
     ),
@@ -322,13 +321,11 @@ def the(documents: list[Document], component: str, role: str | None = None) -> P
 
 def test_the_rendered_default_holds() -> None:
     documents = rendered_default()
-    assert {path.name for path in RENDERED.iterdir()} == {"network.yaml", "pools.yaml", "rights.yaml", "router.yaml"}
-    manifests.check(documents)
-    assert {pods.labels["sglang-ext.io/role"] for pods in pods_of(documents) if pods.component == "worker"} == {
-        "prefill-short",
-        "prefill-long",
-        "decode",
+    assert {path.name for path in RENDERED.iterdir()} == {
+        f"{name}.yaml" for name in ("coordinator", "network", "pools", "rights", "router")
     }
+    manifests.check(documents)
+    assert {pods.labels["sglang-ext.io/role"] for pods in pods_of(documents) if pods.component == "worker"} == {*ROLES}
     router = the(documents, "router")
     assert router.owner["spec"]["replicas"] >= 2
     config = manifests.router_configuration(router)
@@ -373,7 +370,7 @@ def test_the_schema_is_one_and_takes_the_chart_s_values() -> None:
 def test_the_values_in_the_documentation_are_taken() -> None:
     text = (ROOT / "docs/how-to/kubernetes.md").read_text()
     values = yaml.safe_load(text.partition("my-values.yaml <<'END'\n")[2].partition("END\n")[0])
-    assert {pool["role"] for pool in values["pools"].values()} == {"prefill-short", "prefill-long", "decode"}
+    assert {pool["role"] for pool in values["pools"].values()} == {*ROLES}
     jsonschema.Draft7Validator(values_schema()).validate(merged(values))
 
 
@@ -551,7 +548,10 @@ def test_pools_of_a_group(results: dict[str, Document]) -> None:
     for name, pods in grouped.items():
         assert (pods.labels, pods.spec) == (alone[name].labels, alone[name].spec)
         assert pods.owner["kind"] == "DisaggregatedSet"
-    assert [one["metadata"]["name"] for one in of_kind(documents, "Deployment")] == ["sglang-ext-router"]
+    assert [one["metadata"]["name"] for one in of_kind(documents, "Deployment")] == [
+        "sglang-ext-coordinator",
+        "sglang-ext-router",
+    ]
 
     (large,) = of_kind(results["a disaggregated set over several nodes"]["documents"], "DisaggregatedSet")
     assert (large["spec"]["slices"], large["spec"]["placementPolicy"]["type"]) == (2, "ExclusiveSlice")
@@ -565,7 +565,7 @@ def test_pools_of_a_group(results: dict[str, Document]) -> None:
     assert leader.ports.keys() == {"http"}
     assert not member.ports
     assert "--node-rank=$(RBG_LWP_WORKER_INDEX)" in member.container["args"]
-    assert of_kind(documents, "RoleBasedGroup")[0]["spec"]["roles"][2]["scalingAdapter"] == {"enable": True}
+    assert of_kind(documents, "RoleBasedGroup")[0]["spec"]["roles"][1]["scalingAdapter"] == {"enable": True}
 
 
 @pytest.mark.parametrize(
@@ -574,7 +574,7 @@ def test_pools_of_a_group(results: dict[str, Document]) -> None:
         ("a disaggregated set", ("roles", 0, "spec", "rolloutStrategy", "type"), "Recreate"),
         ("a disaggregated set", ("roles", 0, "spec", "leaderWorkerTemplate", "restart"), "None"),
         ("a role-based group", ("roles", 0, "workload"), {}),
-        ("a role-based group", ("roles", 2, "leaderWorkerPattern", "size"), 0),
+        ("a role-based group", ("roles", 1, "leaderWorkerPattern", "size"), 0),
         ("monitoring", ("podMetricsEndpoints", 0, "interval"), "soon"),
         ("a route", ("rules", 0, "matches", 0, "path", "type"), "Prefix"),
     ],
@@ -675,3 +675,31 @@ def test_what_the_values_say_reaches_the_programs(results: dict[str, Document]) 
     assert not of_kind(results["no network policies"]["documents"], "NetworkPolicy")
     assert of_kind(results["a route"]["documents"], "HTTPRoute")
     assert not of_kind(results["no rights made"]["documents"], "Role")
+
+
+@needs_helm
+def test_who_shares_long_prompts(results: dict[str, Document]) -> None:
+    """One pool does, with a coordinator; its instances send KV themselves, and so their decode instances take it."""
+
+    def said(name: str, option: str) -> dict[str, list[str]]:
+        return {
+            pods.labels.get("sglang-ext.io/pool", pods.component): [
+                argument.partition("=")[2] for argument in pods.container["args"] if argument.startswith(f"--{option}=")
+            ]
+            for pods in pods_of(results[name]["documents"])
+        }
+
+    (address,) = said("default", "cdsp-coordinator")["prefill"]
+    assert address == "sglang-ext-coordinator:8990"
+    assert said("default", "transfer-backend") == {
+        "prefill": ["handshake"],
+        "decode": ["handshake"],
+        "router": [],
+        "coordinator": [],
+    }
+    assert said("default", "coordinator-url")["router"] == ["http://sglang-ext-coordinator:8991"]
+    for name in ("pools apart", "no coordinator"):
+        assert "coordinator" not in said(name, "transfer-backend")
+        assert not any(said(name, "cdsp-coordinator").values())
+        assert said(name, "transfer-backend")["decode"] == ["auto"]
+        assert said(name, "coordinator-url")["router"] == []

@@ -125,7 +125,7 @@ def test_the_scrape_configuration_of_the_documentation_keeps_the_chart_s_ports()
     documents = [one for path in (ROOT / "deploy/k8s").glob("*.yaml") for one in yaml.safe_load_all(path.read_text())]
     kept = {(pods.component, port) for pods in pods_of(documents) for port in pods.ports}
     kept = {one for one in kept if re.fullmatch(by_port["regex"], ";".join(one))}
-    assert kept == {("router", "metrics"), ("worker", "http")}
+    assert kept == {("router", "metrics"), ("worker", "http"), ("coordinator", "http")}
 
 
 def stored_name(name: str) -> str:

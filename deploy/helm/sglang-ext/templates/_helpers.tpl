@@ -71,6 +71,7 @@ capabilities:
 {{- $pools := dict -}}
 {{- $prefilled := dict -}}
 {{- $backends := dict -}}
+{{- $shared := dict -}}
 {{- range $name, $given := .Values.pools -}}
 {{- $pool := deepCopy $.Values.poolDefaults -}}
 {{- range $key, $value := $given }}{{ $_ := set $pool $key $value }}{{ end -}}
@@ -83,15 +84,14 @@ capabilities:
 {{- $dcp := int $pool.dcp -}}
 {{- if and (gt $dcp 1) (ne $pool.role "decode") }}{{ fail (printf "pools.%s: dcp %d, and only decode divides KV among ranks" $name $dcp) }}{{ end -}}
 {{- if mod $tp $dcp }}{{ fail (printf "pools.%s: tp %d is not a multiple of dcp %d" $name $tp $dcp) }}{{ end -}}
-{{- if and (gt $dcp 1) (eq $pool.transferBackend "handshake") }}{{ fail (printf "pools.%s: dcp %d does not go with transferBackend handshake" $name $dcp) }}{{ end -}}
 {{- $ranks := mul $tp $pp -}}
 {{- if mod $ranks $nodes }}{{ fail (ternary (printf "pools.%s: tp %d is not a multiple of nodes %d" $name $tp $nodes) (printf "pools.%s: tp %d times pp %d is not a multiple of nodes %d" $name $tp $pp $nodes) (eq $pp 1)) }}{{ end -}}
 {{- if kindIs "invalid" $pool.gpus }}{{ $_ := set $pool "gpus" (div $ranks $nodes) }}{{ end -}}
 {{- if and (gt $dcp 1) (eq (int $pool.gpus) 0) }}{{ fail (printf "pools.%s: dcp %d needs GPUs" $name $dcp) }}{{ end -}}
 {{- if and $pool.exclusiveTopology (eq $nodes 1) }}{{ fail (printf "pools.%s: exclusiveTopology is for instances of several nodes" $name) }}{{ end -}}
+{{- if kindIs "invalid" $pool.sharesLongPrompts }}{{ $_ := set $pool "sharesLongPrompts" (and $.Values.coordinator.enabled (eq $pool.role "prefill") (eq $pp 1)) }}{{ end -}}
 {{- if and $pool.sharesLongPrompts (not $.Values.coordinator.enabled) }}{{ fail (printf "pools.%s: sharesLongPrompts needs coordinator.enabled" $name) }}{{ end -}}
 {{- if and $pool.sharesLongPrompts (has $pool.role (list "decode" "plain")) }}{{ fail (printf "pools.%s: sharesLongPrompts is for prefill" $name) }}{{ end -}}
-{{- if and $pool.sharesLongPrompts (gt (int $pool.gpus) 0) }}{{ fail (printf "pools.%s: sharesLongPrompts is for CPU engines so far (gpus: 0)" $name) }}{{ end -}}
 {{- if not (or (int $pool.maxSurge) (int $pool.maxUnavailable)) }}{{ fail (printf "pools.%s: maxSurge and maxUnavailable are both 0" $name) }}{{ end -}}
 {{- $served := $pool.servedModelName | default $pool.model -}}
 {{- $together := printf "%s%s" $served (ternary (printf " of revision %s" $pool.revision) "" (ne $pool.revision "")) -}}
@@ -101,6 +101,7 @@ capabilities:
 {{- $_ := set $backends $together $pool.transferBackend -}}
 {{- end -}}
 {{- if ne $pool.role "decode" }}{{ $_ := set $prefilled $together true }}{{ end -}}
+{{- if $pool.sharesLongPrompts }}{{ $_ := set $shared $together true }}{{ end -}}
 {{- $_ := set $pools $name $pool -}}
 {{- end -}}
 {{- end -}}
@@ -108,8 +109,19 @@ capabilities:
 {{- $served := $pool.servedModelName | default $pool.model -}}
 {{- $together := printf "%s%s" $served (ternary (printf " of revision %s" $pool.revision) "" (ne $pool.revision "")) -}}
 {{- if not (hasKey $prefilled $together) }}{{ fail (printf "pools.%s: no pool prefills for %s" $name $together) }}{{ end -}}
+{{- /* Members of a group send the KV that they have computed themselves. */ -}}
+{{- if and (hasKey $shared $together) (ne $pool.role "plain") (eq $pool.transferBackend "auto") }}{{ $_ := set $pool "transferBackend" "handshake" }}{{ end -}}
+{{- $dcp := int $pool.dcp -}}
+{{- if and (gt $dcp 1) (eq $pool.transferBackend "handshake") }}{{ fail (printf "pools.%s: dcp %d does not go with transferBackend handshake, which pools that share long prompts have (coordinator.enabled: false)" $name $dcp) }}{{ end -}}
 {{- end -}}
 {{- toJson $pools -}}
+{{- end -}}
+
+{{/* "true" where pools share long prompts. The root context. */}}
+{{- define "sglang-ext.hasCoordinator" -}}
+{{- $shares := false -}}
+{{- range fromJson (include "sglang-ext.pools" .) }}{{ if .sharesLongPrompts }}{{ $shares = true }}{{ end }}{{ end -}}
+{{- if $shares }}true{{ end -}}
 {{- end -}}
 
 {{/* The group of each pool that has one: {"POOL": "GROUP"} as JSON. */}}

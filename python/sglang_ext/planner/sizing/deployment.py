@@ -21,7 +21,7 @@ _CHART_POOLS = {
     Role.BOTH: "prefill",
     Role.DECODE: "decode",
 }
-_CHART_DEFAULT_POOLS = (Role.SHORT, Role.LONG, Role.DECODE)  # that the chart has unless they are set to null
+_CHART_DEFAULT_POOLS = (Role.BOTH, Role.DECODE)  # that the chart has unless they are set to null
 _CPU_BACKEND = "sglang_ext_tcp"
 
 
@@ -58,8 +58,9 @@ def helm_values(layout: ClusterLayout, model: DeployedModel, targets: SloTargets
         "poolDefaults": defaults,
         "pools": pools,
     }
-    if layout.is_ring:
-        values["coordinator"] = {"enabled": True, "spSizes": list(model.ring_sizes)}
+    values["coordinator"] = (
+        {"enabled": True, "spSizes": list(model.ring_sizes)} if layout.is_ring else {"enabled": False}
+    )
     return values
 
 

@@ -500,10 +500,7 @@ def _write(
         f"{best.layout.describe()}: {best.layout.gpus} GPUs\nfound by: "
         f"{shlex.join(['sglang-ext', *sys.argv[1:]])}\nholds up to x{best.load:.2f} of the trace's load"
     )
-    if best.layout.is_ring and not sizing.model.is_cpu:
-        (args.out / "values.yaml").unlink(missing_ok=True)
-    else:
-        write_values(args.out / "values.yaml", heading, helm_values(best.layout, sizing.model, targets))
+    write_values(args.out / "values.yaml", heading, helm_values(best.layout, sizing.model, targets))
     try:
         config = cluster_config(best.layout, sizing.model, targets)
     except ConfigError as error:
