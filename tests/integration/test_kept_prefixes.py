@@ -20,7 +20,7 @@ pytestmark = pytest.mark.integration
 LONG = 900
 BLOCK_TOKENS = 256
 PAGE_TOKENS = 16
-STEP_TIMEOUT_S = 5
+STEP_TIMEOUT_S = 5.0  # of `long_member`
 PAGES = ("--page-size", str(PAGE_TOKENS))
 
 
@@ -152,7 +152,7 @@ def test_a_member_is_killed_while_it_is_kept(threads: ThreadPoolExecutor) -> Non
 @pytest.mark.parametrize("how", ["killed", "hangs"])
 def test_a_holder_fails_while_its_rows_are_used_in_place(threads: ThreadPoolExecutor, how: str) -> None:
     """The next turn is to be computed by both holders, and one of them does nothing any more."""
-    with served(threads, f"keeps-{how}", "--set", f"cdsp.step_timeout_s={STEP_TIMEOUT_S}") as (pairs, coordinator):
+    with served(threads, f"keeps-{how}") as (pairs, coordinator):
         free = [free_tokens(pair) for pair in pairs]
         first = pairs[0].send(LONG, seed=360)
         assert first.is_exact()
