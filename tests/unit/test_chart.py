@@ -221,7 +221,10 @@ CONTRADICTIONS: dict[str, tuple[Document, str]] = {
         {"poolDefaults": {"transferBackend": "handshake"}, "pools": {"decode": DIVIDED}},
         "pools.decode: dcp 2 does not go with transferBackend handshake",
     ),
-    "KV-parallel decode and instances that share prompts": ({"pools": {"decode": DIVIDED}}, "coordinator.enabled: false"),
+    "KV-parallel decode and instances that share prompts": (
+        {"pools": {"decode": DIVIDED}},
+        "coordinator.enabled: false",
+    ),
     "KV-parallel decode on CPUs": ({"pools": {"decode": {**DIVIDED, **CPU_POOL}}}, "dcp 2 needs GPUs"),
     "decode in stages": ({"pools": {"decode": {"role": "decode", "pp": 2}}}, "only prefill runs in stages"),
     "an undivided instance in stages": ({"pools": {"a": {"role": "plain", "pp": 2}}}, "only prefill runs in stages"),
