@@ -1,10 +1,11 @@
-"""The demonstration: short chats and questions about documents, served at the same time by the same instances.
+"""The demonstration: the same short chats and questions about documents, through the pools and through stock SGLang.
 
     python examples/demo.py [--device cpu|cuda] [--keep] [--decode-tp 3]
 
-Starts two prefill instances of SGLang and one for decode, the coordinator that lets the two share long prompts, and the
-router (on GPUs: as many instances as there are GPUs for, and no coordinator); asks through the unmodified `openai`
-client, and shows where every request went, on how many instances its chunks were computed, and how long each step took.
+Starts two prefill instances of SGLang and one for decode, the coordinator that lets the two share long prompts, the
+router, and one stock instance that has all cores to itself when it is asked (on GPUs: as many instances as there are
+GPUs for, no coordinator and no stock instance). Asks through the unmodified `openai` client, and shows where every
+request went, on how many instances its chunks were computed, and its time to the first token on either way.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -54,6 +56,7 @@ from sglang_ext.live.timeline import (
     timeline_of,
 )
 from sglang_ext.live.timeline import draw_timeline as draw_pool_timeline
+from sglang_ext.types import Role
 
 EXAMPLES = Path(__file__).resolve().parent
 START_TIMEOUT_S = 600.0
@@ -61,45 +64,46 @@ POOL_TIMEOUT_S = 20.0
 LENGTH_BOUNDARY_TOKENS = 512
 SHARED_FROM_TOKENS = 1400  # longer prompts are offered to both prefill instances
 PREFILL_CHUNK_TOKENS = 256  # of what an instance computes by itself: after each chunk it reports its load
-SOON_FREE_S = 4.0  # with more work than this, waiting for it would not pay
-LONG_WORK_S = 2.0  # no work of short prompts takes this long
 MIN_CHUNK_TOKENS = 256
+MAX_CHUNK_MS = 1200  # then all is decided again: the other instance joins as soon as it is free
 PREFILL_INSTANCES = 2
 WITHOUT_WARM_UP = ("--skip-server-warmup",)  # which begins with a second of sleep, and on a CPU gains nothing
 
+# Short questions come while documents are computed: when each is sent, in seconds since the first.
 SHORT_QUESTIONS = {
-    "capital": "What is the capital of France?",
-    "sum": "What is 2 plus 2?",
-    "sea": "Write one sentence about the sea.",
-    "colours": "Name three primary colours.",
-    "sky": "Why is the sky blue?",
+    "capital": (0.5, "What is the capital of France?"),
+    "sum": (1.5, "What is 2 plus 2?"),
+    "sea": (3.0, "Write one sentence about the sea."),
+    "colours": (4.5, "Name three primary colours."),
+    "sky": (6.0, "Why is the sky blue?"),
 }
+DOCUMENTS_AT_S = 1.0  # one instance computes the chapters then, and the other one begins by itself
 DOCUMENTS = ("handbook.md", "logbook.md")
 DOCUMENTS_QUESTION = "When does the supply boat come and what does it bring?"
 CHAPTERS_QUESTION = "How many steps does the tower have?"
 
 
 def questions() -> list[Question]:
-    """Return what is asked: about some chapters, about others and a log (1,600 tokens), and short chats."""
+    """Return what is asked: about some chapters, about others and a log (1,700 tokens), and short chats."""
     handbook, logbook = ((EXAMPLES / name).read_text(encoding="utf-8") for name in DOCUMENTS)
-    chapters = handbook.partition("## 5.")[0]
-    other_chapters = handbook[handbook.index("## 5.") : handbook.index("## 8.")]
+    chapters = handbook.partition("## 4.")[0]
+    other_chapters = handbook[handbook.index("## 4.") : handbook.index("## 8.")]
     asked = [
         Question("chapters", f"Read this document.\n\n{chapters}\n\nQuestion: {CHAPTERS_QUESTION}", 32),
         Question(
             "documents",
             f"Read these documents.\n\n{logbook}\n\n{other_chapters}\n\nQuestion: {DOCUMENTS_QUESTION}",
             32,
-            waits=True,
+            DOCUMENTS_AT_S,
         ),
     ]
-    return asked + [Question(label, text, 32) for label, text in SHORT_QUESTIONS.items()]
+    return asked + [Question(label, text, 16, at_s) for label, (at_s, text) in SHORT_QUESTIONS.items()]
 
 
 def cluster_config(arguments: argparse.Namespace, machine: Host) -> ClusterConfig:
     """The demonstration's cluster on `machine`.
 
-    On a CPU two prefill instances that share long prompts, which has not been tried on GPUs. With a GPU for each of
+    On a CPU two prefill instances that share long prompts, and a stock instance to compare with. With a GPU for each of
     them a short, a long and a decode instance; with fewer GPUs one prefill instance for all prompts and a decode
     instance, which share the GPU if there is only one. Raises ConfigError.
     """
@@ -112,7 +116,8 @@ def cluster_config(arguments: argparse.Namespace, machine: Host) -> ClusterConfi
             args=("--chunked-prefill-size", str(PREFILL_CHUNK_TOKENS), *WITHOUT_WARM_UP),
         )
         decode = replace(decode, args=WITHOUT_WARM_UP)
-        pools = PoolsConfig(both=shared, decode=decode)
+        stock = PoolConfig(count=1, threads=len(machine.core_ids), args=WITHOUT_WARM_UP)
+        pools = PoolsConfig(both=shared, decode=decode, plain=stock)
     elif gpu_count < 2 + arguments.decode_tp:
         pools = PoolsConfig(both=PoolConfig(count=1), decode=decode)
     else:
@@ -128,6 +133,7 @@ def cluster_config(arguments: argparse.Namespace, machine: Host) -> ClusterConfi
             args=(
                 *("--profile", str(EXAMPLES / "demo_costs.json")),
                 *("--min-chunk-tokens", str(MIN_CHUNK_TOKENS)),
+                *("--set", f"pool.max_chunk_ms={MAX_CHUNK_MS}"),
             ),
         ),
         start=StartSettings(timeout_s=START_TIMEOUT_S),
@@ -143,7 +149,7 @@ def cluster_config(arguments: argparse.Namespace, machine: Host) -> ClusterConfi
 def describe(config: ClusterConfig, machine: Host) -> str:
     """Return what the cluster consists of, and the engine that computes."""
     kinds = [
-        f"{pool.count} {role}{' prefill' if role.is_prefill else ''}"
+        f"{pool.count} {'stock' if role is Role.PLAIN else role}{' prefill' if role.is_prefill else ''}"
         for role, pool in config.pools.by_role()
         if pool.count
     ]
@@ -185,22 +191,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _demonstrate(cluster: Cluster, began_s: float) -> bool:
     asked = questions()
     _await_pool(cluster)
+    stock = next((program for program in cluster.plan.instances if program.role is Role.PLAIN), None)
+    if stock is not None:
+        _set_apart(cluster, stock.url)
     _step(f"{len(asked)} requests through the openai client at {cluster.url}/v1")
     view = make_view(sys.stdout, [question.label for question in asked])
+    stock_replies = None
     with view, cluster.kept_running():
-        is_time = _SoonFree(cluster).is_so
-        replies = asyncio.run(ask_all(f"{cluster.url}/v1", cluster.plan.model_name, asked, view, is_time))
+        replies = asyncio.run(ask_all(f"{cluster.url}/v1", cluster.plan.model_name, asked, view))
+    if stock is not None:
+        _step(f"the same requests at the same times through one stock instance at {stock.url}/v1")
+        view = make_view(sys.stdout, [question.label for question in asked])
+        with view, cluster.kept_running():
+            stock_replies = asyncio.run(ask_all(f"{stock.url}/v1", cluster.plan.model_name, asked, view))
     _step("where each request went")
     status = _pool_status(cluster)
-    print_table(replies, cluster.name_of, lambda reply: _plan(reply, status), sys.stdout)
+    print_table(replies, stock_replies, cluster.name_of, lambda reply: _plan(reply, status), sys.stdout)
     if cluster.plan.coordinator is not None:
         _explain()
-    failed = [reply for reply in replies if reply.error]
+    failed = [reply for reply in (*replies, *(stock_replies or ())) if reply.error]
     for reply in failed:
         print(f"{reply.question.label} failed: {reply.error}", file=sys.stderr)
     if not failed:
         picture = cluster.folder / "timeline.png"
-        draw_timeline(replies, cluster.name_of, picture)
+        draw_timeline(replies, stock_replies, cluster.name_of, picture)
         print(f"\ntimeline of the requests: {picture}")
         if status is not None:
             _draw_pool(cluster, status)
@@ -231,21 +245,15 @@ def _await_pool(cluster: Cluster) -> None:
     )
 
 
-class _SoonFree:
-    """Describes whether an instance has long work, though not for long: what comes now begins on the other one."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self._was_busy = False
-
-    def is_so(self) -> bool:
-        """Also true when it has just been free again."""
-        status = _pool_status(self._cluster)
-        if status is None:
-            return True
-        backlog_s = max((member["backlog_s"] for member in status["members"]), default=0.0)
-        self._was_busy |= backlog_s > LONG_WORK_S
-        return self._was_busy and backlog_s < SOON_FREE_S
+def _set_apart(cluster: Cluster, url: str) -> None:
+    """Let the router send nothing to the stock instance, which is asked directly."""
+    request = urllib.request.Request(
+        f"{cluster.url}/workers/{url.removeprefix('http://')}/drain",
+        b'{"drain": true}',
+        {"authorization": f"Bearer {cluster.plan.admin_key}", "content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=POOL_TIMEOUT_S):
+        pass
 
 
 def _pool_status(cluster: Cluster) -> Any:
@@ -273,7 +281,7 @@ def _explain() -> None:
     print(
         f"\nchunks: tokens @ instances. Prompts from {SHARED_FROM_TOKENS:,} tokens on are shared by the instances "
         "where the costs in\nexamples/demo_costs.json say that it is faster: those of a machine with a core for each "
-        f"instance. This one has {cores}."
+        f"instance. This one has {cores},\nwhich the stock instance has to itself and the pools share out."
     )
 
 

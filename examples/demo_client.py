@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     import openai
-
-MOST_WAIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +22,7 @@ class Question:
     label: str
     text: str
     max_tokens: int
-    waits: bool = False  # until `is_time`, while the other questions are sent at once
+    at_s: float = 0.0  # when it is sent, in seconds since the first one
 
 
 @dataclass(slots=True)
@@ -71,35 +69,20 @@ class View(Protocol):
         """The reply is whole, or has failed."""
 
 
-async def ask_all(
-    base_url: str, model: str, questions: Sequence[Question], view: View, is_time: Callable[[], bool]
-) -> list[Reply]:
-    """Send the questions, the waiting ones once `is_time`; return the replies in the same order, failures in `error`.
-
-    `is_time` is asked in a thread, and may block; after MOST_WAIT_S it is time anyway.
-    """
+async def ask_all(base_url: str, model: str, questions: Sequence[Question], view: View) -> list[Reply]:
+    """Send each question at its time; return the replies in the same order, failures in `error`."""
     import openai
 
     async with openai.AsyncOpenAI(base_url=base_url, api_key="none", timeout=300, max_retries=0) as client:
         began_s = time.monotonic()
-        go = asyncio.create_task(_until(is_time))
-        return await asyncio.gather(*(_ask(client, model, question, view, began_s, go) for question in questions))
+        return await asyncio.gather(*(_ask(client, model, question, view, began_s) for question in questions))
 
 
-async def _until(is_so: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + MOST_WAIT_S
-    while time.monotonic() < end_s and not await asyncio.to_thread(is_so):  # noqa: ASYNC110 - it is asked over HTTP
-        await asyncio.sleep(0.05)
-
-
-async def _ask(
-    client: openai.AsyncOpenAI, model: str, question: Question, view: View, began_s: float, go: asyncio.Task[None]
-) -> Reply:
+async def _ask(client: openai.AsyncOpenAI, model: str, question: Question, view: View, began_s: float) -> Reply:
     import openai
 
     reply = Reply(question)
-    if question.waits:
-        await go
+    await asyncio.sleep(began_s + question.at_s - time.monotonic())
     reply.sent_s = time.monotonic() - began_s
     try:
         raw = await client.chat.completions.with_raw_response.create(
@@ -131,8 +114,9 @@ async def _ask(
 
 
 def _read_headers(reply: Reply, headers: Mapping[str, str]) -> None:
-    reply.length_class = headers.get("x-sglang-ext-class", "?")
-    reply.prefill_url = headers.get("x-sglang-ext-prefill", "?")
-    reply.decode_url = headers.get("x-sglang-ext-decode", "?")
+    """Read where the router has sent the request; a stock instance says nothing of it."""
+    reply.length_class = headers.get("x-sglang-ext-class", "")
+    reply.prefill_url = headers.get("x-sglang-ext-prefill", "")
+    reply.decode_url = headers.get("x-sglang-ext-decode", "")
     reply.request_id = headers.get("x-request-id", "")
     reply.queue_s = float(headers.get("x-sglang-ext-queue-ms", "0")) / 1e3

@@ -40,7 +40,7 @@ class PlainView(AbstractContextManager["PlainView"]):
         self._stream.flush()
 
     def routed(self, reply: Reply) -> None:
-        self._print(reply, f"({reply.length_class} prompt)")
+        self._print(reply, f"({reply.length_class} prompt)" if reply.length_class else "(accepted)")
 
     def grew(self, reply: Reply, piece: str) -> None:
         label = reply.question.label

@@ -55,10 +55,10 @@ def options(plan: ClusterPlan, name: str) -> list[str | None]:
 
 def test_without_a_gpu_two_instances_share_prompts(demo: ModuleType) -> None:
     plan = plan_of(demo, 0)
-    assert gpus_of(plan) == dict.fromkeys(("both-0", "both-1", "decode-0"))
+    assert gpus_of(plan) == dict.fromkeys(("both-0", "both-1", "decode-0", "plain-0"))
     assert plan.coordinator is not None
-    assert options(plan, "--device") == ["cpu"] * 3
-    assert options(plan, "--mem-fraction-static") == [None] * 3
+    assert options(plan, "--device") == ["cpu"] * 4
+    assert options(plan, "--mem-fraction-static") == [None] * 4
 
 
 def test_one_gpu_serves_prefill_and_decode(demo: ModuleType) -> None:
@@ -85,7 +85,7 @@ def test_a_gpu_for_each_pool(demo: ModuleType) -> None:
 
 def test_a_machine_with_gpus_serves_on_its_cpu_when_asked(demo: ModuleType) -> None:
     plan = plan_of(demo, 2, device="cpu")
-    assert options(plan, "--device") == ["cpu"] * 3
+    assert options(plan, "--device") == ["cpu"] * 4
     assert plan.coordinator is not None
 
 
@@ -112,7 +112,7 @@ def test_what_is_started_is_described(demo: ModuleType) -> None:
         config = demo.cluster_config(argparse.Namespace(device="auto", decode_tp=1, port=0), machine)
         assert resolve_device(config, machine) == ("cuda" if gpu_count else "cpu")
         texts[gpu_count] = demo.describe(config, machine)
-    assert texts[0] == "2 both prefill, 1 decode, 1 coordinator, 1 router; SGLang on the CPU"
+    assert texts[0] == "2 both prefill, 1 decode, 1 stock, 1 coordinator, 1 router; SGLang on the CPU"
     assert texts[1] == "1 both prefill, 1 decode, 1 router; SGLang on CUDA, 1 GPU"
     assert texts[4] == "1 short prefill, 1 long prefill, 1 decode, 1 router; SGLang on CUDA, 4 GPUs"
 
