@@ -18,17 +18,19 @@ MONITORS: Document = {
 }
 KEDA: Document = {"enabled": True, "prometheusAddress": "http://prometheus.monitoring:9090"}
 SCALING: Document = {"networkPolicy": MONITORS, "autoscaling": {"keda": KEDA}}
-ALL_SCALE: Document = {"poolDefaults": {"autoscaled": True}}
+APART: Document = {"prefill": None, **{name: {"role": name} for name in ("prefill-short", "prefill-long")}}
+ALL_SCALE: Document = {"poolDefaults": {"autoscaled": True}, "pools": APART}
 ACCEPTED: dict[str, Document] = {
     "default": {},
     "pools that scale": {
         "poolDefaults": {"autoscaled": True, "maxReplicas": 8},
-        "pools": {"decode": {"role": "decode", "runningRequests": 32, "nodes": 2, "tp": 2}},
+        "pools": {**APART, "decode": {"role": "decode", "runningRequests": 32, "nodes": 2, "tp": 2}},
         "router": {"controller": "advise"},
         **SCALING,
     },
     "a pool that scales beside the controller": {
         "pools": {
+            "prefill": None,
             "prefill-short": {"role": "prefill-short", "replicas": 2},
             "prefill-long": {"role": "prefill-long", "autoscaled": True, "queuedWorkSecs": 5},
         },
@@ -36,7 +38,7 @@ ACCEPTED: dict[str, Document] = {
         **SCALING,
     },
     "one pool that scales without a controller": {
-        "pools": {"prefill-short": None, "prefill-long": None, "prefill": {"role": "prefill", "autoscaled": True}},
+        "pools": {"prefill": {"role": "prefill", "autoscaled": True}},
         **SCALING,
         "networkPolicy": {"enabled": False},
     },
@@ -86,7 +88,7 @@ CONTRADICTIONS: dict[str, tuple[Document, str]] = {
         {
             **SCALING,
             "router": {"controller": "on"},
-            "pools": {"prefill-long": {"role": "prefill-long", "autoscaled": True}},
+            "pools": {**APART, "prefill-long": {"role": "prefill-long", "autoscaled": True}},
             "autoscaling": {"keda": {**KEDA, "scaleUpWindowSecs": 30}},
         },
         "autoscaling.keda.scaleUpWindowSecs: 30, but with router.controller on the controller has the first 90 s",
@@ -139,7 +141,7 @@ def documented(part: str) -> list[Document]:
 def test_the_documented_values_scale() -> None:
     (values,) = documented("autoscaling:")
     (result,) = render([values])
-    assert set(queries(result)) == {"sglang-ext-prefill-long", "sglang-ext-decode"}
+    assert set(queries(result)) == {"sglang-ext-prefill", "sglang-ext-decode"}
 
 
 def test_the_documented_hpa_goes_by_the_adapters_metric() -> None:
@@ -262,7 +264,7 @@ def test_what_scales_in_a_group(kind: str, target: tuple[str, str]) -> None:
     values = {
         **SCALING,
         "pools": {"decode": {"role": "decode", "autoscaled": True}},
-        "groups": {"qwen": {"kind": kind, "pools": ["prefill-short", "prefill-long", "decode"]}},
+        "groups": {"qwen": {"kind": kind, "pools": ["prefill", "decode"]}},
     }
     (result,) = render([values])
     check_custom_kinds(result["documents"])
@@ -280,5 +282,5 @@ def test_what_scales_in_a_group(kind: str, target: tuple[str, str]) -> None:
     assert roles["decode"].get("scaling") == {"mode": "External"} or roles["decode"]["scalingAdapter"] == {
         "enable": True
     }
-    assert "scaling" not in roles["prefill-long"]
-    assert "scalingAdapter" not in roles["prefill-long"]
+    assert "scaling" not in roles["prefill"]
+    assert "scalingAdapter" not in roles["prefill"]
