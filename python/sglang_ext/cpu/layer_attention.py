@@ -1,7 +1,8 @@
 """AROUND `TorchNativeAttnBackend.forward_extend` and `forward_decode`: layers on a CPU that are not plainly causal.
 
 SGLang's attention for CPUs has windows only where all layers share one pool of KV, caps no scores, and refuses sinks: a
-Gemma 2 or an OLMo 3 got other tokens than its own, and a gpt-oss did not start. Plain layers go on to SGLang.
+Gemma 2 or an OLMo 3 got other tokens than its own, and a gpt-oss did not start. Where values have another size than
+keys, as in latent attention, it computes a chunk as if its whole prefix were new. Plain layers go on to SGLang.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ def run_layer(
     window = layer.sliding_window_size if layer.sliding_window_size > -1 else None
     is_in_window_pool = _is_in_window_pool(backend, layer)
     is_plain = window is None and not layer.logit_cap and sinks is None and not is_in_window_pool
+    is_plain &= layer.qk_head_dim == layer.v_head_dim
     if is_plain or layer.is_cross_attention or is_stock_wanted(os.environ):
         return stock(backend, q, k, v, layer, forward_batch, save_kv_cache, **more)
     from sglang.srt.layers.radix_attention import AttentionType

@@ -228,6 +228,22 @@ HOOK_TABLE: tuple[Hook, ...] = (
         device=Device.CPU,
     ),
     Hook(
+        name="latent-attention",
+        why="attention for CPUs asks for keys and values of heads where a DeepSeek keeps latent rows; reads the rows",
+        kind=HookKind.AROUND,
+        implementation="sglang_ext.cpu.latent_attention:choose_method",
+        target="sglang.srt.models.deepseek_v2.DeepseekV2AttentionMLA.dispatch_attn_forward_method",
+        device=Device.CPU,
+    ),
+    Hook(
+        name="latent-rotary",
+        why="SGLang makes the rotary embedding of latent attention on a CPU only for YaRN; makes the others",
+        kind=HookKind.AROUND,
+        implementation="sglang_ext.cpu.latent_attention:make_rotary",
+        target="sglang.srt.layers.rotary_embedding.factory.get_rope_cpu",
+        device=Device.CPU,
+    ),
+    Hook(
         name="admitted-attention",
         why="SGLang refuses gpt-oss on its attention for CPUs, which has neither its windows nor sinks; admits it",
         kind=HookKind.AROUND,

@@ -19,11 +19,12 @@ class ModelFacts:
     kv_heads: int
     head_dim: int
     context_tokens: int | None
+    latent_size: int | None = None  # numbers of a latent row (MLA), which takes the place of keys and values
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Keys and values of one token over all layers, in float32."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * FLOAT32_BYTES
+        return self.layers * (self.latent_size or 2 * self.kv_heads * self.head_dim) * FLOAT32_BYTES
 
 
 def parse_model_config(config: Mapping[str, Any]) -> ModelFacts | None:
@@ -31,11 +32,13 @@ def parse_model_config(config: Mapping[str, Any]) -> ModelFacts | None:
     text = config.get("text_config", config)
     try:
         heads = int(text["num_attention_heads"])
+        latent_rank = text.get("kv_lora_rank")
         return ModelFacts(
             layers=int(text["num_hidden_layers"]),
             kv_heads=int(text.get("num_key_value_heads") or heads),
             head_dim=int(text.get("head_dim") or text["hidden_size"] // heads),
             context_tokens=int(text["max_position_embeddings"]) if "max_position_embeddings" in text else None,
+            latent_size=None if latent_rank is None else int(latent_rank) + int(text["qk_rope_head_dim"]),
         )
     except (KeyError, TypeError, ValueError, ZeroDivisionError, AttributeError):
         return None

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from sglang_ext import settings
 from sglang_ext.command_parser import USAGE_ERROR, any_of
+from sglang_ext.cpu import unserved_models
 from sglang_ext.engine.device import Device, MachineFacts, inspect_machine
 from sglang_ext.engine.launch_plan import (
     PIPELINE_PARALLEL_FLAGS,
@@ -206,6 +207,10 @@ def _problem(options: WorkerOptions, machine: MachineFacts) -> str | None:
         if problem is not None:
             return problem
     architecture = read_architecture(options.model_path) if options.model_is_local else None
+    if machine.device is Device.CPU:
+        problem = unserved_models.refusal(architecture)
+        if problem is not None:
+            return problem
     problem = decode_context_model_problem(options.engine_arguments, architecture)
     if problem is not None:
         return problem

@@ -3,7 +3,8 @@
 - AFTER `ModelRunner.load_model`: SGLang serves a Mistral with a sliding window without the window, on every device: the
   tokens behind it are wrong, and nothing says so. The window of a Cohere 2 it makes a token too long.
 - AROUND `handle_model_specific_adjustments`: SGLang refuses gpt-oss on its attention for CPUs, which has neither
-  windows over a pool of their own nor sinks; with `cpu.layer_attention` it has both.
+  windows over a pool of their own nor sinks; with `cpu.layer_attention` it has both. Other models end somewhere in a
+  kernel that a CPU does not have: `cpu.unserved_models` names them before.
 """
 
 from __future__ import annotations
@@ -12,18 +13,20 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from sglang_ext.cpu import unserved_models
+
 _OURS, _ADMITTED = "torch_native", "intel_amx"
 _SERVED = "GptOssForCausalLM"
 
 logger = logging.getLogger(__name__)
 
 
-class UnservedWindowError(ValueError):
-    """A model with windows that SGLang does not compute. The text is one line."""
+class UnservedModelError(ValueError):
+    """A model that would get wrong tokens, or none. The text is one line."""
 
 
 def check_windows(result: Any, runner: Any, *arguments: Any, **options: Any) -> Any:
-    """Return `result`. Raises UnservedWindowError where prompts may be longer than the model's window, and none of its
+    """Return `result`. Raises UnservedModelError where prompts may be longer than the model's window, and none of its
     layers has one.
 
     A window of transformers counts the token itself, and SGLang's only those before it.
@@ -40,7 +43,7 @@ def check_windows(result: Any, runner: Any, *arguments: Any, **options: Any) -> 
     if too_long:
         logger.info("the windows of %d layers are a token shorter than SGLang makes them", len(too_long))
     if window is not None and not has_windows and config.context_len > window:
-        raise UnservedWindowError(
+        raise UnservedModelError(
             f"{config.hf_config.architectures[0]} attends to {window} tokens, which SGLang leaves out: replies to "
             f"longer prompts would be wrong. --context-length {window} serves the others."
         )
@@ -60,14 +63,21 @@ def window_of(config: Any) -> int | None:
 
 
 def admit_attention(stock: Callable[[Any], Any], server_args: Any) -> Any:
-    """Let SGLang's check of a gpt-oss see a backend that it admits; which one is used stays the same."""
+    """Let SGLang's check of a gpt-oss see a backend that it admits; which one is used stays the same.
+
+    Raises UnservedModelError for a model that a CPU cannot compute.
+    """
     from sglang.srt.arg_groups import model_hook
 
+    architecture = model_hook.model_config_of(server_args).hf_config.architectures[0]
+    problem = unserved_models.refusal(architecture)
+    if problem is not None:
+        raise UnservedModelError(problem)
     backends_of = model_hook.attention_backends_of
 
     def admitted(view: Any) -> tuple[Any, ...]:
         backends = tuple(backends_of(view))
-        if model_hook.model_config_of(server_args).hf_config.architectures[0] != _SERVED:
+        if architecture != _SERVED:
             return backends
         return tuple(_ADMITTED if backend == _OURS else backend for backend in backends)
 

@@ -44,6 +44,12 @@ def test_kv_bytes_per_token() -> None:
     assert ModelFacts(layers=30, kv_heads=3, head_dim=64, context_tokens=None).kv_bytes_per_token == 46080
 
 
+def test_latent_rows_take_the_place_of_keys_and_values() -> None:
+    facts = parse_model_config({**LLAMA, "kv_lora_rank": 512, "qk_rope_head_dim": 64})
+    assert facts is not None
+    assert facts.kv_bytes_per_token == 2 * (512 + 64) * 4
+
+
 @pytest.mark.parametrize("config", [{}, {"num_hidden_layers": "many"}, {**LLAMA, "num_attention_heads": 0}])
 def test_unknown_shape_is_none(config: dict[str, Any]) -> None:
     assert parse_model_config(config) is None

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.engine.hooks.served_models import UnservedWindowError, check_windows, window_of
+from sglang_ext.engine.hooks.served_models import UnservedModelError, check_windows, window_of
 
 pytestmark = pytest.mark.usefixtures("sglang_imported")
 
@@ -49,7 +49,7 @@ def test_a_window_counts_the_token_itself() -> None:
 
 
 def test_a_window_that_no_layer_has_is_refused_unless_no_prompt_is_longer() -> None:
-    with pytest.raises(UnservedWindowError, match=r"^SomeForCausalLM attends to 32 tokens, .*--context-length 32"):
+    with pytest.raises(UnservedModelError, match=r"^SomeForCausalLM attends to 32 tokens, .*--context-length 32"):
         check_windows(None, loaded([-1, -1], 32, 33))
     check_windows(None, loaded([-1, -1], 32, 32))
     check_windows(None, loaded([-1, -1], None, 1000))

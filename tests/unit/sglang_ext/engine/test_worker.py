@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_ext.cpu import unserved_models
 from sglang_ext.engine import worker
 from sglang_ext.engine.device import Device, MachineFacts
 from sglang_ext.engine.launch_plan import LaunchCommand
@@ -70,6 +71,21 @@ def test_short_prefills_are_captured_where_there_is_a_gpu(
     (sent,) = (part for part in shlex.split(capsys.readouterr().out) if part.startswith("SGLANG_EXT_OPTIONS="))
     graphs = json.loads(sent.partition("=")[2])["graphs"]
     assert (graphs and graphs["capture"]) == capture
+
+
+def test_a_model_without_kernels_for_a_cpu_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3NextForCausalLM"]}')
+    monkeypatch.setattr("sglang_ext.cpu.unserved_models.absent_packages", lambda names: names)
+    assert worker.run(parse("--role", "short", "--model-path", str(tmp_path), "--device", "cpu")) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("sglang-ext worker: Qwen3NextForCausalLM does not run on a CPU without AMX (its layers")
+    assert error.endswith("serve it on a GPU\n")
+    assert error.count("\n") == 1
+    # SGLang's kernels for CPUs are there: some of these models are computed by them.
+    monkeypatch.setattr("sglang_ext.cpu.unserved_models.absent_packages", lambda names: ())
+    assert unserved_models.refusal("Qwen3NextForCausalLM") is None
 
 
 def test_absent_backend_names_its_package(

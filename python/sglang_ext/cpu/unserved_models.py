@@ -1,0 +1,38 @@
+"""Models that SGLang's engine for CPUs cannot compute without AMX, by architecture, and why."""
+
+from __future__ import annotations
+
+from sglang_ext.cpu.import_hook import absent_packages
+
+_SPARSE = "its attention chooses the tokens that it sees, by kernels for GPUs (DSA)"
+_STATE = "its layers with a recurrent state have kernels for GPUs only"
+_EXPERTS = "its experts have kernels for GPUs only"
+UNSERVED = {
+    "AfmoeForCausalLM": _EXPERTS,
+    "DeepseekV32ForCausalLM": _SPARSE,
+    "DeepseekV4ForCausalLM": "its attention to compressed latent rows has kernels for GPUs only",
+    "FalconH1ForCausalLM": _STATE,
+    "FalconMambaForCausalLM": _STATE,
+    "GlmMoeDsaForCausalLM": _SPARSE,
+    "GraniteMoeHybridForCausalLM": _STATE,
+    "HYV3ForCausalLM": "SGLang's path for its experts gives other tokens there",
+    "KimiLinearForCausalLM": _STATE,
+    "Lfm2ForCausalLM": _STATE,
+    "Lfm2MoeForCausalLM": _STATE,
+    "Mamba2ForCausalLM": _STATE,
+    "MambaForCausalLM": _STATE,
+    "MiniMaxM2ForCausalLM": "its normalisation of queries and keys has a kernel for GPUs only",
+    "NemotronHForCausalLM": _STATE,
+    "Qwen2MoeForCausalLM": _EXPERTS,
+    "Qwen3NextForCausalLM": _STATE,
+    "Qwen3_5ForCausalLM": _STATE,
+    "Qwen3_5MoeForCausalLM": _STATE,
+}
+
+
+def refusal(architecture: str | None) -> str | None:
+    """Return why a CPU does not serve a model, and what to do; None where it may."""
+    reason = UNSERVED.get(architecture or "")
+    if reason is None or not absent_packages(("sgl_kernel",)):  # a build for CPUs with AMX has some of the kernels
+        return None
+    return f"{architecture} does not run on a CPU without AMX ({reason}); serve it on a GPU"
