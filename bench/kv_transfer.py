@@ -38,7 +38,7 @@ from sglang_ext.transfer.decide.shards import KVShard, TokenSpan
 from sglang_ext.transfer.endpoint.handshake_endpoint import HandshakeEndpoint
 from sglang_ext.transfer.endpoint.outgoing_transfer import PartRows, SourceChunk
 from sglang_ext.transfer.endpoint.transfer_status import Stage
-from sglang_ext.transfer.pool_layout import ItemBuffer, LayerBuffers, PoolLayout
+from sglang_ext.transfer.pool_layout import ItemBuffer, PoolLayout
 from sglang_ext.transfer.transports.registry import create_transport
 from support.compiled import use_compiled_modules
 from support.result import BenchmarkRun, give_up, progress
@@ -122,7 +122,7 @@ class Rank:
 
     def _layout(self, heads: int) -> PoolLayout:
         buffers = [ItemBuffer(pool.ctypes.data, heads * HEAD_BYTES, SLOTS) for pool in self.pools[heads]]
-        layers = tuple(map(LayerBuffers, buffers[::2], buffers[1::2]))
+        layers = tuple(zip(buffers[::2], buffers[1::2], strict=True))
         return PoolLayout("bfloat16", 0, layers, HEAD if heads == 1 else 0, heads)
 
 

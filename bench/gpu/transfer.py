@@ -35,7 +35,7 @@ from sglang_ext.transfer.decide.shards import KVShard, TokenSpan
 from sglang_ext.transfer.endpoint.handshake_endpoint import HandshakeEndpoint
 from sglang_ext.transfer.endpoint.outgoing_transfer import PartRows, SourceChunk
 from sglang_ext.transfer.endpoint.transfer_status import Stage
-from sglang_ext.transfer.pool_layout import ItemBuffer, LayerBuffers, PoolLayout
+from sglang_ext.transfer.pool_layout import ItemBuffer, PoolLayout
 from sglang_ext.transfer.transports.registry import create_transport
 from sglang_ext.transfer.transports.transport import GpuBuffers
 
@@ -58,7 +58,7 @@ class Rank:
             torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator).to(DEVICE) for _ in range(2 * LAYERS)
         ]
         buffers = [ItemBuffer(pool.data_ptr(), ROW_BYTES, SLOTS) for pool in self.pools]
-        layers = tuple(map(LayerBuffers, buffers[::2], buffers[1::2]))
+        layers = tuple(zip(buffers[::2], buffers[1::2], strict=True))
         layout = PoolLayout("bfloat16 on a GPU" if HAS_GPU else "bfloat16", 0, layers, 0, HEADS)
         of_gpu = GpuBuffers(0, tuple(buffers)) if HAS_GPU else None
         self.endpoint = HandshakeEndpoint("127.0.0.1", create_transport(transport, "127.0.0.1", of_gpu), layout)

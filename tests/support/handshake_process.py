@@ -20,7 +20,7 @@ from sglang_ext.transfer.decide.shards import KVShard
 from sglang_ext.transfer.endpoint.handshake_endpoint import HandshakeEndpoint
 from sglang_ext.transfer.endpoint.outgoing_transfer import OutgoingTransfer, PartRows, SourceChunk
 from sglang_ext.transfer.endpoint.transfer_status import EndpointTotals, SendResult, Stage, TransferStatus
-from sglang_ext.transfer.pool_layout import ItemBuffer, LayerBuffers, PoolLayout
+from sglang_ext.transfer.pool_layout import ItemBuffer, PoolLayout
 from support.packed_transports import make_transport
 from support.preloaded import preloaded_context
 
@@ -51,8 +51,7 @@ class Pool:
         ]
         self.aux = random.integers(0, 256, (5, 24), np.uint8)
         layers = [
-            LayerBuffers(_buffer(self.buffers[2 * layer]), _buffer(self.buffers[2 * layer + 1]))
-            for layer in range(shape.layers)
+            (_buffer(self.buffers[2 * layer]), _buffer(self.buffers[2 * layer + 1])) for layer in range(shape.layers)
         ]
         self.layout = PoolLayout(
             shape.dtype, shape.first_layer, tuple(layers), shape.first_head, shape.heads, (_buffer(self.aux),)

@@ -27,7 +27,7 @@ from sglang_ext.transfer.decide.shards import HeadLayout, TokenSpan
 from sglang_ext.transfer.endpoint.handshake_endpoint import HandshakeEndpoint
 from sglang_ext.transfer.endpoint.owner_transfer import OwnerTransfer, Source
 from sglang_ext.transfer.endpoint.transfer_status import Stage
-from sglang_ext.transfer.pool_layout import ItemBuffer, LayerBuffers, PoolLayout
+from sglang_ext.transfer.pool_layout import ItemBuffer, PoolLayout
 from sglang_ext.transfer.transports.registry import create_transport
 from support.memory_pool import MemoryMember, MemoryMeshes, Wires
 from support.toy_engine import HEAD_SIZE, KV_HEADS, LAYERS, ToyEngine, ToyPool, kv_of
@@ -40,7 +40,7 @@ def endpoint_of(pool: ToyPool) -> HandshakeEndpoint:
     def buffer(memory: torch.Tensor) -> ItemBuffer:
         return ItemBuffer(memory.data_ptr(), KV_HEADS * HEAD_SIZE * 4, len(memory))
 
-    layers = tuple(LayerBuffers(buffer(pool._k[layer]), buffer(pool._v[layer])) for layer in range(LAYERS))
+    layers = tuple((buffer(pool._k[layer]), buffer(pool._v[layer])) for layer in range(LAYERS))
     layout = PoolLayout("float32", 0, layers, 0, KV_HEADS)
     return HandshakeEndpoint("127.0.0.1", create_transport("tcp", "127.0.0.1"), layout, OPTIONS)
 

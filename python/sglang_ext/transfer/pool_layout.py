@@ -1,7 +1,8 @@
 """Describes where the KV pool of one rank lies in its memory, and which rows must be copied from one pool to another.
 
 SGLang's pools are, per layer, one K and one V buffer of shape [slots, heads, head_dim] (NHD): a slot is a row, a
-range of heads is a range of bytes within it. A page is a run of slots, so the page size does not matter here.
+range of heads is a range of bytes within it. With latent attention (MLA) a layer has one buffer, whose rows all heads
+share: it is a pool of one KV head. A page is a run of slots, so the page size does not matter here.
 """
 
 from __future__ import annotations
@@ -31,11 +32,8 @@ class ItemBuffer(NamedTuple):
         return self.item_bytes * self.item_count
 
 
-class LayerBuffers(NamedTuple):
-    """K and V of one layer; items are token slots."""
-
-    k: ItemBuffer
-    v: ItemBuffer
+LayerBuffers: TypeAlias = tuple[ItemBuffer, ...]
+"""K and V of one layer, or its latent rows; items are token slots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +53,11 @@ class PoolLayout:
         if self.head_count < 1 or not self.layers:
             raise ValueError("a KV pool has at least one layer and one head")
         for layer in self.layers:
-            if layer.k.item_bytes % self.head_count or layer.v.item_bytes % self.head_count:
-                raise ValueError(f"a token of {layer.k.item_bytes} bytes does not hold {self.head_count} equal heads")
+            for buffer in layer:
+                if buffer.item_bytes % self.head_count:
+                    raise ValueError(
+                        f"a token of {buffer.item_bytes} bytes does not hold {self.head_count} equal heads"
+                    )
 
     @property
     def buffers(self) -> tuple[ItemBuffer, ...]:
@@ -69,10 +70,9 @@ class PoolLayout:
         if self.kv_dtype != peer.kv_dtype:
             return f"KV is {self.kv_dtype} here and {peer.kv_dtype} at the peer"
         for mine, other in zip(self._shared(peer), peer._shared(self), strict=True):
-            if (mine.k.item_bytes // self.head_count, mine.v.item_bytes // self.head_count) != (
-                other.k.item_bytes // peer.head_count,
-                other.v.item_bytes // peer.head_count,
-            ):
+            if [buffer.item_bytes // self.head_count for buffer in mine] != [
+                buffer.item_bytes // peer.head_count for buffer in other
+            ]:
                 return "one head of one token takes another number of bytes at the peer"
         if len(self.aux) != len(peer.aux) or any(
             a.item_bytes != b.item_bytes for a, b in zip(self.aux, peer.aux, strict=True)
@@ -80,7 +80,7 @@ class PoolLayout:
             return "the metadata buffers differ from the peer's"
         mine_states = [[buffer.item_bytes for buffer in kind] for kind in self.states]
         if mine_states != [[buffer.item_bytes for buffer in kind] for kind in peer.states]:
-            return "the extra state buffers differ from the peer's"
+            return "extra states (sliding windows) take other bytes at the peer: both need one tensor parallel size"
         return None
 
     def _shared(self, peer: PoolLayout) -> tuple[LayerBuffers, ...]:
@@ -126,7 +126,7 @@ class RowCopy(NamedTuple):
 def plan_rows(
     source: PoolLayout, target: PoolLayout, shard: KVShard, source_slots: Slots, target_slots: Slots
 ) -> list[RowCopy]:
-    """K and V rows of a shard's heads and layers; the slots are of its tokens, in one order.
+    """Rows of a shard's heads and layers; the slots are of its tokens, in one order.
 
     Raises ValueError when one of the pools does not hold them.
     """

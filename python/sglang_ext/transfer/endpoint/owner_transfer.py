@@ -41,6 +41,7 @@ class _Rows(NamedTuple):
     slots: Slots
     has_aux: bool
     computed: DeviceEvent | None = None
+    state_slots: tuple[Slots, ...] = ()
 
     @property
     def stop(self) -> int:
@@ -178,11 +179,20 @@ class OwnerTransfer:
         self._streams.append(stream)
         return stream
 
-    def send(self, first_token: int, slots: Slots, *, has_aux: bool, computed: DeviceEvent | None = None) -> None:
+    def send(
+        self,
+        first_token: int,
+        slots: Slots,
+        *,
+        has_aux: bool,
+        computed: DeviceEvent | None = None,
+        state_slots: tuple[Slots, ...] = (),
+    ) -> None:
         """Positions from `first_token` on are in `slots`, or will be once `computed` is, and stay there until it has
-        ended; `has_aux`: the metadata are in place, too. Streams of them end."""
+        ended; `has_aux`: the metadata are in place, too, and the extra states in `state_slots`, one per kind. Streams
+        of them end."""
         self.offer_rest()
-        rows = _Rows(first_token, slots if self._source.head_count else slots[:0], has_aux, computed)
+        rows = _Rows(first_token, slots if self._source.head_count else slots[:0], has_aux, computed, state_slots)
         self._rows.append(rows)
         self._deliver(rows)
 
@@ -275,7 +285,7 @@ class OwnerTransfer:
                 slots = rows.slots[start - rows.first_token : stop - rows.first_token]
                 self._handle.part(self._rest_chunk, part, slots, computed=rows.computed)
         if rows.has_aux and self._source.aux_slot is not None:
-            self._handle.part(self._rest_chunk, PartRows(first_layer, layers, 0, 0, True))
+            self._handle.part(self._rest_chunk, PartRows(first_layer, layers, 0, 0, True), state_slots=rows.state_slots)
 
     def _in_rest(self, low: int, high: int) -> Iterator[tuple[int, int, int]]:
         """Return the part of positions low to high that this rank offers: from, to, and place in the offered chunk."""

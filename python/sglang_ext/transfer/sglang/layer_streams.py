@@ -1,6 +1,6 @@
 """Keys and values of a long chunk leave for decode layer by layer, while the model computes the layers after.
 
-    run_batch ──who sends?──▶ streams; the pool's set_kv_buffer is watched ──layer 0, layer 1, …──▶ parts
+    run_batch ──who sends?──▶ streams; what the pool gets is watched ──layer 0, layer 1, …──▶ parts
               ──end of the forward pass──▶ not watched any more; `send` brings what is left
 
 On a pipeline stage what is left of any chunk, short ones among them, leaves at the end of the forward pass: their
@@ -64,27 +64,42 @@ def _begin(batch: Any) -> tuple[list[LayerStream], list[LayerStream]]:
 
 @contextmanager
 def watch_layers(pool: Any, streams: Sequence[LayerStream], batch_tokens: int) -> Iterator[None]:
-    """Inside the `with` block streams are notified of every layer of which `pool` gets keys and values.
+    """Inside the `with` block streams are notified of every layer of which `pool` gets keys and values, or latent rows.
 
-    Only of whole batches of `batch_tokens`: what comes in pieces says nothing about the other ones.
+    Only of whole batches of `batch_tokens`: what comes in pieces says nothing about the other ones. The KV of layers
+    with a window leaves when all is computed.
     """
-    write = pool.set_kv_buffer
-    next_layer = pool.start_layer
+    next_place = 0
 
-    def write_and_tell(layer: Any, loc_info: Any, keys: Any, *args: Any, **kwargs: Any) -> None:
-        nonlocal next_layer
-        write(layer, loc_info, keys, *args, **kwargs)
-        if layer is not None and layer.layer_id == next_layer and len(keys) == batch_tokens:
-            computed = _computed(keys)
-            for stream in streams:
-                stream.layer_ready(next_layer - pool.start_layer, computed)
-            next_layer += 1
+    def watched(write: Callable[..., None]) -> Callable[..., None]:
+        def write_and_tell(layer: Any, loc_info: Any, keys: Any, *args: Any, **kwargs: Any) -> None:
+            nonlocal next_place
+            write(layer, loc_info, keys, *args, **kwargs)
+            if layer is not None and _place(pool, layer.layer_id) == next_place and len(keys) == batch_tokens:
+                computed = _computed(keys)
+                for stream in streams:
+                    stream.layer_ready(next_place, computed)
+                next_place += 1
 
-    pool.set_kv_buffer = write_and_tell
+        return write_and_tell
+
+    names = [name for name in ("set_kv_buffer", "set_mla_kv_buffer") if hasattr(pool, name)]
+    for name in names:
+        setattr(pool, name, watched(getattr(pool, name)))
     try:
         yield
     finally:
-        del pool.set_kv_buffer
+        for name in names:
+            delattr(pool, name)
+
+
+def _place(pool: Any, layer: int) -> int | None:
+    """Return the place of a layer of the model among those that leave by layer; None for one with a window."""
+    mapping = getattr(pool, "layers_mapping", None)
+    if mapping is None:
+        return layer - int(pool.start_layer)
+    place, has_window = mapping[layer]
+    return None if has_window else int(place)
 
 
 def _computed(on_device: torch.Tensor) -> DeviceEvent | None:

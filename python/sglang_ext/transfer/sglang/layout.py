@@ -16,7 +16,8 @@ from sglang_ext.transfer.pool_layout import ItemBuffer, LayerBuffers, PoolLayout
 class PoolArguments(Protocol):
     """The fields of `KVArgs` that say where a pool of keys and values lies.
 
-    Buffers of keys come first, one per layer, then those of values. Their `kv_item_lens` are bytes per page.
+    Buffers of keys come first, one per layer, then those of values; latent rows have one buffer per layer. Their
+    `kv_item_lens` are bytes per page. Of each kind of extra state there is a list of buffers.
     """
 
     kv_cache_dtype_str: str
@@ -27,23 +28,31 @@ class PoolArguments(Protocol):
     aux_data_ptrs: Sequence[int]
     aux_data_lens: Sequence[int]
     aux_item_lens: Sequence[int]
+    state_data_ptrs: Sequence[Sequence[int]]
+    state_data_lens: Sequence[Sequence[int]]
+    state_item_lens: Sequence[Sequence[int]]
 
 
-def pool_layout(arguments: PoolArguments, heads: HeadLayout, rank: int, first_layer: int = 0) -> PoolLayout:
-    """Return where a rank's KV and metadata lie, from this layer of the model on.
+def pool_layout(
+    arguments: PoolArguments, heads: HeadLayout, rank: int, first_layer: int = 0, *, is_latent: bool = False
+) -> PoolLayout:
+    """Return where a rank's KV, metadata and extra states lie, from this layer of the model on.
 
     Raises ValueError when the pool does not hold the rank's heads.
     """
     kv_token_bytes = [item_bytes // arguments.page_size for item_bytes in arguments.kv_item_lens]
     kv = _buffers(arguments.kv_data_ptrs, arguments.kv_data_lens, kv_token_bytes)
-    layers = len(kv) // 2
+    count = len(kv) if is_latent else len(kv) // 2
+    layers: list[LayerBuffers] = [tuple(kv[layer::count]) for layer in range(count)]
+    states = zip(arguments.state_data_ptrs, arguments.state_data_lens, arguments.state_item_lens, strict=True)
     return PoolLayout(
         arguments.kv_cache_dtype_str,
         first_layer,
-        tuple(map(LayerBuffers, kv[:layers], kv[layers:])),
+        tuple(layers),
         heads.first_head(rank),
         heads.heads_per_rank,
         tuple(_buffers(arguments.aux_data_ptrs, arguments.aux_data_lens, arguments.aux_item_lens)),
+        tuple(tuple(_buffers(*kind)) for kind in states),
     )
 
 
@@ -73,6 +82,11 @@ class Share(NamedTuple):
 def cpu_head_layout(kv_heads: int, tp_size: int) -> HeadLayout:
     """Return how SGLang's CPU engine spreads a model's heads: padded to a multiple of the ranks."""
     return HeadLayout(kv_heads, tp_size, -(-kv_heads // tp_size) * tp_size)
+
+
+def latent_layout(tp_size: int) -> HeadLayout:
+    """Return how latent rows (MLA) are spread: like the one KV head of a model, which every rank holds."""
+    return HeadLayout(1, tp_size, 1)
 
 
 def gpu_head_layout(kv_heads: int, tp_size: int) -> HeadLayout:

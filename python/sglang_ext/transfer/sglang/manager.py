@@ -31,7 +31,7 @@ from sglang_ext.transfer.decide.shards import HeadLayout
 from sglang_ext.transfer.decide.slot_calls import SlotCalls
 from sglang_ext.transfer.endpoint.handshake_endpoint import HandshakeEndpoint
 from sglang_ext.transfer.endpoint.invitations import DecodeRank
-from sglang_ext.transfer.sglang.layout import cpu_head_layout, gpu_head_layout, pool_layout
+from sglang_ext.transfer.sglang.layout import cpu_head_layout, gpu_head_layout, latent_layout, pool_layout
 from sglang_ext.transfer.sglang.metrics import start_publishing
 from sglang_ext.transfer.sglang.transfer_options import TransferOptions, model_conflict
 from sglang_ext.transfer.transports.registry import create_transport
@@ -52,14 +52,16 @@ class HandshakeKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is un
     stream_layer_bytes: int | None = None  # of a chunk that leaves by layer, at least; None: none does
     late_slots_tokens: int | None = None  # decode: a prompt of this many tokens takes slots when prefill calls for them
     slot_calls: SlotCalls | None = None  # prefill, on the rank that decides
+    _is_latent = False
     shared_from_tokens: int | None = None  # from which length on a request may be computed by a long pool
 
     def __init__(
         self, args: Any, disaggregation_mode: DisaggregationMode, server_args: Any, is_mla_backend: bool = False
     ) -> None:
-        problem = model_conflict(args, is_mla_backend)
+        problem = model_conflict(args, server_args.pp_size)
         if problem is not None:
             raise ValueError(problem)
+        self._is_latent = is_mla_backend
         self._kv_heads = _kv_heads(server_args)
         self.is_on_cpu = server_args.device == "cpu"
         self.attempts: dict[int, TransferAttempt] = {}  # decode: of rooms that are being received again
@@ -70,15 +72,15 @@ class HandshakeKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is un
 
     @property
     def layer_token_bytes(self) -> int:
-        """Keys and values of one token in one layer."""
-        keys, values = self.kv_args.kv_item_lens[0], self.kv_args.kv_item_lens[self.layer_count]
-        token_bytes: int = (keys + values) // self.kv_args.page_size
+        """Keys and values, or the latent row, of one token in one layer."""
+        token_bytes: int = sum(self.kv_args.kv_item_lens[:: self.layer_count]) // self.kv_args.page_size
         return token_bytes
 
     @property
     def layer_count(self) -> int:
-        """Layers that each rank of this stage holds: all of the model's, unless it is a prefill in stages."""
-        return len(self.kv_args.kv_data_ptrs) // 2
+        """Layers whose rows each rank of this stage sends by position: all of the model's that have no window, unless
+        it is a prefill in stages."""
+        return len(self.kv_args.kv_data_ptrs) // (1 if self._is_latent else 2)
 
     @property
     def first_layer(self) -> int:
@@ -87,6 +89,8 @@ class HandshakeKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is un
 
     def head_layout(self, tp_size: int) -> HeadLayout:
         """Return how an instance of this model with `tp_size` ranks spreads its heads."""
+        if self._is_latent:
+            return latent_layout(tp_size)
         return (cpu_head_layout if self.is_on_cpu else gpu_head_layout)(self._kv_heads, tp_size)
 
     def register_to_bootstrap(self) -> None:
@@ -132,11 +136,13 @@ class HandshakeKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is un
             )
         self.transport_name = transfer.transport
         self.stream_layer_bytes = transfer.stream_layer_bytes
-        layout = pool_layout(self.kv_args, self.heads, self.attn_tp_rank, self.first_layer)
+        layout = pool_layout(
+            *(self.kv_args, self.heads, self.attn_tp_rank, self.first_layer), is_latent=self._is_latent
+        )
         device_memory: GpuBuffers | None = None
         prepare_thread: Callable[[], object] | None = None
         if not self.is_on_cpu:
-            buffers = tuple(buffer for layer in layout.layers for buffer in layer)
+            buffers = tuple(buffer for group in (*layout.layers, *layout.states) for buffer in group)
             gpu = int(self.kv_args.gpu_id)
             device_memory = GpuBuffers(gpu, buffers, get_ib_devices_for_gpu(self.kv_args.ib_device, gpu) or "")
             # A new thread is on GPU 0: what waits there for another GPU would take memory of this one in every rank.

@@ -12,6 +12,7 @@ from array import array
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.utils.network import NetworkAddress
@@ -60,7 +61,8 @@ class HandshakeKVReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is 
             self.kv_mgr.fail(self.bootstrap_room, f"the bootstrap server {self.bootstrap_addr} does not know its ranks")
             return
         slots = array("I", token_slots(kv_indices, self.kv_mgr.kv_args.page_size).tobytes())
-        self._wanted = self._need(slots, decode_prefix_len or 0, aux_index)
+        states = tuple(np.asarray(kind, np.uint32).tobytes() for kind in state_indices or ())
+        self._wanted = self._need(slots, decode_prefix_len or 0, aux_index, states)
         if self._expect(self._slots_unused()):
             self._is_expected = True
             self.init_time = time.time()
@@ -144,7 +146,9 @@ class HandshakeKVReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is 
             endpoint.expect(self._need(array("I"), 0, None)._replace(transfer_id=room), *self._prefill_endpoints())
             endpoint.forget(room)
 
-    def _need(self, slots: array[int], first_token: int, aux_index: int | None) -> Need:
+    def _need(
+        self, slots: array[int], first_token: int, aux_index: int | None, state_slots: tuple[bytes, ...] = ()
+    ) -> Need:
         manager = self.kv_mgr
         heads = manager.heads.heads(manager.attn_tp_rank)
         return needed(
@@ -156,6 +160,7 @@ class HandshakeKVReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is 
             first_layer=0,
             layer_count=manager.layer_count,
             aux_slot=aux_index,
+            state_slots=state_slots,
         )
 
     def _prefill_endpoints(self) -> tuple[list[str], list[str]]:

@@ -113,12 +113,13 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
         if is_last:
             self._computed_s = time.perf_counter()
         slots = token_slots(pages, self._page_size)
+        states = tuple(np.asarray(kind, np.uint32) for kind in state_indices or ())
         # A cached prefix leaves before its batch is computed, while the batch before may still be writing it.
         written, self._early_send_wait_event = self._early_send_wait_event, None
         for outgoing in self._outgoing or ():
             first_token = outgoing.invitation.first_token + index_slice.start * self._page_size
-            outgoing.transfer.send(first_token, slots, has_aux=is_last, computed=written)
-        self._record_transfer_indices(pages, None)
+            outgoing.transfer.send(first_token, slots, has_aux=is_last, computed=written, state_slots=states)
+        self._record_transfer_indices(pages, state_indices)
         if is_last and not self._outgoing:
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.Success)
 

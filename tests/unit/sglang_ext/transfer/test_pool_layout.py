@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from sglang_ext.transfer.decide.shards import KVShard, TokenSpan
 from sglang_ext.transfer.pool_layout import (
     ItemBuffer,
-    LayerBuffers,
     PoolLayout,
     RowCopy,
     count_runs,
@@ -32,7 +31,7 @@ def layout(
     dtype: str = "float32",
 ) -> PoolLayout:
     buffers = [
-        LayerBuffers(
+        (
             ItemBuffer(100_000 * (2 * layer + 1), heads * head_bytes, 50),
             ItemBuffer(100_000 * (2 * layer + 2), heads * head_bytes // 2, 50),
         )

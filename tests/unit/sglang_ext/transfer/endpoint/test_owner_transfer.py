@@ -40,10 +40,13 @@ SOURCE = Source(TokenSpan(FIRST, FIRST + COUNT), 0, 2, 3, 1)
 class Side:
     """One instance; all prefill instances have computed the same KV."""
 
-    def __init__(self, stack: ExitStack, seed: int, layers: slice = slice(None)) -> None:
+    def __init__(
+        self, stack: ExitStack, seed: int, layers: slice = slice(None), window_layers: slice = slice(0)
+    ) -> None:
         self.pool = Pool(PoolShape(), seed)
         layout = self.pool.layout
-        layout = replace(layout, first_layer=layers.start or 0, layers=layout.layers[layers])
+        states = layout.layers[window_layers]
+        layout = replace(layout, first_layer=layers.start or 0, layers=layout.layers[layers], states=states)
         self.transport = TcpTransport("127.0.0.1")
         self.endpoint = HandshakeEndpoint("127.0.0.1", self.transport, layout, OPTIONS)
         stack.callback(self.endpoint.close)
@@ -90,6 +93,38 @@ def help_with(helper: Side, decode: Side, start: int, stop: int, *, computed_lay
     chunk = handle.offer(SourceChunk(shard, slots(start, stop), None), is_last=True)
     for layer in range(computed_layers):
         handle.part(chunk, PartRows(layer, 1, 0, stop - start, False))
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_windows_come_with_the_metadata(is_restarted: bool) -> None:
+    """Rows of layers with a window are items of their own; in another attempt they come again."""
+    with ExitStack() as stack:
+        prefill, decode = (Side(stack, seed, slice(0, 2), window_layers=slice(2, 3)) for seed in (1, 2))
+        windows = [7, 9, 4], [11, 30, 12]  # where they are, and where they go
+
+        def expect(transfer_id: TransferId) -> None:
+            wanted = need(transfer_id)
+            wanted = wanted._replace(
+                whole=wanted.whole._replace(layer_count=2), state_slots=(np.array(windows[1], np.uint32).tobytes(),)
+            )
+            decode.endpoint.expect(wanted, [prefill.endpoint.address])
+
+        expect(1)
+        source = SOURCE._replace(layer_count=2)
+        transfer = OwnerTransfer(prefill.endpoint, 1, decode.endpoint.address, source, 1, may_have_helpers=is_restarted)
+        if is_restarted:
+            transfer.restart("a helper has failed")
+            wait_until(lambda: status_of(decode, 1).is_released)
+            expect(TransferAttempt(1, 1))
+        transfer.send(0, slots(0, 6), has_aux=False)
+        states = (np.array(windows[0], np.uint32),)
+        transfer.send(6, slots(6, 12), has_aux=True, state_slots=states)
+        wait_until(lambda: transfer.poll().stage is Stage.COMPLETE)
+        for have, want in zip(decode.pool.buffers[:4], prefill.pool.buffers[:4], strict=True):
+            np.testing.assert_array_equal(have[TARGET_SLOTS], want[SOURCE_SLOTS[FIRST:]])
+        for have, want in zip(decode.pool.buffers[4:], prefill.pool.buffers[4:], strict=True):
+            np.testing.assert_array_equal(have[windows[1]], want[windows[0]])
+        np.testing.assert_array_equal(decode.pool.aux[3], prefill.pool.aux[1])
 
 
 def test_it_sends_what_no_helper_does(sides: tuple[Side, Side, Side]) -> None:

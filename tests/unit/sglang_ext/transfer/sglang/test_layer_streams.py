@@ -107,6 +107,44 @@ def test_a_shape_captured_in_the_middle_of_a_batch_writes_none_of_its_layers(mon
         assert sent == [0]
 
 
+class LatentPool(PoolThatCounts):
+    """Gets latent rows as SGLang's attention for GPUs writes them."""
+
+    def set_mla_kv_buffer(self, layer: Any, loc_info: Any, latent: torch.Tensor, rotary: torch.Tensor) -> None:
+        self.written.append(layer.layer_id)
+
+
+def test_latent_rows_leave_by_layer_however_they_are_written() -> None:
+    from sglang_ext.transfer.sglang.layer_streams import watch_layers
+
+    pool, sent = LatentPool(), []
+    stream = LayerStream(TokenSpan(0, 5), LAYERS, lambda layer, count, computed: sent.append(layer))
+    with watch_layers(pool, [stream], 5):
+        for number in range(LAYERS):
+            layer, rows = SimpleNamespace(layer_id=FIRST_LAYER + number), torch.zeros(5, 1, 8)
+            if number == 1:
+                pool.set_kv_buffer(layer, None, rows, rows)
+            else:
+                pool.set_mla_kv_buffer(layer, None, rows, rows)
+    assert sent == [0, 1, 2]
+    assert not vars(pool).keys() & {"set_kv_buffer", "set_mla_kv_buffer"}
+
+
+def test_only_layers_without_a_window_leave_by_layer() -> None:
+    """Layers with a window have a pool of their own, whose rows leave with the metadata."""
+    from sglang_ext.transfer.sglang.layer_streams import watch_layers
+
+    pool, sent = PoolThatCounts(), []
+    layers_mapping = {FIRST_LAYER: (0, True), FIRST_LAYER + 1: (0, False), FIRST_LAYER + 2: (1, True)}
+    pool.layers_mapping = {**layers_mapping, FIRST_LAYER + 3: (1, False)}  # type: ignore[attr-defined]
+    stream = LayerStream(TokenSpan(0, 5), 2, lambda layer, count, computed: sent.append(layer))
+    with watch_layers(pool, [stream], 5):
+        for number in range(4):
+            write(pool, number, 5)
+            assert len(sent) == (number + 1) // 2
+    assert sent == [0, 1]
+
+
 class SenderOfLongChunks:
     """Streams chunks of at least four tokens."""
 

@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.transfer.decide.shards import HeadLayout
-from sglang_ext.transfer.pool_layout import ItemBuffer, LayerBuffers
+from sglang_ext.transfer.pool_layout import ItemBuffer
 from sglang_ext.transfer.sglang.layout import (
     Share,
     cpu_head_layout,
     gpu_head_layout,
+    latent_layout,
     pool_layout,
     shares_of,
     token_slots,
@@ -33,6 +34,9 @@ def arguments(page_size: int, token_bytes: int = 64, tokens: int = 160) -> Any:
         aux_data_ptrs=[7000, 8000],
         aux_data_lens=[8 * 16, 8 * 64],
         aux_item_lens=[16, 64],
+        state_data_ptrs=[],
+        state_data_lens=[],
+        state_item_lens=[],
     )
 
 
@@ -40,13 +44,33 @@ def arguments(page_size: int, token_bytes: int = 64, tokens: int = 160) -> Any:
 def test_rows_are_tokens_whatever_the_page(page_size: int) -> None:
     layout = pool_layout(arguments(page_size), HeadLayout(3, 2, 4), rank=1)
     assert layout.layers == (
-        LayerBuffers(ItemBuffer(1000, 64, 160), ItemBuffer(3000, 64, 160)),
-        LayerBuffers(ItemBuffer(2000, 64, 160), ItemBuffer(4000, 64, 160)),
+        (ItemBuffer(1000, 64, 160), ItemBuffer(3000, 64, 160)),
+        (ItemBuffer(2000, 64, 160), ItemBuffer(4000, 64, 160)),
     )
     assert (layout.first_head, layout.head_count, layout.first_layer) == (2, 2, 0)
     assert layout.aux == (ItemBuffer(7000, 16, 8), ItemBuffer(8000, 64, 8))
     stage = pool_layout(arguments(page_size), HeadLayout(3, 2, 4), rank=1, first_layer=5)
     assert (stage.first_layer, stage.layers) == (5, layout.layers)
+
+
+def test_latent_rows_and_windows_have_places_of_their_own() -> None:
+    """A layer of a model with latent attention is one buffer; the pages of windows are items, one kind of state."""
+    pools = arguments(16)
+    pools.state_data_ptrs, pools.state_data_lens, pools.state_item_lens = [[5000, 6000]], [[800, 800]], [[80, 80]]
+    layout = pool_layout(pools, latent_layout(2), rank=1, is_latent=True)
+    assert layout.layers == tuple((ItemBuffer(address, 64, 160),) for address in (1000, 2000, 3000, 4000))
+    assert (layout.first_head, layout.head_count) == (0, 1)
+    assert layout.states == ((ItemBuffer(5000, 80, 10), ItemBuffer(6000, 80, 10)),)
+    assert set(layout.states[0]) < set(layout.buffers)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (1, 2), (2, 1), (2, 4), (4, 2)])
+def test_each_decode_rank_gets_the_latent_rows_once(prefill: int, decode: int) -> None:
+    sent = [
+        share for rank in range(prefill) for share in shares_of(rank, latent_layout(prefill), latent_layout(decode))
+    ]
+    assert sorted(share.decode_rank for share in sent) == list(range(decode))
+    assert {share[1:] for share in sent} == {(0, 1, True, 1)}
 
 
 def test_a_pool_that_cannot_hold_the_heads_is_refused() -> None:

@@ -152,18 +152,23 @@ def test_a_staging_buffer_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("states", "drafts", "is_mla", "what"),
+    ("states", "window_layout", "drafts", "stages", "what"),
     [
-        ((), 0, False, None),
-        ((), 0, True, "latent attention"),
-        (("mamba", "swa"), 0, False, "mamba, swa"),
-        ((), 2, False, "a draft model"),
+        ((), None, 0, 1, None),
+        ((), None, 0, 2, None),
+        (("swa",), "nhd", 0, 1, None),
+        (("swa",), "nhd", 0, 2, "--pp-size above 1 with sliding windows"),
+        (("swa",), "hnd", 0, 1, "windows are not kept by token"),
+        (("swa",), None, 0, 1, "windows are not kept by token"),
+        (("mamba", "swa", "dsa"), "nhd", 0, 1, "extra state (dsa, mamba)"),
+        ((), None, 2, 1, "a draft model"),
     ],
 )
 def test_models_that_it_does_not_transfer_are_named(
-    states: tuple[str, ...], drafts: int, is_mla: bool, what: str | None
+    states: tuple[str, ...], window_layout: str | None, drafts: int, stages: int, what: str | None
 ) -> None:
-    problem = model_conflict(SimpleNamespace(state_types=states, num_draft_entries=drafts), is_mla)
+    kv_args = SimpleNamespace(state_types=states, num_draft_entries=drafts, swa_kv_cache_layout=window_layout)
+    problem = model_conflict(kv_args, stages)
     assert (problem is None) if what is None else (problem is not None and what in problem)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.transfer.decide.shards import KVShard, TokenSpan
-from sglang_ext.transfer.pool_layout import ItemBuffer, LayerBuffers, PoolLayout, RowCopy, plan_rows
+from sglang_ext.transfer.pool_layout import ItemBuffer, PoolLayout, RowCopy, plan_rows
 from sglang_ext.transfer.transports import nixl, row_moves, tcp
 from sglang_ext.transfer.transports.link_records import Limits
 from sglang_ext.transfer.transports.mooncake import MooncakeTransport
@@ -247,19 +247,19 @@ class Side(NamedTuple):
 
 
 class SidePool:
-    """K and V per layer as SGLang lays them out; a head of a token takes 24 and 16 bytes."""
+    """K and V per layer as SGLang lays them out, or latent rows; `sizes`: the bytes of a head of a token in each."""
 
-    def __init__(self, side: Side, seed: int) -> None:
+    def __init__(self, side: Side, seed: int, sizes: Sequence[int]) -> None:
         random = np.random.default_rng(seed)
         self.side = side
         self.layers = [
-            tuple(random.integers(0, 256, (side.slots, side.heads, size), np.uint8) for size in (24, 16))
+            tuple(random.integers(0, 256, (side.slots, side.heads, size), np.uint8) for size in sizes)
             for _ in range(side.layers)
         ]
         self.layout = PoolLayout(
             "float32",
             side.first_layer,
-            tuple(LayerBuffers(*(buffer_of(kind) for kind in layer)) for layer in self.layers),
+            tuple(tuple(buffer_of(kind) for kind in layer) for layer in self.layers),
             side.first_head,
             side.heads,
         )
@@ -297,14 +297,16 @@ def transfers(draw: st.DrawFn) -> tuple[Side, Side, KVShard, list[int], list[int
 
 @pytest.mark.slow
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(transfers())
+@given(transfers(), st.sampled_from([(24, 16), (40,)]))
 def test_every_byte_is_where_it_shall_be(
-    small_pair: tuple[Transport, Transport], drawn: tuple[Side, Side, KVShard, list[int], list[int]]
+    small_pair: tuple[Transport, Transport],
+    drawn: tuple[Side, Side, KVShard, list[int], list[int]],
+    sizes: tuple[int, ...],
 ) -> None:
     """Heads, pages, slots in any order, layers: against an assignment for each token, head and layer."""
     sender, receiver = small_pair
     here, there, shard, source_slots, target_slots = drawn
-    source, target = SidePool(here, 1), SidePool(there, 2)
+    source, target = SidePool(here, 1, sizes), SidePool(there, 2, sizes)
     sender.register(source.layout.buffers)
     receiver.register(target.layout.buffers)
     receiver.allow(7)
@@ -312,7 +314,7 @@ def test_every_byte_is_where_it_shall_be(
     for layer in range(shard.first_layer, shard.first_layer + shard.layer_count):
         for head in range(shard.first_head, shard.first_head + shard.head_count):
             for a, b in zip(source_slots, target_slots, strict=True):
-                for kind in (0, 1):
+                for kind in range(len(sizes)):
                     want = source.layers[layer - here.first_layer][kind][a, head - here.first_head]
                     expected[layer - there.first_layer][kind][b, head - there.first_head] = want
     rows = plan_rows(
@@ -320,8 +322,8 @@ def test_every_byte_is_where_it_shall_be(
     )
     assert sender.write(receiver.address, 7, rows) == shard.cells * 40
     for have, want in zip(target.layers, expected, strict=True):
-        np.testing.assert_array_equal(have[0], want[0])
-        np.testing.assert_array_equal(have[1], want[1])
+        for kind in range(len(sizes)):
+            np.testing.assert_array_equal(have[kind], want[kind])
 
 
 def test_a_transfer_may_have_any_number_of_rows(pair: tuple[Transport, Transport]) -> None:
