@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from sglang_ext.long_pool.decide.sharding import Interleaving
+from sglang_ext.long_pool.sglang.cdsp_options import SUPPORTED_ARCHITECTURES
 from support.chunk_plans import LOGIT_TOLERANCE, Plan, check, random_plan, steps_of
+from support.model_families import REFUSED_WINDOW, family
 from support.ring_instances import RingInstances, ring_instances
 from support.tiny_families import tiny_family
 from support.tiny_model import TinyModelShape, tiny_model
@@ -99,3 +101,20 @@ def test_other_families_over_two_instances(architecture: str, tmp_path: Path) ->
             chunks = ((60, (1,)), (130, (1, 0)), (97, (1, 0)))
             plan = Plan(32, chunks, interleaving, 21, vocabulary=500)
             check(instances, 16, plan)
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [
+        name if name == "DeepseekV3ForCausalLM" else pytest.param(name, marks=pytest.mark.full)
+        for name in sorted(SUPPORTED_ARCHITECTURES - {REFUSED_WINDOW})
+    ],
+)
+def test_each_family_over_three_instances(architecture: str) -> None:
+    """Of latent attention rows go round that are key and value of all heads."""
+    with ring_instances(family(architecture), 3, 16) as instances:
+        for interleaving in Interleaving:
+            chunks = ((60, (1,)), (130, (1, 0)), (97, (1, 0, 2)), (64, (1, 0, 2)))
+            check(instances, 16, Plan(32, chunks, interleaving, 21, vocabulary=2048))
+        for seed in range(10):
+            check(instances, 16, random_plan(seed, 3))

@@ -11,7 +11,7 @@ from sglang_ext.long_pool.decide.sharding import Interleaving, KvSegment, lay_ou
 from support.ring_instances import RingInstances, Step
 
 LOGIT_TOLERANCE = 1e-4
-LAYERS = 2
+LAYERS = 4  # of a model, at most
 
 
 class Plan(NamedTuple):

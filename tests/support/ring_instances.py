@@ -206,6 +206,7 @@ class _Instance:
         from sglang_ext.long_pool.member.shard import Shard
         from sglang_ext.long_pool.sglang.engine import SchedulerEngine
 
+        hook_attention()
         self._runner = model_runner(model, place, page_tokens, dtype)
         self._ranks = _ranks(place)
         scheduler = SimpleNamespace(
@@ -340,6 +341,20 @@ def _ranks(place: Place) -> Any:
         return SINGLE_RANK
     group = get_parallel().tp_group
     return GroupRanks(group.cpu_group, group.ranks[0])
+
+
+def hook_attention() -> None:
+    """Put this project's attention for CPUs into SGLang, as its plugin does in an engine."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from sglang_ext.engine.device import Device
+    from sglang_ext.engine.entry_point import load_implementation
+    from sglang_ext.engine.hook_table import HOOK_TABLE
+
+    for hook in HOOK_TABLE:
+        if hook.device is Device.CPU:
+            HookRegistry.register(hook.target, load_implementation(hook.implementation), HookType(hook.kind.value))
+    HookRegistry.apply_hooks()
 
 
 def model_runner(model: str, place: Place, page_tokens: int, dtype: str) -> Any:

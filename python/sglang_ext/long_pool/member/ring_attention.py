@@ -170,8 +170,9 @@ class Ring:
     def attend(self, q: torch.Tensor, queries: Positions, kv: torch.Tensor, scale: float, layer: int) -> torch.Tensor:
         """Attention of `q` [Tq, H, D] at `queries` over what all members hold.
 
-        `kv` [2, Tk, Hkv, D] is what this member holds, and is sent as it is. Every member must call this for every
-        layer, also one without queries. Returns [Tq, H, D] in float32. Raises MeshError.
+        `kv` [2, Tk, Hkv, D] is what this member holds, and is sent as it is; [1, Tk, 1, D] are latent rows, which are
+        keys and values. Every member must call this for every layer, also one without queries. Returns [Tq, H, D] in
+        float32. Raises MeshError.
         """
         out = torch.zeros(*q.shape[:2], kv.shape[-1], dtype=torch.float32, device=q.device)
         lse = torch.full(q.shape[:2], float("-inf"), dtype=torch.float32, device=q.device)
@@ -180,7 +181,7 @@ class Ring:
             keys = self._held[(self._place - hop) % self.size]
             following, calls = self._pass_on(block, hop, layer)
             if queries and keys:
-                attend_(out, lse, q, block[0], block[1], queries, keys, scale)
+                attend_(out, lse, q, block[0], block[-1], queries, keys, scale)
             if calls:
                 began_s = self._clock.now_s()
                 for call in calls:
@@ -194,7 +195,7 @@ class Ring:
         if hop + 1 == self.size:
             return block, []
         tokens = count_tokens(self._held[(self._place - hop - 1) % self.size])
-        following = block.new_empty((2, tokens, *block.shape[2:]))
+        following = block.new_empty((block.shape[0], tokens, *block.shape[2:]))
         tag = self._tag + layer * self.size + hop
         calls = []
         with self._mesh.batch():

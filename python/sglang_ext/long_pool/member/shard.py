@@ -26,7 +26,8 @@ _PIECE_TOKENS = 1024  # of KV that is put in order at once
 
 
 class KvPool(Protocol):
-    """An instance's KV memory. Slots are int64 [tokens]; KV of one layer is [2, tokens, KV heads, head size]."""
+    """An instance's KV memory. Slots are int64 [tokens]; KV of one layer is [2, tokens, KV heads, head size], with
+    latent attention [1, tokens, 1, size of a row]."""
 
     layers: int
     page_tokens: int

@@ -143,17 +143,23 @@ def cdsp_options(arguments: argparse.Namespace, role: Role, name: str, host: str
     )
 
 
-# Decoders whose every layer attends to everything before a token, with keys and values per head.
+# Decoders whose every layer attends to everything before a token, with keys and values per head or with latent rows.
 SUPPORTED_ARCHITECTURES = frozenset(
-    {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MistralForCausalLM"},
+    {
+        *("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MistralForCausalLM"),
+        *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),
+        *("ApertusForCausalLM", "ArceeForCausalLM", "CohereForCausalLM", "GemmaForCausalLM", "Glm4MoeForCausalLM"),
+        *("Ministral3ForCausalLM", "MixtralForCausalLM", "Olmo2ForCausalLM", "OlmoForCausalLM", "OlmoeForCausalLM"),
+        *("Phi3ForCausalLM", "PhiForCausalLM", "StableLmForCausalLM", "Starcoder2ForCausalLM"),
+    }
 )
-_LATENT = "its KV is one latent row for all heads (MLA), not keys and values"
+_NOT_COMPARED = "not compared with one instance; docs/reference/compatibility.md has the models that are"
+_SPARSE = "its attention chooses the tokens that it sees (DSA)"
 _WINDOWS = "layers with a sliding window attend to a part of their KV, and its attention has sinks"
 _STATE = "layers with a recurrent state have no KV that could be divided"
 _WHY_REFUSED = {
-    "DeepseekV2ForCausalLM": _LATENT,
-    "DeepseekV3ForCausalLM": _LATENT,
-    "DeepseekV32ForCausalLM": _LATENT,
+    "DeepseekV32ForCausalLM": _SPARSE,
+    "GlmMoeDsaForCausalLM": _SPARSE,
     "GptOssForCausalLM": _WINDOWS,
     "MambaForCausalLM": _STATE,
     "NemotronHForCausalLM": _STATE,
@@ -185,7 +191,7 @@ def architecture_conflict(name: str | None) -> str | None:
     """Return why a model of this architecture cannot be computed by several instances; None when it can."""
     if name in SUPPORTED_ARCHITECTURES:
         return None
-    why = _WHY_REFUSED.get(name or "", f"these do: {', '.join(sorted(SUPPORTED_ARCHITECTURES))}")
+    why = _WHY_REFUSED.get(name or "", _NOT_COMPARED)
     return f"{name or 'a model without a name'} does not go with --cdsp-coordinator ({why})"
 
 

@@ -21,7 +21,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, EvictParams, EvictResult
 from sglang.srt.mem_cache.common import evict_from_tree_cache
-from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
@@ -63,11 +63,17 @@ class SchedulerKvPool:
     def __init__(self, scheduler: Any) -> None:
         """Raises UnsupportedModelError, naming the pool."""
         pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
-        if type(pool) is not MHATokenToKVPool or pool.is_quantized_kv_cache:
+        self._is_latent = type(pool) is MLATokenToKVPool and pool.store_dtype == pool.dtype
+        if not self._is_latent and (type(pool) is not MHATokenToKVPool or pool.is_quantized_kv_cache):
             raise UnsupportedModelError(f"KV memory of the kind {type(pool).__name__} cannot be divided over instances")
-        if pool.kv_cache_layout != "nhd":
+        if not self._is_latent and pool.kv_cache_layout != "nhd":
             raise UnsupportedModelError(f"KV memory as {pool.kv_cache_layout} cannot be divided over instances")
         self._pool = pool
+        if self._is_latent and self.device.type != "cpu":
+            raise UnsupportedModelError(
+                "latent attention (MLA) is divided over instances only on CPUs: its rows are too large for the kernels "
+                "of a ring on GPUs; serve this model without --cdsp-coordinator"
+            )
         self._allocator = scheduler.token_to_kv_pool_allocator
         self._tree = scheduler.tree_cache
         self.layers: int = pool.layer_num
@@ -99,15 +105,20 @@ class SchedulerKvPool:
 
     def read(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         keys = self._pool.get_key_buffer(layer)
+        if self._is_latent:
+            return keys.index_select(0, slots)[None]
         return gather_kv(keys, self._pool.get_value_buffer(layer), slots.to(keys.device))
 
     def write(self, layer: int, slots: torch.Tensor, kv: torch.Tensor) -> None:
         keys = self._pool.get_key_buffer(layer)
+        if self._is_latent:
+            keys.index_copy_(0, slots, kv[0])
+            return
         scatter_kv_(keys, self._pool.get_value_buffer(layer), slots.to(keys.device), kv)
 
     def empty_block(self, tokens: int) -> torch.Tensor:
         buffer = self._pool.get_key_buffer(0)
-        return buffer.new_empty((2, tokens, *buffer.shape[1:]))
+        return buffer.new_empty((1 if self._is_latent else 2, tokens, *buffer.shape[1:]))
 
 
 def share_memory(tree: Any, kept: KeptRows) -> None:
@@ -227,7 +238,8 @@ class _ChunkBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no ty
     ) -> torch.Tensor:
         self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
         heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        out = self._attention.attend(layer.layer_id, heads, layer.scaling)
+        # The values of latent rows are their first part.
+        out = self._attention.attend(layer.layer_id, heads, layer.scaling)[..., : layer.v_head_dim]
         return out.to(q.dtype).reshape(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
 
 

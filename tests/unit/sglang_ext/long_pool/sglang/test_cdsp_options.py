@@ -112,9 +112,8 @@ def test_a_member_on_a_gpu_computes_in_one_stream(tmp_path: Path, capsys: pytest
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("MixtralForCausalLM", "these do: LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM"),
-        ("DeepseekV2ForCausalLM", "its KV is one latent row for all heads"),
-        ("DeepseekV3ForCausalLM", "its KV is one latent row for all heads"),
+        ("GPT2LMHeadModel", "not compared with one instance; docs/reference/compatibility.md"),
+        ("DeepseekV32ForCausalLM", "its attention chooses the tokens that it sees (DSA)"),
         ("GptOssForCausalLM", "layers with a sliding window"),
         ("Qwen3NextForCausalLM", "layers with a recurrent state"),
         ("NemotronHForCausalLM", "layers with a recurrent state"),
@@ -191,10 +190,10 @@ def model(name: str, sliding_window_size: int | None = None) -> SimpleNamespace:
 
 
 def test_models_are_refused_by_name() -> None:
-    for name in ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM"):
+    for name in ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"):
         assert model_conflict(model(name)) is None
     for refused, name in (
-        (model("DeepseekV3ForCausalLM"), "DeepseekV3ForCausalLM"),
+        (model("DeepseekV32ForCausalLM"), "DeepseekV32ForCausalLM"),
         (model("MistralForCausalLM", 4096), "MistralForCausalLM with a sliding window"),
         (SimpleNamespace(hf_config=SimpleNamespace(architectures=None)), "a model without a name"),
     ):
