@@ -1,41 +1,74 @@
-"""Models with windows, sinks and caps give Hugging Face's tokens, undivided and divided, or are refused at start."""
+"""Models of many families give Hugging Face's tokens, undivided and divided, over both transfers of this project."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from sglang_ext.types import Role
 from support.engines import FLEET, Engine, EngineError, EngineSpec
-from support.model_families import FAMILIES, WINDOW, family, family_greedy
+from support.laps import NEW_TOKENS as LAPS_NEW_TOKENS
+from support.laps import Pair
+from support.long_pool import Coordinator
+from support.model_families import FAMILIES, REFUSED_WINDOW, WINDOW, family, family_greedy
 from support.pd import greedy
+from support.served_pool import check_clean, free_tokens, long_member
 
 pytestmark = pytest.mark.integration
 NEW_TOKENS = 12
-REFUSED = "MistralForCausalLM"
-IN_TEST = ("GptOssForCausalLM", "Gemma2ForCausalLM")
+SERVED = [architecture for architecture in FAMILIES if architecture != REFUSED_WINDOW]
+HANDSHAKE = ("--transfer-backend", "handshake")
+BY_LAYER = ("--set", "transfer.stream_layer_kib=0")
+TCP = ("--transfer-backend", "sglang_ext_tcp")
+# In the default suite, with the transfer that they are tested over there.
+IN_TEST = {
+    "DeepseekV3ForCausalLM": HANDSHAKE,
+    "GptOssForCausalLM": HANDSHAKE,
+    "Gemma2ForCausalLM": TCP,
+    "Qwen3MoeForCausalLM": TCP,
+}
+CHUNKS = ("--chunked-prefill-size", "128")
+CACHING = ("--disaggregation-decode-enable-radix-cache",)
 
 
-def spec(architecture: str, role: Role, *arguments: str) -> EngineSpec:
-    return EngineSpec(role, arguments=arguments, worker_options=("--model-path", str(family(architecture))))
+def spec(
+    architecture: str, role: Role, arguments: tuple[str, ...] = (), options: tuple[str, ...] = (), name: str = ""
+) -> EngineSpec:
+    options = ("--model-path", str(family(architecture)), *options)
+    return EngineSpec(role, arguments=arguments, worker_options=options, name=name)
 
 
 def prompts() -> list[list[int]]:
     """One within the window, one a little longer, one of several windows and of more than one chunk."""
-    draw = random.Random(1)
-    return [[draw.randrange(6, 2048) for _ in range(tokens)] for tokens in (5, 40, 300)]
+    return [random_prompt(tokens, tokens) for tokens in (5, 40, 300)]
+
+
+def random_prompt(tokens: int, seed: int) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(6, 2048) for _ in range(tokens)]
 
 
 @pytest.mark.parametrize(
-    "architecture",
-    [one if one in IN_TEST else pytest.param(one, marks=pytest.mark.full) for one in FAMILIES if one != REFUSED],
+    ("architecture", "transfer"),
+    [
+        pytest.param(
+            *(architecture, transfer),
+            id=f"{architecture}-{transfer[1]}",
+            marks=() if IN_TEST.get(architecture) == transfer else pytest.mark.full,
+        )
+        for architecture in SERVED
+        for transfer in (HANDSHAKE, TCP)
+    ],
 )
-def test_tokens_are_those_of_the_model(architecture: str) -> None:
+def test_tokens_are_those_of_the_model(architecture: str, transfer: tuple[str, ...]) -> None:
     wanted = [family_greedy(architecture, prompt, NEW_TOKENS) for prompt in prompts()]
     # Two queues, prompts in chunks, and replies that leave the window behind them.
+    options = (*transfer, *BY_LAYER) if transfer == HANDSHAKE else transfer
     prefill, decode = FLEET.get(
-        spec(architecture, Role.BOTH, "--chunked-prefill-size", "128"), spec(architecture, Role.DECODE)
+        spec(architecture, Role.BOTH, CHUNKS, options), spec(architecture, Role.DECODE, (), transfer)
     )
     try:
         assert [greedy(prefill, decode, prompt, NEW_TOKENS) for prompt in prompts()] == wanted
@@ -46,7 +79,7 @@ def test_tokens_are_those_of_the_model(architecture: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("architecture", [one for one in FAMILIES if one != REFUSED])
+@pytest.mark.parametrize("architecture", SERVED)
 def test_tokens_of_an_undivided_instance(architecture: str) -> None:
     (engine,) = FLEET.get(spec(architecture, Role.PLAIN))
     try:
@@ -64,8 +97,117 @@ def undivided(engine: Engine, prompt: list[int]) -> list[int]:
     return tokens
 
 
+@pytest.mark.full
+@pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize("architecture", ["DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"])
+def test_latent_rows_between_other_numbers_of_ranks(architecture: str, prefill_ranks: int, decode_ranks: int) -> None:
+    """Each decode rank gets all rows once; one prefill rank sends them, layer by layer."""
+    prefill, decode = FLEET.get(
+        spec(architecture, Role.SHORT, (*CHUNKS, "--tp", str(prefill_ranks)), (*HANDSHAKE, *BY_LAYER)),
+        spec(architecture, Role.DECODE, ("--tp", str(decode_ranks), *CACHING), HANDSHAKE),
+    )
+    try:
+        for turn in range(2):
+            for prompt in prompts():
+                wanted = family_greedy(architecture, prompt, NEW_TOKENS)
+                assert greedy(prefill, decode, prompt, NEW_TOKENS) == wanted, (turn, len(prompt))
+    finally:
+        prefill.stop()
+        decode.stop()
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(40) as executor:
+        yield executor
+
+
+@pytest.mark.parametrize(
+    ("architecture", "transfer", "page"),
+    [
+        ("DeepseekV3ForCausalLM", HANDSHAKE, 1),
+        pytest.param("DeepseekV3ForCausalLM", TCP, 16, marks=pytest.mark.full),
+        pytest.param("Glm4MoeLiteForCausalLM", HANDSHAKE, 16, marks=pytest.mark.full),
+        pytest.param("GptOssForCausalLM", HANDSHAKE, 1, marks=pytest.mark.full),
+        pytest.param("GptOssForCausalLM", TCP, 16, marks=pytest.mark.full),
+        pytest.param("Gemma3ForCausalLM", HANDSHAKE, 16, marks=pytest.mark.full),
+    ],
+    ids=lambda value: value[1] if isinstance(value, tuple) else str(value),
+)
+def test_two_queues_under_any_interleaving(
+    architecture: str, transfer: tuple[str, ...], page: int, threads: ThreadPoolExecutor
+) -> None:
+    """Long prompts park for short ones, share prefixes, and are aborted in any stage: every other answer is exact, and
+    no slot is lost."""
+    pages = ("--page-size", str(page))
+    chunks, laps = (
+        ("--chunked-prefill-size", "32"),
+        ("--laps-boundary-tokens", "64", "--set", "laps.min_chunk_tokens=16"),
+    )
+    prefill, decode = FLEET.get(
+        spec(architecture, Role.BOTH, (*chunks, *pages), (*laps, *transfer)),
+        spec(architecture, Role.DECODE, (*pages, *CACHING), transfer),
+    )
+    draw = random.Random(architecture)
+    pair = Pair(prefill, decode, threads)
+    try:
+        prefill.wait_idle()
+        pair.flush()
+        before = pair.status()["kv"]["free_tokens"]
+        prefixes = [random_prompt(tokens, tokens) for tokens in (0, 100, 333)]
+        for turn in range(3):
+            sent = []
+            for number in range(10):
+                prefix = draw.choice(prefixes)
+                tokens = len(prefix) + draw.choice((7, 30, 60, 500, 900))
+                rid = f"{turn}-{number}"
+                priority = draw.choice(("low", "normal", "high"))
+                request = pair.send(tokens, 100 * turn + number, rid=rid, priority=priority, prefix=prefix)
+                sent.append((rid, request))
+                if draw.random() < 0.3:
+                    pair.abort(draw.choice(sent)[0])
+            for _, request in sent:
+                _, reply = request.replies.result(timeout=120)
+                is_aborted = reply.status != 200 or reply.body["meta_info"]["finish_reason"]["type"] == "abort"
+                if not is_aborted:
+                    assert request.tokens() == family_greedy(architecture, request.prompt, LAPS_NEW_TOKENS)
+        assert pair.status()["parks"] > 0
+        pair.check_clean(before)
+    finally:
+        prefill.stop()
+        decode.stop()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("architecture", ["DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "Qwen3MoeForCausalLM"])
+def test_long_prompts_on_two_members_of_a_pool(architecture: str, threads: ThreadPoolExecutor) -> None:
+    """Members send what they compute to decode; a later turn is computed behind the rows that they keep."""
+    pages = ("--page-size", "16")
+    model = ("--model-path", str(family(architecture)))
+    with Coordinator.running("--sp-sizes", "1,2", "--min-chunk-tokens", "64") as coordinator:
+        specs = [long_member(coordinator, f"family{number}", pages, (*model, *HANDSHAKE)) for number in range(2)]
+        *members, decode = FLEET.get(*specs, spec(architecture, Role.DECODE, pages, HANDSHAKE))
+        try:
+            coordinator.wait_for(lambda status: len(status["members"]) == 2)
+            pool = [Pair(engine, decode, threads) for engine in members]
+            free = [free_tokens(pair) for pair in pool]
+            before = coordinator.settled()["requests_streamed"]
+            prefix: tuple[int, ...] = ()
+            for number, tokens in enumerate((300, 913, 1500, 1900)):
+                request = pool[number % 2].send(tokens, number, prefix=prefix)
+                assert request.tokens() == family_greedy(architecture, request.prompt, LAPS_NEW_TOKENS), tokens
+                prefix = request.prompt if number == 2 else ()
+            after = coordinator.settled()
+            assert after["requests_streamed"] == before + 4
+            assert any(len(step["members"]) == 2 for request in after["recent"] for step in request["steps"])
+            check_clean(pool, free)
+        finally:
+            for engine in (*members, decode):
+                engine.stop()
+
+
 def test_a_window_that_sglang_leaves_out_is_refused_where_prompts_may_be_longer() -> None:
-    engine = Engine.start(spec(REFUSED, Role.PLAIN))
+    engine = Engine.start(spec(REFUSED_WINDOW, Role.PLAIN))
     try:
         with pytest.raises(EngineError):
             engine.wait_ready()

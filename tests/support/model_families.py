@@ -1,4 +1,4 @@
-"""Tiny random models whose attention is not plain: windows, sinks, caps; and what Hugging Face answers with them."""
+"""Tiny random models of the families that SGLang serves, and what Hugging Face answers with them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from support.tiny_model import tiny_model
 
 WINDOW = 32
 _VOCABULARY = 2048
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": _VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -36,22 +37,114 @@ _ALTERNATING: dict[str, Any] = {
     "sliding_window": WINDOW,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
-_EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
-_GEMMA: dict[str, Any] = {**_ALTERNATING, "query_pre_attn_scalar": 16, "initializer_range": 0.1}
+_LOCAL_EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_ROUTED_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+}
+_GEMMA: dict[str, Any] = {**_ALTERNATING, "query_pre_attn_scalar": 16}
 _ROPE: dict[str, Any] = {"rope_parameters": {"rope_theta": 500_000.0, "rope_type": "default"}, "rope_theta": 500_000.0}
-# By architecture: its configuration, what that has in addition to the sizes, and what SGLang reads and transformers
-# does not write.
-FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "GptOssForCausalLM": ("GptOssConfig", {**_ALTERNATING, **_EXPERTS}, {}),
-    "Olmo3ForCausalLM": ("Olmo3Config", _ALTERNATING, _ROPE),
-    "Gemma2ForCausalLM": (
-        "Gemma2Config",
-        {**_GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0, "tie_word_embeddings": True},
+_TIED: dict[str, Any] = {"tie_word_embeddings": True}
+_UNGROUPED: dict[str, Any] = {"num_key_value_heads": 4}
+_LATENT_SIZES: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+_LATENT: dict[str, Any] = {**_LATENT_SIZES, **_ROUTED_EXPERTS, "head_dim": 8, "num_hidden_layers": 3}
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 512,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+_N_SIZES: dict[str, Any] = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 2048, "n_inner": 128, **_UNGROUPED}
+
+
+class Family(NamedTuple):
+    """A tiny model: what its configuration has in addition to the sizes, what SGLang reads of it and transformers does
+    not write, and the kinds of state that SGLang keeps besides its KV."""
+
+    more: Mapping[str, Any] = MappingProxyType({})
+    written: Mapping[str, Any] = MappingProxyType({})
+    states: tuple[str, ...] = ()
+
+
+REFUSED_WINDOW = "MistralForCausalLM"
+# By architecture.
+FAMILIES: dict[str, Family] = {
+    # Latent attention.
+    "DeepseekV2ForCausalLM": Family(
+        {**_LATENT, "q_lora_rank": None, "topk_method": "greedy", "norm_topk_prob": False, "moe_layer_freq": 1},
+        {"moe_layer_freq": 1, "first_k_dense_replace": 1, "scoring_func": "softmax"},
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        {**_LATENT, "n_group": 2, "topk_method": "noaux_tc", "moe_layer_freq": 1, "rope_parameters": _YARN},
+        {"moe_layer_freq": 1, "scoring_func": "sigmoid"},
+    ),
+    "Glm4MoeLiteForCausalLM": Family(_LATENT),
+    # Windows, sinks, caps.
+    "GptOssForCausalLM": Family({**_ALTERNATING, **_LOCAL_EXPERTS}, states=("swa",)),
+    "Olmo3ForCausalLM": Family(_ALTERNATING, _ROPE),
+    "Gemma2ForCausalLM": Family(
+        {**_GEMMA, **_TIED, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
         {"hidden_act": "gelu_pytorch_tanh"},
     ),
-    "Gemma3ForCausalLM": ("Gemma3TextConfig", {**_GEMMA, "tie_word_embeddings": True}, {}),
-    "Cohere2ForCausalLM": ("Cohere2Config", {**_ALTERNATING, "logit_scale": 1.0, "tie_word_embeddings": True}, {}),
-    "MistralForCausalLM": ("MistralConfig", {"sliding_window": WINDOW}, {}),
+    "Gemma3ForCausalLM": Family({**_GEMMA, **_TIED}),
+    "Cohere2ForCausalLM": Family({**_ALTERNATING, **_TIED, "logit_scale": 1.0}),
+    "Cohere2MoeForCausalLM": Family({**_ALTERNATING, **_EXPERTS, **_TIED, "logit_scale": 1.0}),
+    "GraniteSWAForCausalLM": Family(_ALTERNATING),
+    "GraniteMoeSWAForCausalLM": Family({**_ALTERNATING, **_LOCAL_EXPERTS}),
+    "LagunaForCausalLM": Family({**_ALTERNATING, **_EXPERTS, "shared_expert_intermediate_size": 32}, states=("swa",)),
+    "MellumForCausalLM": Family({**_ALTERNATING, **_EXPERTS}, states=("swa",)),
+    REFUSED_WINDOW: Family({"sliding_window": WINDOW}),
+    # Every layer attends to everything before a token.
+    "ApertusForCausalLM": Family(),
+    "ArceeForCausalLM": Family(),
+    "CohereForCausalLM": Family({**_TIED, "logit_scale": 1.0}),
+    "Ernie4_5_MoeForCausalLM": Family(
+        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_num_shared_experts": 1, **_TIED}
+    ),
+    "GemmaForCausalLM": Family(_TIED, {"hidden_act": "gelu_pytorch_tanh"}),
+    "Glm4ForCausalLM": Family(),
+    "Glm4MoeForCausalLM": Family({**_ROUTED_EXPERTS, "use_qk_norm": True}),
+    "GPT2LMHeadModel": Family({**_N_SIZES, **_TIED}),
+    "GPTBigCodeForCausalLM": Family({**_N_SIZES, **_TIED}),
+    "GPTJForCausalLM": Family({**_N_SIZES, "rotary_dim": 8}),
+    "GraniteForCausalLM": Family(),
+    "GraniteMoeForCausalLM": Family(_LOCAL_EXPERTS),
+    "GraniteMoeSharedForCausalLM": Family({**_LOCAL_EXPERTS, "shared_intermediate_size": 32}),
+    "LlamaForCausalLM": Family(),
+    "MiniCPM3ForCausalLM": Family({**_LATENT_SIZES, "head_dim": None}),
+    "Ministral3ForCausalLM": Family(),
+    "MixtralForCausalLM": Family(_LOCAL_EXPERTS),
+    "OPTForCausalLM": Family({"word_embed_proj_dim": 64, "ffn_dim": 128, **_UNGROUPED}),
+    "Olmo2ForCausalLM": Family(),
+    "OlmoForCausalLM": Family(_UNGROUPED),
+    "OlmoeForCausalLM": Family({**_EXPERTS, **_UNGROUPED}),
+    "PersimmonForCausalLM": Family(_UNGROUPED),
+    "Phi3ForCausalLM": Family({"original_max_position_embeddings": 2048}),
+    "PhiForCausalLM": Family(_UNGROUPED),
+    "Qwen2ForCausalLM": Family(),
+    "Qwen3ForCausalLM": Family(),
+    "Qwen3MoeForCausalLM": Family(_EXPERTS),
+    "StableLmForCausalLM": Family(),
+    "Starcoder2ForCausalLM": Family(),
 }
 
 
@@ -79,17 +172,23 @@ def _build(architecture: str, folder: Path) -> None:
     import torch
     import transformers
 
-    name, more, written = FAMILIES[architecture]
+    more, written, _ = FAMILIES[architecture]
     torch.manual_seed(0)
-    model = getattr(transformers, architecture)(getattr(transformers, name)(**{**_SIZES, **more})).to(torch.float32)
+    kind = getattr(transformers, architecture)
+    model = kind(kind.config_class(**{**SIZES, **more})).to(torch.float32)
     with torch.no_grad():
+        if model.config.tie_word_embeddings:
+            model.get_input_embeddings().weight /= 8  # or the last token would be the next one, whatever the layers do
         for parameter_name, parameter in model.named_parameters():
             if parameter_name.endswith("sinks"):
                 parameter.normal_(0, 1)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.2)
     model.config.dtype = torch.float32
     model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | written, indent=1))
+    (folder / "config.json").write_text(json.dumps({**config, **written}, indent=1))
     for file in tiny_model().iterdir():
         if "token" in file.name or "chat" in file.name:
             shutil.copy(file, folder / file.name)

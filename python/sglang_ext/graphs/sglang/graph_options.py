@@ -146,8 +146,9 @@ def conflict(model_runner: Any) -> str | None:
     def is_given(name: str) -> bool:
         return bool(getattr(arguments, name, None))
 
+    exclusion = architecture_exclusion(names[0], config)
     for is_conflicting, reason in (
-        (names[0] not in CAPTURED_ARCHITECTURES, _exclusion(names[0], config)),
+        (exclusion is not None, exclusion or ""),
         (bool(getattr(config, "sliding_window_size", None)), f"{names[0]} has a sliding window"),
         (arguments.pp_size > 1, "--pp-size: a pipeline stage is not captured"),
         (arguments.enable_dp_attention, "--enable-dp-attention: its ranks build batches of their own"),
@@ -192,8 +193,10 @@ def conflict(model_runner: Any) -> str | None:
     return None
 
 
-def _exclusion(architecture: str, config: Any) -> str:
-    """Return why a model is not captured, as far as its config says."""
+def architecture_exclusion(architecture: str, config: Any) -> str | None:
+    """Return why a model is not captured, as far as SGLang's ModelConfig says; None where its kind of model is."""
+    if architecture in CAPTURED_ARCHITECTURES:
+        return None
     text = getattr(config, "hf_text_config", config.hf_config)
     for field, reason in (
         ("kv_lora_rank", "its attention is latent (MLA)"),

@@ -1,0 +1,105 @@
+"""Write `docs/reference/compatibility.md`, which model goes with what: `python tools/render_compatibility.py`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from sglang_ext.cpu.unserved_models import UNSERVED  # noqa: E402
+from sglang_ext.engine.hooks.served_models import window_of  # noqa: E402
+from sglang_ext.graphs.sglang.graph_options import architecture_exclusion  # noqa: E402
+from sglang_ext.long_pool.sglang import cdsp_options  # noqa: E402
+from sglang_ext.transfer.sglang import transfer_options  # noqa: E402
+from support.model_families import FAMILIES, REFUSED_WINDOW, SIZES, Family  # noqa: E402
+
+DOCUMENT = ROOT / "docs" / "reference" / "compatibility.md"
+_HEAD = """# Model families and mechanisms
+
+<!-- made by `python tools/render_compatibility.py` -->
+
+Of each family below a tiny random model is served by SGLang's engine for CPUs, in float32: undivided, and by a prefill
+and a decode instance with two queues, over `sglang_ext_tcp` and over the handshake. Its greedy tokens are Hugging
+Face's (`make test-all`; five families in `make test`). Long pools compare the logits of two and three members with
+those of one instance for some of the families that they take (`tests/integration/test_chunk_steps.py`). Where a
+mechanism does not take a family, an instance refuses to start with the reason that stands below the table; a model that
+no table names is served if SGLang serves it, and has not been compared.
+
+| architecture | two queues | `sglang_ext_tcp` | handshake | long pool | prefill graphs (GPU) |
+|---|---|---|---|---|---|
+"""
+_ONE_SIZE = "yes, prefill and decode of one tensor parallel size"
+_REASONS = """
+Reasons:
+
+"""
+_UNSERVED = """
+## Not served on a CPU
+
+| architecture | why |
+|---|---|
+"""
+
+
+def render() -> str:
+    """Return the document's text."""
+    numbers: dict[str, int] = {}
+
+    def cell(reason: str | None) -> str:
+        return "yes" if reason is None else f"no ({numbers.setdefault(reason, len(numbers) + 1)})"
+
+    rows = []
+    for architecture, family in sorted(FAMILIES.items()):
+        if architecture != REFUSED_WINDOW:
+            pool = cell(_pool_refusal(architecture, family))
+            pool += ", on CPUs" if pool == "yes" and "kv_lora_rank" in family.more else ""
+            cells = ["yes", "yes", _handshake(family, cell), pool]
+            cells.append(cell(_graph_refusal(architecture, family)))
+            rows.append(f"| {architecture} | {' | '.join(cells)} |\n")
+    parts = [_HEAD, *rows, _REASONS]
+    parts += [f"{number}. {reason}\n" for reason, number in numbers.items()]
+    parts.append(_UNSERVED)
+    parts += [f"| {architecture} | {reason} |\n" for architecture, reason in sorted(UNSERVED.items())]
+    parts.append(
+        f"| {REFUSED_WINDOW} with a sliding window | SGLang leaves the window out, on every device; served where "
+        "`--context-length` is at most the window |\n"
+    )
+    return "".join(parts)
+
+
+def _handshake(family: Family, cell: Any) -> str:
+    kv_args = SimpleNamespace(state_types=family.states, num_draft_entries=0, swa_kv_cache_layout="nhd")
+    problem = transfer_options.model_conflict(kv_args, 1)
+    return _ONE_SIZE if problem is None and family.states else str(cell(problem))
+
+
+def _pool_refusal(architecture: str, family: Family) -> str | None:
+    config = _config(architecture, family)
+    config.sliding_window_size = window_of(config.hf_text_config)
+    problem = cdsp_options.model_conflict(config)
+    return None if problem is None else problem.partition("(")[2].removesuffix(")")
+
+
+def _graph_refusal(architecture: str, family: Family) -> str | None:
+    problem = architecture_exclusion(architecture, _config(architecture, family))
+    return None if problem is None else problem.removeprefix(architecture).lstrip(": ")
+
+
+def _config(architecture: str, family: Family) -> SimpleNamespace:
+    """Return what the refusals read of SGLang's ModelConfig."""
+    text = SimpleNamespace(architectures=[architecture], **{**SIZES, **family.more, **family.written})
+    return SimpleNamespace(hf_config=text, hf_text_config=text)
+
+
+def main() -> int:
+    DOCUMENT.parent.mkdir(parents=True, exist_ok=True)
+    DOCUMENT.write_text(render(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
