@@ -61,7 +61,7 @@ PYTEST_ARGS ?=
 WORKERS ?= $(shell expr $$(nproc) + 1)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=40
 
-.PHONY: env compiled plain linted check cuda-lock kernels-env ray-env judges-env nixl-env mooncake-env charts-env traces-env docs-env docs dist demo test test-all test-k8s unit lint format clean
+.PHONY: env compiled plain linted check cuda-lock kernels-env ray-env judges-env nixl-env mooncake-env charts-env traces-env docs-env docs dist chart demo test test-all test-k8s unit lint format clean
 .DEFAULT_GOAL := env
 
 env: $(STAMP)
@@ -82,11 +82,11 @@ $(STAMP):
 	@echo "[env] engine: $(ENGINE) ($(if $(filter 1,$(CUDA)),CUDA=0 is the CPU,CUDA=1 is CUDA))"
 	@test -x $(BIN)/python || { echo "[env 1/4] creating $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "[env 2/4] installing $(TORCH)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(if $(filter 1,$(CUDA)),--no-deps) $(TORCH)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile $(if $(filter 1,$(CUDA)),--no-deps) $(TORCH)
 	@echo "[env 3/4] installing $$(grep -c == $(LOCK)) locked packages"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile -r $(LOCK)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-compile -r $(LOCK)
 	@echo "[env 4/4] installing sglang-ext"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@rm -f $(VENV)/.env-*; touch $@
 
 $(COMPILED): $(STAMP)
@@ -106,7 +106,7 @@ kernels-env: $(KERNELS)
 $(KERNELS): | $(STAMP)
 	@echo "[env] installing triton $(TRITON) for the tests of the kernels"
 	@rm -rf $(VENV)/kernels
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $(VENV)/kernels triton==$(TRITON)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-compile --target $(VENV)/kernels triton==$(TRITON)
 	@touch $@
 
 ray-env: $(RAY)
@@ -133,7 +133,7 @@ $(DOCS): FOLDER := docs
 $(RAY) $(JUDGES) $(NIXL) $(MOONCAKE) $(CHARTS) $(TRACES) $(DOCS): | $(STAMP)
 	@echo "[env] installing the packages of requirements/$(FOLDER).lock into $(VENV)/$(FOLDER)"
 	@rm -rf $(VENV)/$(FOLDER)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --target $(VENV)/$(FOLDER) -r requirements/$(FOLDER).lock
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-compile --target $(VENV)/$(FOLDER) -r requirements/$(FOLDER).lock
 	@$(if $(filter mooncake,$(FOLDER)),tools/fetch_rdma_libraries $(VENV)/mooncake/mooncake_transfer_engine_non_cuda.libs)
 	@touch $@
 
@@ -141,10 +141,15 @@ docs: $(DOCS)
 	@PYTHONPATH=$(VENV)/docs NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "build/site/index.html"
 
-# The chart is what `helm package` makes of it.
+DIST ?= dist
 dist: env
-	@rm -rf dist; $(BIN)/python -m hatchling build -d dist
-	@tar --sort=name --owner=0 --group=0 --numeric-owner -czf dist/sglang-ext-$(VERSION).tgz -C deploy/helm \
+	@rm -rf $(DIST); $(BIN)/python -m hatchling build -d $(DIST)
+	@$(MAKE) --no-print-directory chart
+
+# What `helm package` makes of the chart.
+chart:
+	@mkdir -p $(DIST)
+	@tar --sort=name --owner=0 --group=0 --numeric-owner -czf $(DIST)/sglang-ext-$(VERSION).tgz -C deploy/helm \
 	  --exclude='*.tgz' --exclude='*.md' sglang-ext
 
 demo: env

@@ -59,3 +59,7 @@ def test_every_page_is_in_the_index_under_its_kind() -> None:
     assert sorted(listed) == [str(page.relative_to(INDEX.parent)) for page in PAGES if page != INDEX]
     sections = [KINDS.index(link.split("/")[0]) for link in listed if "/" in link]
     assert sections == sorted(sections)
+
+
+def test_the_readme_is_of_one_screen() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 130

@@ -82,7 +82,7 @@ def test_the_cpu_s_packages_come_as_before(tmp_path: Path) -> None:
     """torch by its usual dependencies, all else as the lock has it."""
     commands = make(tmp_path, None, "env").stdout.splitlines()
     lines = [line for line in commands if "pip install" in line][:3]  # what follows is made by a second make
-    options = "--quiet --disable-pip-version-check"
+    options = "-qq --disable-pip-version-check"
     assert [" ".join(line.split()) for line in lines] == [
         f".venv/bin/python -m pip install {options} --no-compile torch==2.13.0",
         f".venv/bin/python -m pip install {options} --no-deps --no-compile -r requirements/cpu.lock",

@@ -19,9 +19,17 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from sglang_ext import __version__
+from support.chart import CHART, PACKAGES, needs_helm
 from support.engines import free_port
 
 ROOT = Path(__file__).parents[2]
+COMPARE_CHARTS = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from helm_python import Chart
+packed, unpacked = (Chart.load(path).render({}, name="a", namespace="b") for path in sys.argv[2:])
+assert packed == unpacked and packed
+"""
 INSTALL_WITHIN_S = 500
 START_WITHIN_S = 60
 
@@ -112,6 +120,17 @@ def test_an_engine_on_a_cpu_is_fit_with_the_extra(dist: Path, tmp_path: Path) ->
     run(tmp_path / "bin/pip", "install", "--quiet", f"{wheel_of(dist)}[cpu]")
     run(tmp_path / "bin/pip", "install", "--quiet", "--no-deps", "sglang==0.5.23")
     assert "This machine can serve." in run(tmp_path / "bin/sglang-ext", "doctor", "--device", "cpu", timeout_s=200)
+
+
+@pytest.mark.slow
+@needs_helm
+def test_the_packed_chart_is_one_to_helm(tmp_path: Path) -> None:
+    subprocess.run(["make", "chart", f"DIST={tmp_path}"], cwd=ROOT, check=True, timeout=60)
+    (packed,) = tmp_path.iterdir()
+    assert packed.name == f"sglang-ext-{__version__}.tgz"
+    compared = [sys.executable, "-c", COMPARE_CHARTS, str(PACKAGES), str(packed), str(CHART)]
+    done = subprocess.run(compared, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_extra_for_cpus_agrees_with_the_lock() -> None:
