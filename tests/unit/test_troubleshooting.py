@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +15,7 @@ import pytest
 from sglang_ext import cli
 from sglang_ext.engine import worker
 from sglang_ext.engine.versions import SglangVersion
+from support.engines import free_port
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/how-to/troubleshooting.md").read_text(encoding="utf-8")
@@ -122,6 +126,23 @@ def test_another_sglang_is_named(
     monkeypatch.setattr(worker, "installed_sglang", lambda: installed)
     assert cli.main(["worker", "--role", "short", "--model-path", "m", "--device", "cpu"]) == 2
     assert message in capsys.readouterr().err
+    row_of(message)
+
+
+@pytest.mark.slow
+def test_a_model_that_is_nowhere_is_named_last() -> None:
+    ports = ("--port", str(free_port()), "--bootstrap-port", str(free_port()))
+    command = ("worker", "--role", "short", "--model-path", "nobody/nothing", "--device", "cpu", *ports)
+    done = subprocess.run(
+        [sys.executable, "-m", "sglang_ext.cli", *command],
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 3
+    message = "We couldn't connect to 'https://huggingface.co' to load the files"
+    assert message in done.stderr.splitlines()[-1]
     row_of(message)
 
 

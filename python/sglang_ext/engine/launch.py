@@ -102,9 +102,13 @@ def main(argv: Sequence[str], *, has_imports: bool = False) -> int:
     os.environ[START_METHOD_VARIABLE] = StartMethod.FORK if can_fork else StartMethod.SPAWN
     try:
         run_server(server_args)
+    except OSError as error:
+        if "huggingface.co" not in str(error):
+            raise
+        problem = f"SGLang: {' '.join(str(error).split())}"  # no such model, or no way to it
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
-    return 0
+    return 0 if problem is None else _refuse(problem)
 
 
 def _conflict(server_args: ServerArgs, options: ExtensionOptions) -> str | None:
