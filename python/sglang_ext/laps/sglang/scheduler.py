@@ -152,7 +152,15 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
 
     def _free_tokens(self) -> int:
-        return int(self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size())
+        allocator, tree = self.token_to_kv_pool_allocator, self.tree_cache
+        if not self.is_hybrid_swa:
+            return int(allocator.available_size() + tree.evictable_size())
+        whole = allocator.full_available_size() + tree.full_evictable_size()
+        windows = allocator.swa_available_size() + tree.swa_evictable_size()
+        # Rows that no window needs any more are free while their prompt is computed: what counts is the other pool,
+        # unless this one cannot hold a batch and the windows before it.
+        needed = self.max_prefill_tokens + self.sliding_window_size
+        return int(whole if windows >= needed else min(whole, windows))
 
     def _park(self, laps: LapsInstance) -> None:
         request = self.chunked_req

@@ -356,6 +356,7 @@ def test_tokens_are_pending_while_sglang_builds_a_batch_without_them(
     engine.waiting_queue = [waiting(100), waiting(5000), waiting(4000)]
     engine.chunked_req, engine.page_size, engine.chunked_prefill_size = None, 1, 512
     engine.grammar_manager = SimpleNamespace(has_waiting_grammars=lambda: False)
+    engine.is_hybrid_swa = False
     engine.tree_cache = SimpleNamespace(evictable_size=lambda: 0)
     engine.token_to_kv_pool_allocator = SimpleNamespace(available_size=lambda: 1 << 20)
     engine._parked, engine._held, engine._aborted_while_parked, engine._next_key = [], [], [], 0
@@ -430,3 +431,23 @@ def test_the_clock_sees_rounds_and_what_ran_on_a_graph(
     assert [record[4] for record in told] == ["r and 1 more, graph 32x2", "r and 1 more", "r and 1 more, graph 32x2"]
     assert [record[2] - record[1] for record in told] == [one.duration_s for one in learned]
     assert {(record[5], record[6]) for record in told} == {(30, 2)}, "tokens without the padding of a graph"
+
+
+@pytest.mark.parametrize(
+    ("of_all_layers", "of_windows", "free_tokens"),
+    [((100, 900), (300, 100), 1000), ((100, 900), (100, 60), 160), ((50, 20), (100, 60), 70)],
+)
+def test_a_pool_of_windows_counts_where_a_batch_does_not_fit(
+    schedulers: tuple[Any, Any], of_all_layers: tuple[int, int], of_windows: tuple[int, int], free_tokens: int
+) -> None:
+    """Free and evictable tokens of each pool. A batch of 128 tokens needs the window of 64 before it, too."""
+    ours, _ = schedulers
+    engine = ours.__new__(ours)
+    engine.is_hybrid_swa, engine.max_prefill_tokens, engine.sliding_window_size = True, 128, 64
+    engine.token_to_kv_pool_allocator = SimpleNamespace(
+        full_available_size=lambda: of_all_layers[0], swa_available_size=lambda: of_windows[0]
+    )
+    engine.tree_cache = SimpleNamespace(
+        full_evictable_size=lambda: of_all_layers[1], swa_evictable_size=lambda: of_windows[1]
+    )
+    assert engine._free_tokens() == free_tokens
