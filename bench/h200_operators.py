@@ -4,7 +4,8 @@
 
 FOLDER is `aiconfigurator_h200`: NVIDIA's aiconfigurator, Apache-2.0, SGLang 0.5.14. Needs `pyarrow`, which nothing else
 here does. Only entries that a shape needs are kept: matrix products of one layer in bfloat16 (`sglang_torch_linear`),
-attention over a prompt without a prefix (FlashAttention 3, batch 1), NCCL's all-gather of 2-byte elements.
+attention over a prompt without a prefix (FlashAttention 3, batch 1), NCCL's all-gather of 2-byte elements, and SGLang's
+own all-reduce of them, as captured graphs have it.
 
 A matrix or a number of heads that was not measured lies on the straight line between the nearest two that were; the
 numbers of rows and of tokens are measured ones.
@@ -20,12 +21,13 @@ from pathlib import Path
 ROWS = (1, 16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384, 32768)
 PROMPT_TOKENS = (1, 16, 32, 64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 10240, 12288, 16384)
 HEAD_SIZE = 128
-# hidden, intermediate, layers, heads, KV heads, vocabulary
+# hidden, intermediate, layers, heads, KV heads, vocabulary of one device, and among how many a model is divided
 SHAPES = {
-    "llama3-8b": (4096, 14336, 32, 32, 8, 128_256),
-    "qwen2.5-7b": (3584, 18944, 28, 28, 4, 152_064),
-    "qwen2.5-14b": (5120, 13824, 48, 40, 8, 152_064),
-    "qwen2.5-32b": (5120, 27648, 64, 40, 8, 152_064),
+    "llama3-8b": (4096, 14336, 32, 32, 8, 128_256, 1),
+    "qwen2.5-7b": (3584, 18944, 28, 28, 4, 152_064, 1),
+    "qwen2.5-14b": (5120, 13824, 48, 40, 8, 152_064, 1),
+    "qwen2.5-32b": (5120, 27648, 64, 40, 8, 152_064, 1),
+    "qwen2.5-72b-tp2": (8192, 14784, 80, 32, 4, 76_032, 2),
 }
 
 
@@ -41,7 +43,7 @@ from typing import NamedTuple
 
 
 class ModelShape(NamedTuple):
-    """What a prefill computes, layer by layer."""
+    """Describes what a prefill computes, layer by layer; with tensor parallelism on each of its devices."""
 
     hidden_size: int
     intermediate_size: int
@@ -51,11 +53,12 @@ class ModelShape(NamedTuple):
     vocabulary_size: int
     product_ms: tuple[float, ...]  # the four matrix products of a layer, by ROWS
     attention_ms: tuple[float, ...]  # of a layer, a whole prompt by PROMPT_TOKENS
+    tp: int = 1  # devices that it is divided among
 
 
 HEAD_SIZE = {HEAD_SIZE}
 MEMORY_BYTES_PER_S = 0.8 * 4.8e12  # what is reached of it
-KERNEL_S = 3e-6  # least time of an operation bound by memory'''
+KERNEL_S = 3e-6  # minimum time of an operation on memory'''
 
 
 def between(measured: Sequence[int], wanted: int, time_ms: Callable[[int], float]) -> float:
@@ -100,6 +103,12 @@ def main() -> int:
         if (row["op_name"], row["nccl_dtype"]) == ("all_gather", "half")
     }
 
+    reduce = {
+        (row["num_gpus"], row["message_size"]): row["latency"]
+        for row in read_table(folder / "comm/sglang/0.5.14/custom_allreduce_perf.parquet").to_pylist()
+        if (row["allreduce_dtype"], row["backend"]) == ("bfloat16", "sglang_graph")
+    }
+
     def product_ms(rows: int, columns: int, inner: int) -> float:
         def of_columns(n: int) -> float:
             return between(sizes, inner, lambda k: gemm[rows, n, k])
@@ -115,7 +124,7 @@ def main() -> int:
     print(f"PROMPT_TOKENS = {PROMPT_TOKENS}")
     print("# fmt: off")
     print("SHAPES = {")
-    for name, (hidden, intermediate, layers, heads, kv_heads, vocabulary) in SHAPES.items():
+    for name, (hidden, intermediate, layers, heads, kv_heads, vocabulary, tp) in SHAPES.items():
         attended = HEAD_SIZE * heads
         matrices = (
             (attended + 2 * HEAD_SIZE * kv_heads, hidden),
@@ -129,13 +138,21 @@ def main() -> int:
         print(f"        {hidden}, {intermediate}, {layers}, {heads}, {kv_heads}, {vocabulary},")
         print_tuple(8, "", products)
         print_tuple(8, "", attentions)
+        if tp > 1:
+            print(f"        {tp},")
         print("    ),")
     print("}")
     elements = sorted({size for _, size in gather})
     print_tuple(0, "GATHERED_ELEMENTS = ", elements)
-    print("GATHER_MS = {  # all-gather of this number of 2-byte elements in all, by devices of one node")
+    print("GATHER_MS = {  # all-gather of this many 2-byte elements in all, by devices of one node")
     for devices in sorted({one for one, _ in gather}):
         print_tuple(4, f"{devices}: ", [gather[devices, size] for size in elements])
+    print("}")
+    elements = sorted({size for _, size in reduce})
+    print_tuple(0, "REDUCED_ELEMENTS = ", elements)
+    print("REDUCE_MS = {  # all-reduce of this many 2-byte elements on each device, by devices of one node")
+    for devices in sorted({shape[-1] for shape in SHAPES.values()} - {1}):
+        print_tuple(4, f"{devices}: ", [reduce[devices, size] for size in elements])
     print("}")
     print("# fmt: on")
     return 0

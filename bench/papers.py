@@ -4,6 +4,7 @@
     python bench/papers.py transfer [--traces short medium long] [--out FILE.json]
     python bench/papers.py laps [--requests 20000] [--seeds 0 1 2] [--out FILE.json]
     python bench/papers.py medha [--rates 0.25 0.75] [--seeds 0 1 2 3 4] [--out FILE.json]
+    python bench/papers.py authors [--fit] [--out FILE.json]
 
 tetris: 16 prefill instances on 2 nodes, Table 1 fit, 20,000 Poisson arrivals of prompts drawn from the `tetris_like`
 lengths (resampled from other traces to the published means: synthetic), the first 10% dropped, seeds 0 to 2 and two by
@@ -23,6 +24,7 @@ not have (fixed SP 2 and 4, LoongServe on idle instances) and against Tetris. Ti
 baseline, and again at that of the best of all others (`…_at_best_of_all`).
 
 transfer: see support/papers_transfer.py. laps: see support/papers_laps.py. medha: see support/papers_medha.py.
+authors: see support/papers_authors.py.
 
 The last line is `RESULT {json}`.
 """
@@ -34,7 +36,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from support import papers_laps, papers_medha, papers_tetris_run, papers_transfer
+from support import papers_authors, papers_laps, papers_medha, papers_tetris_run, papers_transfer
 from support.processor_time import own_time_s
 from support.result import BenchmarkRun, give_up
 
@@ -43,6 +45,7 @@ _EXPERIMENTS = {
     "transfer": papers_transfer,
     "laps": papers_laps,
     "medha": papers_medha,
+    "authors": papers_authors,
 }
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 

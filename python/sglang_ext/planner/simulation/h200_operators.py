@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class ModelShape(NamedTuple):
-    """Describes what a prefill computes, layer by layer."""
+    """Describes what a prefill computes, layer by layer; with tensor parallelism on each of its devices."""
 
     hidden_size: int
     intermediate_size: int
@@ -20,6 +20,7 @@ class ModelShape(NamedTuple):
     vocabulary_size: int
     product_ms: tuple[float, ...]  # the four matrix products of a layer, by ROWS
     attention_ms: tuple[float, ...]  # of a layer, a whole prompt by PROMPT_TOKENS
+    tp: int = 1  # devices that it is divided among
 
 
 HEAD_SIZE = 128
@@ -73,6 +74,18 @@ SHAPES = {
             0.7754, 1.226, 1.8, 2.667, 4.641
         ),
     ),
+    "qwen2.5-72b-tp2": ModelShape(
+        8192, 14784, 80, 32, 4, 76032,
+        (
+            0.2284, 0.2296, 0.2301, 0.2358, 0.2396, 0.3668, 0.6089, 0.9475, 1.294, 1.819, 2.465, 3.995, 5.298,
+            10.62, 22.21, 43.38
+        ),
+        (
+            0.009835, 0.01149, 0.01188, 0.01203, 0.01236, 0.0142, 0.01776, 0.02874, 0.04928, 0.07779, 0.1577,
+            0.2999, 0.5271, 0.8823, 1.474, 2.456, 3.499
+        ),
+        2,
+    ),
 }
 GATHERED_ELEMENTS = (
     256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 524288, 1048576, 2097152, 4194304,
@@ -90,6 +103,16 @@ GATHER_MS = {  # all-gather of this many 2-byte elements in all, by devices of o
     8: (
         0.01219, 0.0103, 0.01278, 0.01056, 0.0128, 0.01229, 0.01471, 0.01313, 0.01456, 0.01459, 0.01357, 0.01696,
         0.02428, 0.04131, 0.04317, 0.06691, 0.1234, 0.2063, 0.3799, 0.7259, 1.395
+    ),
+}
+REDUCED_ELEMENTS = (
+    128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144, 524288, 1048576, 2097152, 4194304,
+    8388608, 16777216, 33554432, 67108864, 134217728, 268435456, 536870912
+)
+REDUCE_MS = {  # all-reduce of this many 2-byte elements on each device, by devices of one node
+    2: (
+        0.00258, 0.002252, 0.0023, 0.002368, 0.002497, 0.002533, 0.002603, 0.002612, 0.002859, 0.003118, 0.00362,
+        0.004396, 0.005898, 0.009114, 0.0167, 0.02947, 0.05548, 0.136, 0.2461, 0.4639, 0.8883, 1.706, 3.24
     ),
 }
 # fmt: on

@@ -13,6 +13,9 @@ On s devices each has L / s rows and 1 / s of the attention, and the keys and va
 the time of an all-gather of them, measured on up to 8 devices of a node. Attention hides it, but for the block of keys
 and values that a device has from the beginning.
 
+With tensor parallelism the shape is that of one device's share, and each layer ends its two halves with an all-reduce of
+the hidden state.
+
 Not in it: the host's time (SGLang launches prefill kernels one by one unless a graph was captured), sampling and
 tokenising. So short prompts are too fast here.
 """
@@ -32,6 +35,8 @@ from sglang_ext.planner.simulation.h200_operators import (
     KERNEL_S,
     MEMORY_BYTES_PER_S,
     PROMPT_TOKENS,
+    REDUCE_MS,
+    REDUCED_ELEMENTS,
     ROWS,
     SHAPES,
     ModelShape,
@@ -57,12 +62,16 @@ class OperatorModel(NamedTuple):
         """Seconds of a chunk of `new_tokens` behind `cached_tokens` on `size` devices together."""
         shape = self.shape
         rows = -(-new_tokens // size)
-        local_s = _product_s(shape, rows) + _memory_s(shape, rows)
+        local_s = _product_s(shape, rows) + _memory_s(shape, rows) + _reduce_s(shape, rows)
         attention_s = _attention_s(shape, cached_tokens, new_tokens) / size
         ring_s = _ring_s(shape, cached_tokens + new_tokens, size)
         exposed_s = max(0.0, ring_s - attention_s * (size - 1) / size)
         output_s = KERNEL_S + ELEMENT_BYTES * shape.vocabulary_size * shape.hidden_size / MEMORY_BYTES_PER_S
         return shape.layers * (local_s + attention_s + exposed_s) + output_s
+
+    def attention_s(self, cached_tokens: int, new_tokens: int) -> float:
+        """Seconds of a layer's attention, as one prompt, on one device."""
+        return _attention_s(self.shape, cached_tokens, new_tokens)
 
     def samples(self, size: int) -> tuple[ChunkSample, ...]:
         """The chunks that the cost of an SP size is fitted to."""
@@ -85,7 +94,10 @@ class OperatorModel(NamedTuple):
         return CostCoefficients(cost.d_s_per_token2, cost.b_s_per_token, 0.0, cost.a_s)
 
 
-OPERATOR_MODELS = {OPERATOR_PREFIX + name: OperatorModel(name, shape) for name, shape in SHAPES.items()}
+# The engines of simulations: what a group of instances of several devices each sends round is not in the ring's time.
+OPERATOR_MODELS = {
+    OPERATOR_PREFIX + name: OperatorModel(name, shape) for name, shape in SHAPES.items() if shape.tp == 1
+}
 
 
 def _product_s(shape: ModelShape, rows: int) -> float:
@@ -102,6 +114,16 @@ def _memory_s(shape: ModelShape, rows: int) -> float:
         return max(KERNEL_S, ELEMENT_BYTES * rows * elements / MEMORY_BYTES_PER_S)
 
     return 2 * time_s(norm) + time_s(rotary) + time_s(activation)
+
+
+def _reduce_s(shape: ModelShape, rows: int) -> float:
+    """Return the time of a layer's two all-reduces."""
+    if shape.tp == 1:
+        return 0.0
+    elements = shape.hidden_size * rows
+    if elements >= REDUCED_ELEMENTS[-1]:
+        return 2e-3 * REDUCE_MS[shape.tp][-1] * elements / REDUCED_ELEMENTS[-1]
+    return 2e-3 * _between(REDUCED_ELEMENTS, REDUCE_MS[shape.tp], elements)
 
 
 def _attention_s(shape: ModelShape, cached_tokens: int, new_tokens: int) -> float:

@@ -30,6 +30,13 @@ def test_a_prompt_of_a_measured_length_by_hand() -> None:
     assert LLAMA.chunk_s(1, 0, 8192) == pytest.approx(32 * (5.061e-3 + 0.8881e-3 + on_memory_s) + output_s)
 
 
+def test_tensor_parallelism_adds_two_sums_over_all_devices_to_each_layer() -> None:
+    # 1,024 tokens of a hidden state of 8,192: two all-reduces of 8,388,608 elements, 0.05548 ms each.
+    shape = SHAPES["qwen2.5-72b-tp2"]
+    together, on_one = (OperatorModel("any", one).chunk_s(1, 0, 1024) for one in (shape, shape._replace(tp=1)))
+    assert together - on_one == pytest.approx(80 * 2 * 0.05548e-3)
+
+
 def test_between_measured_points_time_is_on_the_line_and_beyond_them_it_grows_on() -> None:
     low, middle, high = (LLAMA.chunk_s(1, 0, tokens) for tokens in (4096, 5120, 6144))
     assert middle == pytest.approx((low + high) / 2)
