@@ -13,8 +13,8 @@ On s devices each has L / s rows and 1 / s of the attention, and the keys and va
 the time of an all-gather of them, measured on up to 8 devices of a node. Attention hides it, but for the block of keys
 and values that a device has from the beginning.
 
-With tensor parallelism the shape is that of one device's share, and each layer ends its two halves with an all-reduce of
-the hidden state.
+With tensor parallelism the shape is that of one device's share, and each layer ends its two halves with an all-reduce
+of the hidden state.
 
 Not in it: the host's time (SGLang launches prefill kernels one by one unless a graph was captured), sampling and
 tokenising. So short prompts are too fast here.
