@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import random
 import shlex
 import signal
 import sys
@@ -30,6 +31,7 @@ from demo_client import Question, Reply, ask_all
 from demo_report import draw_timeline, print_table
 from demo_view import make_view
 
+from sglang_ext import cli
 from sglang_ext.cluster.cluster import Cluster
 from sglang_ext.cluster.config import (
     ClusterConfig,
@@ -67,6 +69,8 @@ PREFILL_CHUNK_TOKENS = 256  # of what an instance computes by itself: after each
 MIN_CHUNK_TOKENS = 256
 MAX_CHUNK_MS = 1200  # then all is decided again: the other instance joins as soon as it is free
 PREFILL_INSTANCES = 2
+SIMULATED_PROMPTS = 600
+SIMULATED_LONG_SHARE = 0.1
 WITHOUT_WARM_UP = ("--skip-server-warmup",)  # which begins with a second of sleep, and on a CPU gains nothing
 
 # Short questions come while documents are computed: when each is sent, in seconds since the first.
@@ -218,6 +222,7 @@ def _demonstrate(cluster: Cluster, began_s: float) -> bool:
         print(f"\ntimeline of the requests: {picture}")
         if status is not None:
             _draw_pool(cluster, status)
+            _simulate_eight(cluster.folder)
     print(f"{time.monotonic() - began_s:.0f} s in all", flush=True)
     return not failed
 
@@ -293,6 +298,26 @@ def _draw_pool(cluster: Cluster, status: Any) -> None:
         print(f"no picture of the long pool: {error}", file=sys.stderr)
         return
     print(f"timeline of the long pool: {picture}")
+
+
+def _simulate_eight(folder: Path) -> None:
+    """Show what this machine cannot: the policies that serve, on eight simulated GPUs, as a page that plays the run."""
+    _step("eight H200s, which this machine has not: simulated, with the policies that serve and with SGLang's order")
+    lengths, recording, page = (folder / f"eight.{kind}" for kind in ("csv", "jsonl", "html"))
+    draw = random.Random(1)
+    prompts = [
+        int(draw.uniform(8_000, 60_000) if draw.random() < SIMULATED_LONG_SHARE else 1 + draw.lognormvariate(5.5, 1.0))
+        for _ in range(SIMULATED_PROMPTS)
+    ]
+    rows = ["num_prefill_tokens,num_decode_tokens", *(f"{tokens},100" for tokens in prompts)]
+    lengths.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    wanted = [f"workload.file={lengths}", "workload.rate=25", f"workload.requests={SIMULATED_PROMPTS}"]
+    wanted += ["instances.engine=h200-llama3-8b", "instances.prefill=8"]
+    command = ["simulate", *(word for setting in wanted for word in ("--set", setting))]
+    cli.main([*command, "--set", "policy.name=fcfs"])
+    cli.main([*command, "--record", str(recording)])
+    cli.main(["live", "timeline", "--recording", str(recording), "--out", str(page)])
+    print(f"a page that plays the second run: {page}")
 
 
 def _keep(cluster: Cluster) -> None:

@@ -179,3 +179,14 @@ def test_the_table_says_of_a_long_prompt_what_its_picture_says(demo: ModuleType,
     assert shown in [request.plan for request in demo.timeline_of(status).requests]
     assert demo._plan(demo.Reply(question, "long", prompt_tokens=900, request_id="0"), status) == "900 @ 1"
     assert demo._plan(demo.Reply(question, "short", prompt_tokens=9, request_id="0"), status) == ""
+
+
+@pytest.mark.slow
+def test_eight_instances_are_simulated_and_the_page_plays_them(
+    demo: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    demo._simulate_eight(tmp_path)
+    printed = capsys.readouterr().out
+    assert printed.count("8 prefill instances, policy ") == 2
+    assert "simulated" in printed
+    assert "<html" in (tmp_path / "eight.html").read_text(encoding="utf-8")
