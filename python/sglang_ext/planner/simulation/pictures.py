@@ -31,7 +31,7 @@ def draw_ttft(runs: Sequence[tuple[LoadReport, Sequence[ServedPrefill]]], path: 
     for report, served in runs:
         ttfts_s = sorted(prefill.ttft_s for prefill in served)
         shares = [(position + 1) / len(ttfts_s) for position in range(len(ttfts_s))]
-        axes.plot(ttfts_s, shares, label=_load(report))
+        axes.plot(ttfts_s, shares, label=report.load)
     axes.set(xlabel="time to first token (s)", ylabel="share of requests", xscale="log", ylim=(0, 1))
     axes.legend()
     figure.savefig(path)
@@ -98,7 +98,3 @@ def _figure() -> tuple[Any, Any]:  # matplotlib is not typed
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, figure.subplots()
-
-
-def _load(report: LoadReport) -> str:
-    return "as in the trace" if report.rate_per_s is None else f"{report.rate_per_s:g} requests/s"

@@ -118,16 +118,28 @@ class LoadReport(NamedTuple):
     gang_wait_share: float | None  # of the time of groups, by members that wait for the others
     end_s: float
     events: int
+    clients: int | None = None  # that send again when they have a reply
+
+    @property
+    def load(self) -> str:
+        """Return what was asked for, for a reader."""
+        if self.clients is not None:
+            served = self.classes[0].requests - self.classes[0].unfinished - self.classes[0].refused
+            who = "a client that sends again" if self.clients == 1 else f"{self.clients} clients that send again"
+            return f"{who}, {served / max(self.end_s, 1e-9):.3g} requests/s"
+        return "as in the trace" if self.rate_per_s is None else f"{self.rate_per_s:g} requests/s"
 
 
-def make_report(outcome: Outcome, rate_per_s: float | None, slo_s: float, boundary_tokens: int) -> LoadReport:
+def make_report(
+    outcome: Outcome, rate_per_s: float | None, slo_s: float, boundary_tokens: int, clients: int | None = None
+) -> LoadReport:
     """Summarise one run."""
     classes = by_class(outcome.served, outcome.unfinished, outcome.refused, outcome.end_s, slo_s, boundary_tokens)
     prompt_tokens = sum(prefill.request.prompt_tokens for prefill in outcome.served)
     cached_share = sum(prefill.request.cached_tokens for prefill in outcome.served) / max(1, prompt_tokens)
     return LoadReport(
         *(rate_per_s, classes, cached_share, _decode(outcome), _pools(outcome), outcome.gang_wait_share),
-        *(outcome.end_s, outcome.events),
+        *(outcome.end_s, outcome.events, clients),
     )
 
 
@@ -161,8 +173,7 @@ def table(reports: Sequence[LoadReport]) -> str:
     header = f"{'class':<6} {'requests':>9} {'unfin.':>7} {'refused':>7} {'late':>7}"
     header += "".join(f" {name.removesuffix('_s').replace('_', ' '):>9}" for name in _COLUMNS)
     for report in reports:
-        load = "as in the trace" if report.rate_per_s is None else f"{report.rate_per_s:g} requests/s"
-        lines += [f"load: {load}", header]
+        lines += [f"load: {report.load}", header]
         for figures in report.classes:
             cells = "".join(_cell(getattr(figures, name)) for name in _COLUMNS)
             lines.append(
@@ -195,6 +206,7 @@ def as_json(report: LoadReport) -> dict[str, object]:
     """Plain JSON values."""
     return {
         "rate_per_s": report.rate_per_s,
+        "clients": report.clients,
         "cached_share": report.cached_share,
         "gang_wait_share": report.gang_wait_share,
         "end_s": report.end_s,

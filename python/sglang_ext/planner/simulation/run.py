@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Protocol, runtime_checkable
 
 from sglang_ext.costs.engine_profile import FrontEnd
@@ -90,6 +91,7 @@ class RunOptions:
     is_moving: bool = True  # it moves instances between pools; False: it looks, and moves none
     scaler: ScalerSettings | None = None  # next to the controller, which gives it the load
     until_s: float = float("inf")
+    clients: int | None = None  # that send again as soon as they have a reply; None: requests arrive at their own times
     watch_every_s: float | None = None  # of instances that compute each prompt by themselves: what they have to do
 
 
@@ -118,17 +120,23 @@ def simulate(
     build_stage: StageBuilder,
     options: RunOptions = RunOptions(),
     on_progress: Callable[[int], None] | None = None,
+    front_end: FrontEnd | None = None,
 ) -> Outcome:
     """Serve the requests, sorted by arrival, to the end or until `until_s`.
 
-    `on_progress` gets the number of arrivals so far. ValueError for failures or pool moves that the stage has not.
+    `on_progress` gets the number of arrivals so far. `front_end` is what clients that send again wait for in addition,
+    before they do and until what they send arrives. ValueError for failures or pool moves that the stage has not.
     """
     loop = EventLoop()
     collector = Collector(options.warm_up_requests)
+    clients: _Clients | None = None
+    if options.clients is not None:
+        clients = _Clients(loop, _reporting(requests, on_progress), front_end)
     decode = None
     if options.decode is not None:
-        decode = DecodePool(loop, options.decode, decode_policy(options.decode_policy), options.seed)
-    stage = build_stage(loop, _Both(collector, decode))
+        on_finished = None if clients is None else clients.on_finished
+        decode = DecodePool(loop, options.decode, decode_policy(options.decode_policy), options.seed, on_finished)
+    stage = build_stage(loop, _Both(collector, decode, clients))
     if decode is not None and isinstance(stage, KeepingStage):
         keeping = stage
         keeping.keep_until_transferred()
@@ -146,7 +154,10 @@ def simulate(
     watch = None
     if options.watch_every_s is not None and isinstance(stage, InstancePool):
         watch = InstanceWatch(loop, stage, options.watch_every_s)
-    feed(loop, _reporting(requests, on_progress), stage)
+    if clients is None:
+        feed(loop, _reporting(requests, on_progress), stage)
+    else:
+        clients.begin(stage, options.clients or 0)
     loop.run(options.until_s)
     counted = options.warm_up_requests
     return Outcome(
@@ -169,20 +180,57 @@ def simulate(
     )
 
 
-class _Both:
-    """Informs the collector and the decode instances."""
+class _Clients:
+    """So many clients, each of which sends the next request as soon as it has the reply to its last one."""
 
-    def __init__(self, collector: Collector, decode: DecodePool | None) -> None:
+    def __init__(self, loop: EventLoop, requests: Iterator[SimRequest], front_end: FrontEnd | None) -> None:
+        self._loop = loop
+        self._unsent = requests
+        self._front_end = front_end
+        self._stage: RecordedStage | None = None
+
+    def begin(self, stage: RecordedStage, number: int) -> None:
+        """Let this many send their first request now."""
+        self._stage = stage
+        for request in islice(self._unsent, number):
+            self._send(request, self._loop.now_s)
+
+    def on_finished(self, finished: FinishedRequest) -> None:
+        """The last token has left a decode instance."""
+        self.on_reply(finished.request)
+
+    def on_reply(self, request: SimRequest) -> None:
+        """The reply to a request has left the instances."""
+        following = next(self._unsent, None)
+        if following is not None:
+            delay_s = 0.0 if self._front_end is None else self._front_end.return_delay_s(request.prompt_tokens)
+            self._send(following, self._loop.now_s + delay_s)
+
+    def _send(self, request: SimRequest, at_s: float) -> None:
+        assert self._stage is not None
+        delay_s = 0.0 if self._front_end is None else self._front_end.entry_delay_s(request.prompt_tokens)
+        self._loop.schedule(at_s + delay_s, self._stage.arrive, request._replace(arrival_s=at_s + delay_s))
+
+
+class _Both:
+    """Informs the collector, the decode instances, and clients that wait for a reply."""
+
+    def __init__(self, collector: Collector, decode: DecodePool | None, clients: _Clients | None) -> None:
         self._collector = collector
         self._decode = decode
+        self._clients = clients
 
     def on_first_token(self, served: ServedPrefill) -> None:
         self._collector.on_first_token(served)
         if self._decode is not None:
             self._decode.on_first_token(served)
+        elif self._clients is not None:
+            self._clients.on_reply(served.request)
 
     def on_refused(self, request: SimRequest) -> None:
         self._collector.on_refused(request)
+        if self._clients is not None:
+            self._clients.on_reply(request)
 
 
 def _failing(stage: RecordedStage) -> _FailingStage:
@@ -214,18 +262,18 @@ def simulate_for_clients(
     """
     if front_end is None:
         return simulate(requests, build_stage, options, on_progress)
-    sent_s = {request.key: request.arrival_s for request in requests}
-    queued = sorted(
-        (
-            request._replace(arrival_s=request.arrival_s + front_end.entry_delay_s(request.prompt_tokens))
-            for request in requests
-        ),
-        key=lambda request: request.arrival_s,
-    )
-    outcome = simulate(queued, build_stage, options, on_progress)
+    if options.clients is None:
+        requests = sorted(
+            (
+                request._replace(arrival_s=request.arrival_s + front_end.entry_delay_s(request.prompt_tokens))
+                for request in requests
+            ),
+            key=lambda request: request.arrival_s,
+        )
+    outcome = simulate(requests, build_stage, options, on_progress, front_end)
 
     def as_sent(request: SimRequest) -> SimRequest:
-        return request._replace(arrival_s=sent_s[request.key])
+        return request._replace(arrival_s=request.arrival_s - front_end.entry_delay_s(request.prompt_tokens))
 
     return replace(
         outcome,

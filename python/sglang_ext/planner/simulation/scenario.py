@@ -136,6 +136,7 @@ def run_options(args: argparse.Namespace, requests: int) -> RunOptions:
         pressure,
         is_moving=args.move_pools,
         scaler=_scaler(args) if args.scaler else None,
+        clients=args.concurrency,
     )
 
 

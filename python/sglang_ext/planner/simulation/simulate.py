@@ -41,7 +41,7 @@ from sglang_ext.planner.simulation.scenario import (
     run_options,
     stage_builder,
 )
-from sglang_ext.planner.simulation.workload import WorkloadError, load_workload
+from sglang_ext.planner.simulation.workload import Workload, WorkloadError, load_workload
 from sglang_ext.settings import REQUIRED, Setting, SettingsError
 from sglang_ext_router.decide.decode_choice import DECODE_POLICIES
 
@@ -102,6 +102,13 @@ SETTINGS = (
         dest="rates",
     ),
     *ARRIVAL_SETTINGS,
+    _WORKLOAD(
+        "concurrency",
+        int,
+        None,
+        "clients that each send the next request as soon as they have a reply (with decode instances all of it), in "
+        "place of arrivals at their own times",
+    ),
     _WORKLOAD("warm_up", float, 0.0, "share of the requests, the first, that is not counted"),
     _INSTANCES("engine", str, "table1", f"{ENGINE_NAMES}, or a profile (JSON file)"),
     _INSTANCES("model", str, None, "name or folder of the model that the engine must be of"),
@@ -230,6 +237,8 @@ def _run(args: argparse.Namespace) -> int:
     for doubt in engine_doubts(args.policy, engine):
         print(f"sglang-ext simulate: {doubt}", file=sys.stderr)
     workload = load_workload(args.workload)
+    if args.concurrency is not None:
+        rates = [_closed_rate(args, workload)]
     runs: list[tuple[LoadReport, list[ServedPrefill]]] = []
     for rate in rates:
         requests = make_requests(workload, args, rate)
@@ -249,7 +258,14 @@ def _run(args: argparse.Namespace) -> int:
                 *(args.decode, args.decode_kv_tokens),
             )
             write_recording(outcome, run, args.record)
-        runs.append((make_report(outcome, rate, args.slo, args.boundary_tokens), outcome.served))
+        runs.append(
+            (
+                make_report(
+                    outcome, None if args.concurrency else rate, args.slo, args.boundary_tokens, args.concurrency
+                ),
+                outcome.served,
+            )
+        )
         if args.pictures is not None:
             suffix = f"-{rate:g}" if len(rates) > 1 else ""
             draw_timeline(outcome.timeline, args.pictures / f"timeline{suffix}.png")
@@ -272,6 +288,18 @@ def _run(args: argparse.Namespace) -> int:
         if args.rates:
             draw_load(reports, args.pictures / "load.png")
     return 0
+
+
+def _closed_rate(args: argparse.Namespace, workload: Workload) -> float | None:
+    """Return a rate for requests whose times do not count, as clients wait for replies. ScenarioError names what
+    contradicts that."""
+    if args.concurrency < 1:
+        raise ScenarioError(f"workload.concurrency must be at least 1, got {args.concurrency}")
+    if args.rates:
+        raise ScenarioError("workload.rate: with workload.concurrency a request comes when a reply has come")
+    if workload.sessions:
+        raise ScenarioError("workload.concurrency: turns of sessions wait for their own answers")
+    return None if workload.requests else 1.0
 
 
 def _progress(requests: list[SimRequest]) -> Callable[[int], None] | None:

@@ -118,6 +118,14 @@ def test_clients_stand_behind_the_front_end() -> None:
     assert second.ttft_s == pytest.approx(0.15 + 1.25 + 0.76 + 0.2 + 0.002 - 0.14)
 
 
+def test_clients_send_again_when_they_have_the_reply() -> None:
+    requests = [SimRequest(key, 0.0, 50, 1) for key in range(3)]
+    outcome = simulate_for_clients(FRONT_END, requests, _stage, RunOptions(clients=1))
+    whole_s = 0.15 + 1.25 + 0.2 + 0.1
+    assert [one.ttft_s for one in outcome.served] == pytest.approx([whole_s] * 3)
+    assert [one.request.arrival_s for one in outcome.served] == pytest.approx([0.0, whole_s, 2 * whole_s])
+
+
 def test_a_short_prompt_may_overtake_a_long_one_on_the_way_in() -> None:
     requests = [SimRequest(0, 0.0, 50, 1), SimRequest(1, 0.01, 1, 1)]
     outcome = simulate_for_clients(FRONT_END, requests, _stage, RunOptions())

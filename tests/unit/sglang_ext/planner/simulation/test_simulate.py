@@ -50,6 +50,32 @@ def test_every_policy_serves_a_workload(
     assert "load: 2 requests/s" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("policy", ["one", "laps", "fcfs"])
+@pytest.mark.parametrize("decode", [0, 1])
+def test_clients_wait_for_their_number_over_the_throughput(
+    policy: str, decode: int, lengths: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Little's law, with replies that end with the first token; decode makes clients wait for longer."""
+    out = tmp_path / "out.json"
+    arguments = sets(f"workload.file={lengths}", "workload.concurrency=6", "workload.requests=300")
+    more = sets("instances.prefill=2", f"policy.name={policy}", f"decode.instances={decode}")
+    assert main(["simulate", *arguments, *more, "--json", str(out)]) == 0
+    (run,) = json.loads(out.read_text(encoding="utf-8"))["runs"]
+    assert (run["clients"], run["rate_per_s"], run["ttft"]["all"]["requests"]) == (6, None, 300)
+    clients = run["ttft"]["all"]["mean_s"] * 300 / run["end_s"]
+    assert clients < 5.7 if decode else 5.7 < clients <= 6.0
+    assert "load: 6 clients that send again, " in capsys.readouterr().out
+
+
+def test_a_trace_s_times_do_not_count_where_clients_send_again(timed: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    arguments = sets(f"workload.file={timed}", "workload.concurrency=3", "instances.prefill=2")
+    assert main(["simulate", *arguments, "--json", str(out)]) == 0
+    (run,) = json.loads(out.read_text(encoding="utf-8"))["runs"]
+    assert run["ttft"]["all"]["unfinished"] == 0
+    assert run["end_s"] < 10.0
+
+
 def test_the_seed_decides(lengths: str, capsys: pytest.CaptureFixture[str]) -> None:
     tables = []
     for seed in ("1", "1", "2"):
@@ -230,6 +256,11 @@ def test_instances_of_several_stages(lengths: str, tmp_path: Path, capsys: pytes
         (
             sets("workload.rate=1", "instances.long_pp=2"),
             "instances.long_pp: instances that share prompts (policy.name one) have one stage",
+        ),
+        (sets("workload.concurrency=0"), "workload.concurrency must be at least 1, got 0"),
+        (
+            sets("workload.concurrency=2", "workload.rate=1"),
+            "workload.rate: with workload.concurrency a request comes when a reply has come",
         ),
         (sets("workload.rate=1", "workload.warm_up=1"), "workload.warm_up must be at least 0 and below 1, got 1"),
         (
