@@ -194,17 +194,19 @@ def _build(architecture: str, folder: Path) -> None:
             shutil.copy(file, folder / file.name)
 
 
-def family_greedy(architecture: str, prompt: Sequence[int], new_tokens: int) -> list[int]:
-    """Greedy continuation by transformers in float32, without a cache."""
+def family_greedy(architecture: str, prompt: Sequence[int], new_tokens: int, *, has_cache: bool = False) -> list[int]:
+    """Greedy continuation by transformers in float32; with its cache long prompts take less time."""
     import torch
 
-    ids = list(prompt)
+    ids, known, past = list(prompt), 0, None
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = _model(architecture)
         for _ in range(new_tokens):
-            logits = model(torch.tensor([ids]), use_cache=False).logits[0, -1]
-            ids.append(int(logits.argmax()))
+            output = model(torch.tensor([ids[known:]]), past_key_values=past, use_cache=has_cache)
+            if has_cache:
+                known, past = len(ids), output.past_key_values
+            ids.append(int(output.logits[0, -1].argmax()))
     return ids[len(prompt) :]
 
 
