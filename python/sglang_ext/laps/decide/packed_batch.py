@@ -21,8 +21,10 @@ _OVERHEADS: Final = 8.0  # times what every batch costs again a batch takes, of 
 _LEAST_OF_SLO: Final = 0.05
 _LEAST_IN_PIPELINE: Final = 0.2  # each chunk waits for the longest stage, and for the stages to fill
 _MOST_OF_SLO: Final = 1 / 3  # a short prefill waits for the end of one batch, perhaps a longer one, and for its own
+_LONGEST_OF_SLO: Final = 1 / 2  # that longer one
 _LEAST_OVERHEADS: Final = 2.4  # at any objective: below, next to nothing is computed
 _HELD_OVERHEADS: Final = 16.0  # fixed costs that an objective holds which may cost batches: two batches of eight
+_MOST_LOST: Final = 0.75  # of the time that the load leaves free, for the fixed costs of batches that hold an objective
 _CUT_SHARE: Final = 0.4  # of the time that the load leaves free: most that may be lost with the parts of long prefills
 _LEAST_SPARE: Final = 0.25  # an estimate of the load that is a little too high must not make batches long
 _MIXED_WAITS: Final = 3.0  # halves of a batch that a prefill waits which arrives during one and shares the next
@@ -63,29 +65,43 @@ def loaded_round_s(fixed_s: float, short_slo_s: float, load: OfferedLoad, waitin
     And cutting a prompt into parts of T costs f for each part, by which all that wait, and those who come before the
     queue is empty again, are later: N f / (1 - u) in sum. It saves those who arrive meanwhile, r in a second, T / 2
     until their batch starts, and T as they share it with a long prefill. Per second that is
-    N f / (T (1 - u)) + 3 r T / 2, which is least at T = sqrt(2 N f / (3 r (1 - u))). Where the
-    objective can be held it is no more than a third of it, unless in fewer than one of twenty such batches a request
-    arrives: while nothing comes, nothing is cut.
+    N f / (T (1 - u)) + 3 r T / 2, which is least at T = sqrt(2 N f / (3 r (1 - u))).
+
+    An objective that can be held (`can_hold`) is held: a batch is no longer than a third of it, unless the fixed costs
+    would take more than three quarters of the free time, or in fewer than one of twenty such batches a request arrives:
+    while nothing comes, nothing is cut.
     """
     spare = max(1.0 - load.utilisation, _LEAST_SPARE)
     stable_s = fixed_s / (_CUT_SHARE * spare)
     if load.requests_per_s <= 0:
         return inf
     shared_s = sqrt(2 * max(waiting, 1) * fixed_s / (_MIXED_WAITS * load.requests_per_s * spare))
-    held_s = _MOST_OF_SLO * short_slo_s
-    if stable_s <= held_s:
-        shared_s = min(shared_s, max(held_s, _RARE_ARRIVALS / load.requests_per_s))
-    return max(stable_s, shared_s)
+    round_s = max(stable_s, shared_s)
+    if can_hold(fixed_s, short_slo_s) and load.utilisation < 1.0:
+        least_s = fixed_s / (_MOST_LOST * (1.0 - load.utilisation))
+        round_s = min(round_s, max(_MOST_OF_SLO * short_slo_s, least_s, _RARE_ARRIVALS / load.requests_per_s))
+    return round_s
+
+
+def can_hold(fixed_s: float, short_slo_s: float) -> bool:
+    """Return whether two batches that lose an eighth to the fixed cost end within the objective: one to wait for, and
+    its own."""
+    return _HELD_OVERHEADS * fixed_s <= short_slo_s
+
+
+def longest_batch_s(fixed_s: float, short_slo_s: float) -> float:
+    """Return what a batch may take in which a long prefill runs whole: half of an objective that can be held, which
+    leaves a third to the next batch and the rest to what was not foreseen."""
+    return _LONGEST_OF_SLO * short_slo_s if can_hold(fixed_s, short_slo_s) else inf
 
 
 def can_afford(load: OfferedLoad, fixed_s: float, short_slo_s: float, extra_s: float, batch_s: float) -> bool:
     """Return whether deadlines are worth `extra_s` of fixed costs with every batch of `batch_s`.
 
-    The load must leave that much time free. And it must be possible to hold the objective: two batches that lose an
-    eighth to the fixed cost `fixed_s` end within it, one to wait for and its own. Under a shorter one, a batch more
-    makes one prefill on time by a little, and all that wait late by a fixed cost.
+    The load must leave that much time free. And it must be possible to hold the objective: under a shorter one, a batch
+    more makes one prefill on time by a little, and all that wait late by a fixed cost.
     """
-    return _HELD_OVERHEADS * fixed_s <= short_slo_s and extra_s <= (1.0 - load.utilisation) * batch_s
+    return can_hold(fixed_s, short_slo_s) and extra_s <= (1.0 - load.utilisation) * batch_s
 
 
 def stage_share(stages: int) -> float:
@@ -136,6 +152,7 @@ class LongRoom(NamedTuple):
     min_chunk_tokens: int
     max_parked: int
     whole_within: float = _WHOLE_WITHIN  # a prefill that takes this many times `left_s` runs whole
+    longest_s: float = inf  # but none that takes longer than this, if that is more than a tenth over `left_s`
 
 
 def whole_within(*, is_fixed: bool) -> float:
@@ -190,7 +207,8 @@ def fill_with_longs(
         # What is taken into account besides the tokens: the fixed cost is paid, that of a further request is not.
         paid_s = cost.kappa_s - (cost.request_s if room.is_mixed or whole else 0.0)
         taken_s = cost.chunk_s(remaining_tokens, cached_tokens) - paid_s
-        if remaining_tokens > max_tokens or taken_s > room.whole_within * left_s:
+        whole_s = max(min(room.whole_within * left_s, room.longest_s - added_s), _FIXED_WHOLE_WITHIN * left_s)
+        if remaining_tokens > max_tokens or taken_s > whole_s:
             if not request.is_started and started:
                 promise_tokens = promised_tokens + new_tokens + remaining_tokens
                 if parked > room.max_parked or promise_tokens > room.free_kv_tokens:

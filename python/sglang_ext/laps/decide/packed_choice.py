@@ -16,6 +16,7 @@ from sglang_ext.laps.decide.packed_batch import (
     even_share_s,
     fill_with_longs,
     long_mode_round_s,
+    longest_batch_s,
     run_shorts_alone,
     whole_within,
     without_shorts_s,
@@ -194,7 +195,10 @@ def _gathers(model: InstanceModel, now_s: float, batch: FormedBatch) -> bool:
     return now_s < oldest_s + model.short_slo_s
 
 
-def _room(model: InstanceModel, left_s: float, free_kv_tokens: int, batch: FormedBatch | None) -> LongRoom:
+def _room(
+    model: InstanceModel, left_s: float, free_kv_tokens: int, batch: FormedBatch | None, spent_s: float
+) -> LongRoom:
+    """Return what is left of a batch that takes `spent_s` without long prefills."""
     limits = model.limits
     taken_tokens = requests = 0
     if batch is not None:
@@ -212,6 +216,7 @@ def _room(model: InstanceModel, left_s: float, free_kv_tokens: int, batch: Forme
         model.options.min_chunk_tokens,
         model.options.max_parked,
         whole_within(is_fixed=model.options.round_ms is not None or limits.stages > 1),
+        longest_batch_s(model.cost.kappa_s, model.short_slo_s) - spent_s,
     )
 
 
@@ -230,7 +235,7 @@ def _mixed(
 ) -> PrefillBatch | None:
     """The short batch with long prefills in what it leaves of the round; None where none fits."""
     cost, members = model.cost, batch.members
-    room = _room(model, round_s - shorts_s, free_kv_tokens, batch)
+    room = _room(model, round_s - shorts_s, free_kv_tokens, batch, shorts_s)
     parts = fill_with_longs(longs, _started(queue), cost, room)
     if not parts.requests:
         return None
@@ -257,7 +262,7 @@ def _without_shorts(
         if model.limits.stages > 1 and len(longs) == 1:  # another one would share the last chunk
             request = longs[0].request
             left_s = even_share_s(cost.chunk_s(request.new_tokens, request.cached_tokens) - cost.kappa_s, left_s)
-        room = _room(model, left_s, free_kv_tokens, None)
+        room = _room(model, left_s, free_kv_tokens, None, cost.kappa_s)
         parts = fill_with_longs(longs, _started(queue), cost, room)
         reason = DispatchReason.URGENT if has_short else DispatchReason.ALONE
         if parts.requests:

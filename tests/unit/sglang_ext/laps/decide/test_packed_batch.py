@@ -216,6 +216,16 @@ def test_shorts_share_their_batch_in_a_pipeline() -> None:
     assert not run_shorts_alone(0.0, short_batch(0.42), 0.2, 1.0, 10, 0.9, stages=3)
 
 
+def test_the_longest_batch_leaves_the_next_one_its_part_of_an_objective() -> None:
+    """0.5 s are left, so nearly 1 s would run whole, but the objective leaves 0.6 s, and never less than what is left."""
+    room = ROOM._replace(longest_s=0.6)
+    assert keys(fill(queued(1, 599), room=room)) == ((1,), None, 0)
+    assert keys(fill(queued(1, 602), room=room)) == ((), 1, 500)
+    assert keys(fill(queued(1, 499), room=ROOM._replace(longest_s=0.1))) == ((1,), None, 0)
+    assert packed_batch.longest_batch_s(0.02, 0.4) == pytest.approx(0.2)
+    assert packed_batch.longest_batch_s(0.03, 0.4) == inf  # cannot be held
+
+
 def test_the_budget_of_a_batch() -> None:
     assert packed_round_s(1e-4, 0.4) == pytest.approx(0.02)  # a twentieth of the objective
     assert packed_round_s(1e-4, 0.4, 2) == pytest.approx(0.08 * stage_share(2))  # a fifth, shared by the stages
@@ -234,6 +244,10 @@ def test_under_load_a_batch_takes_what_its_fixed_costs_leave() -> None:
     assert loaded_round_s(0.01, 1.0, OfferedLoad(2.0, 0.5), 4) == pytest.approx(best_s)
     assert loaded_round_s(0.01, 0.3, OfferedLoad(2.0, 0.5), 4) == pytest.approx(0.1)  # a third of the objective
     assert loaded_round_s(0.01, 0.01, OfferedLoad(2.0, 0.5), 4) == pytest.approx(best_s)  # which cannot be held
+    # Batches of a third of 0.18 s lose half of the time that is free; of 0.165 s they would lose nine tenths.
+    assert loaded_round_s(0.01, 0.18, OfferedLoad(1e6, 0.67), 1) == pytest.approx(0.06)
+    assert loaded_round_s(0.01, 0.165, OfferedLoad(1e6, 0.8), 1) == pytest.approx(0.01 / 0.15)
+    assert loaded_round_s(0.01, 0.15, OfferedLoad(1e6, 0.8), 1) == pytest.approx(0.01 / 0.1)  # cannot be held
     assert loaded_round_s(0.01, 0.3, OfferedLoad(0.1, 0.0), 4) == pytest.approx(0.5)  # one comes in twenty of these
     assert loaded_round_s(0.01, 0.3, OfferedLoad(0.0, 0.0), 1) == inf  # nothing comes: nothing is cut
     assert loaded_round_s(0.01, 0.3, OfferedLoad(inf, 0.0), 1) == pytest.approx(0.01 / 0.4)
@@ -251,11 +265,13 @@ def test_fixed_costs_never_fill_the_time(
 ) -> None:
     load = OfferedLoad(requests_per_s, utilisation)
     round_s = loaded_round_s(fixed_s, short_slo_s, load, waiting)
-    assert utilisation + fixed_s / round_s <= 1 - 0.6 * (1 - utilisation) + 1e-9
+    can_hold = 16 * fixed_s <= short_slo_s
+    assert utilisation + fixed_s / round_s <= 1 - (0.25 if can_hold else 0.6) * (1 - utilisation) + 1e-9
     assert loaded_round_s(fixed_s, short_slo_s, load, waiting + 1) >= round_s
     stable_s = fixed_s / (0.4 * (1 - utilisation))
-    if stable_s <= short_slo_s / 3:
-        assert round_s <= max(short_slo_s / 3, 0.05 / requests_per_s) * (1 + 1e-9)
+    if can_hold:
+        least_s = fixed_s / (0.75 * (1 - utilisation))
+        assert round_s <= max(short_slo_s / 3, least_s, 0.05 / requests_per_s) * (1 + 1e-9)
     elif round_s > 1.001 * stable_s:
 
         def cost(batch_s: float) -> float:

@@ -136,10 +136,10 @@ def test_a_round_of_a_pipeline_has_its_share_of_the_time() -> None:
 def test_chunks_of_a_prompt_grow_while_nothing_else_comes() -> None:
     served = serve([(0, 100_000)], Stages(1), laps(Stages(1), LapsOptions(short_ttft_slo_ms=300.0)))
     times_s = [busy.end_s - busy.start_s for busy in served.timeline]
-    # What is left runs whole once it takes at most twice what a chunk may.
+    # Beyond half of the objective, what is left runs whole where it takes a tenth more than a chunk may.
     assert times_s[-2] == max(times_s[:-1])
     assert times_s[-2] > 3 * times_s[0]
-    assert times_s[-2] < times_s[-1] <= 2 * times_s[-2]
+    assert times_s[-1] <= 1.1 * times_s[-2]
     assert sum(busy.tokens or 0 for busy in served.timeline) == 100_000
 
 
