@@ -217,7 +217,7 @@ def test_shorts_share_their_batch_in_a_pipeline() -> None:
 
 
 def test_the_longest_batch_leaves_the_next_one_its_part_of_an_objective() -> None:
-    """0.5 s are left, so nearly 1 s would run whole, but the objective leaves 0.6 s, and never less than what is left."""
+    """0.5 s are left, so nearly 1 s would run whole, but the objective leaves 0.6 s, never less than what is left."""
     room = ROOM._replace(longest_s=0.6)
     assert keys(fill(queued(1, 599), room=room)) == ((1,), None, 0)
     assert keys(fill(queued(1, 602), room=room)) == ((), 1, 500)
