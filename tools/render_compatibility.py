@@ -56,7 +56,8 @@ def render() -> str:
     for architecture, family in sorted(FAMILIES.items()):
         if architecture != REFUSED_WINDOW:
             pool = cell(_pool_refusal(architecture, family))
-            pool += ", on CPUs" if pool == "yes" and "kv_lora_rank" in family.more else ""
+            on_gpu = cdsp_options.architecture_conflict(architecture, on_gpu=True) is None
+            pool += ", on CPUs" if pool == "yes" and not on_gpu else ""
             cells = ["yes", "yes", _handshake(family, cell), pool]
             cells.append(cell(_graph_refusal(architecture, family)))
             rows.append(f"| {architecture} | {' | '.join(cells)} |\n")
@@ -80,7 +81,7 @@ def _handshake(family: Family, cell: Any) -> str:
 def _pool_refusal(architecture: str, family: Family) -> str | None:
     config = _config(architecture, family)
     config.sliding_window_size = window_of(config.hf_text_config)
-    problem = cdsp_options.model_conflict(config)
+    problem = cdsp_options.model_conflict(config, on_gpu=False)
     return None if problem is None else problem.partition("(")[2].removesuffix(")")
 
 

@@ -21,6 +21,7 @@ from sglang_ext.cluster.ports import NoFreePortError
 from sglang_ext.cluster.state import STATE_FILE, ClusterInUseError
 from sglang_ext.cluster.supervisor import StartError
 from sglang_ext.cpu.models.smollm2 import ModelError
+from sglang_ext.engine.device import Device, inspect_machine
 from sglang_ext.long_pool.sglang.cdsp_options import architecture_conflict
 
 ROLES = ("short", "long", "decode", "plain")
@@ -109,18 +110,22 @@ def config_from_arguments(args: argparse.Namespace) -> ClusterConfig:
 def _share_long_prompts(settings: dict[str, object]) -> None:
     """Start a coordinator, unless the settings say otherwise or several instances cannot compute this model."""
     coordinator = settings.setdefault("coordinator", {})
-    if isinstance(coordinator, dict) and _can_be_shared(str(settings.get("model", DEMONSTRATION_MODEL))):
+    if isinstance(coordinator, dict) and _can_be_shared(
+        str(settings.get("model", DEMONSTRATION_MODEL)), str(settings.get("device", "auto"))
+    ):
         coordinator.setdefault("enabled", True)
 
 
-def _can_be_shared(model: str) -> bool:
+def _can_be_shared(model: str, device: str) -> bool:
     """Return whether nothing in a model's folder speaks against it; a model without a folder here is not known."""
     try:
         config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return True
     names = config.get("architectures") if isinstance(config, dict) else None
-    return architecture_conflict(str(names[0]) if isinstance(names, list) and names else None) is None
+    name = str(names[0]) if isinstance(names, list) and names else None
+    on_gpu = device == "cuda" or (device == "auto" and inspect_machine().device is not Device.CPU)
+    return architecture_conflict(name, on_gpu=on_gpu) is None
 
 
 def run(args: argparse.Namespace) -> int:

@@ -198,7 +198,8 @@ def _problem(options: WorkerOptions, machine: MachineFacts) -> str | None:
     if options.cdsp is not None and options.cdsp.mesh is MeshKind.NCCL and machine.device is Device.CPU:
         return "cdsp.mesh nccl: NCCL moves memory of GPUs, and this engine has none"
     if options.cdsp is not None and options.model_is_local:
-        problem = architecture_conflict(read_architecture(options.model_path))
+        on_gpu = machine.device is not Device.CPU
+        problem = architecture_conflict(read_architecture(options.model_path), on_gpu=on_gpu)
         if problem is not None:
             return problem
     if options.model_is_local and size_of(options.engine_arguments, PIPELINE_PARALLEL_FLAGS) > 1:

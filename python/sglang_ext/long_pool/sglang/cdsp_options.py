@@ -144,9 +144,12 @@ def cdsp_options(arguments: argparse.Namespace, role: Role, name: str, host: str
 
 
 # Decoders whose every layer attends to everything before a token, with keys and values per head or with latent rows.
+_ON_GPUS = frozenset(
+    {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MistralForCausalLM"}
+)
 SUPPORTED_ARCHITECTURES = frozenset(
     {
-        *("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MistralForCausalLM"),
+        *_ON_GPUS,
         *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),
         *("ApertusForCausalLM", "ArceeForCausalLM", "CohereForCausalLM", "GemmaForCausalLM", "Glm4MoeForCausalLM"),
         *("Ministral3ForCausalLM", "MixtralForCausalLM", "Olmo2ForCausalLM", "OlmoForCausalLM", "OlmoeForCausalLM"),
@@ -187,18 +190,20 @@ def conflict(server_args: Any) -> str | None:
     return None
 
 
-def architecture_conflict(name: str | None) -> str | None:
+def architecture_conflict(name: str | None, *, on_gpu: bool) -> str | None:
     """Return why a model of this architecture cannot be computed by several instances; None when it can."""
-    if name in SUPPORTED_ARCHITECTURES:
+    if name in (_ON_GPUS if on_gpu else SUPPORTED_ARCHITECTURES):
         return None
+    if name in SUPPORTED_ARCHITECTURES:
+        return f"{name} does not go with --cdsp-coordinator on a GPU (compared with one instance on CPUs only)"
     why = _WHY_REFUSED.get(name or "", _NOT_COMPARED)
     return f"{name or 'a model without a name'} does not go with --cdsp-coordinator ({why})"
 
 
-def model_conflict(model_config: Any) -> str | None:
+def model_conflict(model_config: Any, *, on_gpu: bool) -> str | None:
     """Return why a model cannot be computed by several instances, from SGLang's ModelConfig; None when it can."""
     architectures = getattr(model_config.hf_config, "architectures", None)
     name = architectures[0] if architectures else None
     if getattr(model_config, "sliding_window_size", None):
         return f"{name} with a sliding window does not go with --cdsp-coordinator (it attends to a part of its KV)"
-    return architecture_conflict(name)
+    return architecture_conflict(name, on_gpu=on_gpu)

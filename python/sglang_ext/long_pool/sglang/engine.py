@@ -166,7 +166,7 @@ class SchedulerEngine:
         """Raises UnsupportedModelError, naming what does not fit."""
         self._ranks = ranks
         self._runner = scheduler.tp_worker.model_runner
-        problem = model_conflict(self._runner.model_config)
+        problem = model_conflict(self._runner.model_config, on_gpu=self._runner.device != "cpu")
         if problem is not None:
             raise UnsupportedModelError(problem)
         self.pool = SchedulerKvPool(scheduler)

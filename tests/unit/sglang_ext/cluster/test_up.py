@@ -84,9 +84,16 @@ def test_several_prefill_instances_share_long_prompts_where_they_can(tmp_path: P
     assert not config_of("m", "--prefill", "1").coordinator.enabled
     assert not config_of("m", "--prefill", "2", "--set", "coordinator.enabled=false").coordinator.enabled
     config_file = tmp_path / "config.json"
-    for architecture, is_shared in (("LlamaForCausalLM", True), ("DeepseekV3ForCausalLM", False)):
+    for architecture, device, is_shared in (
+        ("LlamaForCausalLM", "cpu", True),
+        ("LlamaForCausalLM", "cuda", True),
+        ("DeepseekV3ForCausalLM", "cpu", True),
+        ("DeepseekV3ForCausalLM", "cuda", False),
+        ("GptOssForCausalLM", "cpu", False),
+    ):
         config_file.write_text(json.dumps({"architectures": [architecture]}))
-        assert config_of(str(tmp_path), "--prefill", "2").coordinator.enabled is is_shared
+        given = ("--prefill", "2", "--set", f"device={device}")
+        assert config_of(str(tmp_path), *given).coordinator.enabled is is_shared
     config_file.write_text("no JSON")
     assert config_of(str(tmp_path), "--prefill", "2").coordinator.enabled
 

@@ -191,13 +191,16 @@ def model(name: str, sliding_window_size: int | None = None) -> SimpleNamespace:
 
 def test_models_are_refused_by_name() -> None:
     for name in ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"):
-        assert model_conflict(model(name)) is None
+        assert model_conflict(model(name), on_gpu=False) is None
+    problem = model_conflict(model("DeepseekV3ForCausalLM"), on_gpu=True)
+    assert problem is not None
+    assert problem.startswith("DeepseekV3ForCausalLM does not go with --cdsp-coordinator on a GPU (")
     for refused, name in (
         (model("DeepseekV32ForCausalLM"), "DeepseekV32ForCausalLM"),
         (model("MistralForCausalLM", 4096), "MistralForCausalLM with a sliding window"),
         (SimpleNamespace(hf_config=SimpleNamespace(architectures=None)), "a model without a name"),
     ):
-        problem = model_conflict(refused)
+        problem = model_conflict(refused, on_gpu=False)
         assert problem is not None
         assert problem.startswith(f"{name} does not go with --cdsp-coordinator (")
 
