@@ -102,6 +102,16 @@ class Pair:
         """Wait until one long prefill has its turn and `parked` others are parked, so that the next cannot overtake."""
         self.wait_for(lambda status: status["parked"] == parked and status["long"]["requests"] == parked + 1)
 
+    def is_running(self, prefills: Sequence[Prefill], *, parked: int) -> bool:
+        """Return whether one long prefill had its turn while `parked` others were parked, before any of `prefills`
+        was answered. A machine that stalls may have answered them all by the time that it is asked."""
+        while not any(prefill.replies.done() for prefill in prefills):
+            status = self.status()
+            if status["parked"] == parked and status["long"]["requests"] == parked + 1:
+                return True
+            time.sleep(0.01)
+        return False
+
     def abort(self, rid: str) -> None:
         for engine in (self.prefill, self.decode):
             assert engine.post("/abort_request", {"rid": rid}).status == 200
