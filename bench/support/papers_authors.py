@@ -52,7 +52,7 @@ _SPAN_GROWTH = 1.1
 
 
 class HostTimes(NamedTuple):
-    """What surrounds the operators, in seconds, and a share."""
+    """Holds the times of everything around the operators, in seconds, and a share of tokens."""
 
     front_s: float  # of a request, one after the other
     there_s: float  # until it is in the queue
@@ -199,7 +199,7 @@ def predict(row: Row, host: HostTimes, prompts: Sequence[int]) -> Figures:
 
 
 def iteration_s(model: OperatorModel, host: HostTimes, rows: int, requests: int, *, is_eager: bool) -> float:
-    """Return what an iteration with so many rows, of so many requests, takes."""
+    """Return the seconds of an iteration that computes `rows` rows of `requests` requests."""
     shape = model.shape
     device_s = model.chunk_s(1, 0, rows) + shape.layers * (_ATTENTION_S - model.attention_s(0, rows))
     is_divided = shape.tp > 1

@@ -111,7 +111,7 @@ def test_other_families_over_two_instances(architecture: str, tmp_path: Path) ->
     ],
 )
 def test_each_family_over_three_instances(architecture: str) -> None:
-    """Of latent attention rows go round that are key and value of all heads."""
+    """Latent rows go round, which are key and value of all heads."""
     with ring_instances(family(architecture), 3, 16) as instances:
         for interleaving in Interleaving:
             chunks = ((60, (1,)), (130, (1, 0)), (97, (1, 0, 2)), (64, (1, 0, 2)))

@@ -14,7 +14,7 @@ _BACKEND = "torch_native"
 
 
 def choose_method(stock: Callable[..., Any], attention: Any, forward_batch: Any) -> Any:
-    """AROUND `DeepseekV2AttentionMLA.dispatch_attn_forward_method`: the absorbed form, whatever is cached."""
+    """AROUND `DeepseekV2AttentionMLA.dispatch_attn_forward_method`: return the absorbed form of every batch here."""
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
     method = stock(attention, forward_batch)

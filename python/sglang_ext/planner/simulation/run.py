@@ -181,7 +181,7 @@ def simulate(
 
 
 class _Clients:
-    """So many clients, each of which sends the next request as soon as it has the reply to its last one."""
+    """Simulates clients that each send the next request as soon as they have the reply to their last one."""
 
     def __init__(self, loop: EventLoop, requests: Iterator[SimRequest], front_end: FrontEnd | None) -> None:
         self._loop = loop

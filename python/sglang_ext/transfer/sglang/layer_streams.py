@@ -94,7 +94,7 @@ def watch_layers(pool: Any, streams: Sequence[LayerStream], batch_tokens: int) -
 
 
 def _place(pool: Any, layer: int) -> int | None:
-    """Return the place of a layer of the model among those that leave by layer; None for one with a window."""
+    """Return the place of a layer of the model among the layers that leave one by one; None for one with a window."""
     mapping = getattr(pool, "layers_mapping", None)
     if mapping is None:
         return layer - int(pool.start_layer)
