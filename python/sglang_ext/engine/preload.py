@@ -117,9 +117,8 @@ def become_engine(environment: Mapping[str, str], imports: Imports) -> None:
     os.environ.update(imports.applied_to(environment))
     join_process_tree(os.environ, is_child=False)
     np.random.seed(int.from_bytes(os.urandom(4), "little"))  # Python's own generator sees to this by itself
-    threads = environment.get("OMP_NUM_THREADS")
-    if threads is not None:
-        torch.set_num_threads(int(threads))  # the OpenMP library read the variable when it was loaded
+    # The OpenMP library read the variable when it was loaded.
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", torch.get_num_threads())))
 
 
 def fork_instead_of_spawn() -> None:
@@ -183,6 +182,18 @@ def _enter_child(_: object) -> None:
         join_process_tree(os.environ, is_child=True)
     except OrphanError:
         os._exit(1)  # an exception would be swallowed here
+    _replace_thread_pool()
+
+
+def _replace_thread_pool() -> None:
+    """Have torch make the thread pool again that a fork has left without threads, while this is the only thread.
+
+    torch does so by itself at the first operation that is large enough, and there without a lock: of two threads
+    that begin together, as SGLang's loaders of weights do, one finds no pool ("Invalid thread pool!").
+    """
+    import torch
+
+    torch.set_num_threads(torch.get_num_threads())
 
 
 def _require_one_thread() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
 from multiprocessing.connection import Connection
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_ext.engine import preload
+from sglang_ext.engine.launch_plan import shared_cpu_environment
 from sglang_ext.engine.preload import CannotForkError, Imports
 
 SEEN = {"PATH": "/bin", "SGLANG_X": "1", "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", "UNREAD": "a"}
@@ -86,6 +88,50 @@ def test_what_has_to_be_spawned(arguments: dict[str, int], reason: str | None) -
     found = preload.spawn_reason(SimpleNamespace(**{"dp_size": 1, "tokenizer_worker_num": 1, **arguments}))
     assert (found is None) == (reason is None)
     assert reason is None or reason in (found or "")
+
+
+FIRST_OPERATIONS_OF_TWO_THREADS = """
+import multiprocessing, sys, threading
+import torch
+from sglang_ext.engine import preload
+
+numbers = torch.zeros(40_000)  # an operation on fewer does not ask for threads
+
+def compute_at_once() -> None:
+    errors, barrier = [], threading.Barrier(8)
+
+    def compute() -> None:
+        barrier.wait()
+        try:
+            numbers.add_(1)
+        except RuntimeError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=compute) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sys.exit(len(errors))
+
+torch.set_num_threads(1)
+preload.fork_instead_of_spawn()
+multiprocessing.set_start_method("spawn")
+for _ in range(30):
+    process = multiprocessing.Process(target=compute_at_once)
+    process.start()
+    process.join()
+    assert process.exitcode == 0, process.exitcode
+"""
+
+
+def test_several_threads_of_a_forked_process_may_begin_with_torch_together() -> None:
+    # Two of five such processes failed while torch itself replaced the pool that the fork had lost.
+    environment = {**os.environ, **shared_cpu_environment(is_offline=True)}
+    command = [sys.executable, "-c", FIRST_OPERATIONS_OF_TWO_THREADS]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert "is spawned" not in ended.stderr
 
 
 @pytest.mark.full
