@@ -157,6 +157,11 @@ class _Receiving:
             raise MeshError("nothing has come") from None
 
 
+def member_turn(member: PoolMember) -> list[Outcome]:
+    """Carry out what has been ordered, and at most one step."""
+    return [*member.take_orders(), *member.compute()]
+
+
 class MemoryMember:
     """One instance, or one rank of it."""
 
@@ -178,7 +183,7 @@ class MemoryMember:
         self.member = PoolMember(engine, replicated or self.link, MemoryMeshes(wires), ranks=ranks)
         pool.kept = self.member.kept
         if ranks.size == 1:
-            self.member.turn()  # joins
+            member_turn(self.member)  # joins
         self.offered: dict[int, tuple[tuple[int, ...], torch.Tensor]] = {}
         self.ended: dict[int, Outcome] = {}
         self.kv: dict[int, torch.Tensor] = {}  # behind the cached prefix, of what was collected
@@ -193,7 +198,7 @@ class MemoryMember:
         return request
 
     def turn(self) -> None:
-        for outcome in self.member.turn():
+        for outcome in member_turn(self.member):
             self.ended[outcome.request] = outcome
             if isinstance(outcome, Collected):
                 self.kv[outcome.request] = self.pool.kv(outcome.slots)

@@ -169,7 +169,9 @@ class _Member:
                 self._obey(*self._pipe.recv())
         except EOFError:
             return False
-        for outcome in self._member.turn():
+        for outcome in self._member.take_orders():
+            self._end(outcome)
+        for outcome in self._member.compute():
             self._end(outcome)
         return True
 

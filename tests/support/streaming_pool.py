@@ -29,7 +29,7 @@ from sglang_ext.transfer.endpoint.owner_transfer import OwnerTransfer, Source
 from sglang_ext.transfer.endpoint.transfer_status import Stage
 from sglang_ext.transfer.pool_layout import ItemBuffer, PoolLayout
 from sglang_ext.transfer.transports.registry import create_transport
-from support.memory_pool import MemoryMember, MemoryMeshes, Wires
+from support.memory_pool import MemoryMember, MemoryMeshes, Wires, member_turn
 from support.toy_engine import HEAD_SIZE, KV_HEADS, LAYERS, ToyEngine, ToyPool, kv_of
 
 OPTIONS = HandshakeOptions(retry_s=0.05, heartbeat_s=0.1, lease_s=2.0, stall_timeout_s=20.0)
@@ -120,7 +120,7 @@ class StreamingMember(MemoryMember):
         self.receivers = (landing.address,)
         self.member = PoolMember(engine, self.link, MemoryMeshes(wires), self._open, landing=landing)
         pool.kept = self.member.kept
-        self.member.turn()  # joins
+        member_turn(self.member)  # joins
         self.sent: dict[int, _Sent] = {}
         self.ending: set[int] = set()  # requests that are on their way to decode, and not here
         self.queue: list[tuple[int, torch.Tensor]] = []  # requests that are computed here, and what is here of them
@@ -160,7 +160,7 @@ class StreamingMember(MemoryMember):
         self.sent[request] = _Sent(transfer, first_token)
 
     def turn(self) -> None:
-        for outcome in self.member.turn():
+        for outcome in member_turn(self.member):
             self.ended[outcome.request] = outcome
             self._go_on(outcome)
         waiting, self.queue = self.queue, []

@@ -19,8 +19,8 @@ class CoordinationSettings(NamedTuple):
     max_attempts: int = 3
     room_timeout_s: float = 30.0  # this long it waits for a group that can hold it, while others are computed
     report_timeout_s: float = 5.0  # to refuse a prompt, all members must have reported this long after the last change
-    bind_ahead_s: float = 0.05  # a prompt is given to an instance this long before its turn, and
-    bind_timeout_s: float = 5.0  # is forgotten when that instance has not offered it after this long
+    bind_ahead_s: float = 0.05  # a prompt is given to an instance this long before its turn, or earlier if all compute
+    bind_timeout_s: float = 5.0  # such a prompt is forgotten when that instance has not offered it after this long
     ttft_slo_s: float = 1.0  # objective of an announced prompt that brings none of its own, or
     slo_stretch: float = 5.0  # this many times its time on an idle pool if that is more
     short_backlog_s: float = 0.05  # ordinary work that keeps no chunk waiting (or by its objective: PoolMembers), but

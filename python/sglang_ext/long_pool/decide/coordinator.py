@@ -24,6 +24,7 @@ from collections.abc import Collection, Mapping, Sequence
 from sglang_ext.long_pool.decide.chunk_length import NO_SHORT_LOAD
 from sglang_ext.long_pool.decide.coordination_settings import CoordinationSettings
 from sglang_ext.long_pool.decide.kept_prompts import KeptPrefix, PromptText
+from sglang_ext.long_pool.decide.on_time_order import PendingPrefill
 from sglang_ext.long_pool.decide.orders import (
     Bind,
     Borrow,
@@ -66,6 +67,8 @@ from sglang_ext.long_pool.decide.sharding import (
     without,
 )
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate
+
+_LONGEST_AHEAD_S = 1.0  # before an instance is free, the next prompt is given to one
 
 
 class Coordinator:
@@ -359,10 +362,8 @@ class Coordinator:
         groups = (*(prefill.kv_group for prefill in pending), *(one.kv_group for one in self._announced.values()))
         may_go_on = any(map(self._may_go_on, groups))
         if not (ignores_backlog or may_go_on or self._members.any_idle(now_s, kept)):
-            return orders
-        promised = reserved_tokens(self._requests.values(), self._settings.page_tokens)
-        for instance, tokens in self._rows.pulls.room_tokens().items():
-            promised[instance] = promised.get(instance, 0) + tokens
+            return [*orders, *self._bind_next(pending, now_s)]
+        promised = self._promised()
         snapshot = self._members.snapshot(now_s, kept, promised, counts_backlog=not ignores_backlog)
         turns = self._turns(pending, kept, promised, snapshot, now_s)
         # What no group can hold comes last, the least urgent first: without it there may be room for the others.
@@ -387,14 +388,31 @@ class Coordinator:
         snapshot: PrefillSnapshot,
         now_s: float,
     ) -> list[PlacedPrefill]:
-        positions = self._members.positions
-        waiting = [prompt.pending(positions, self._room.kept_for(prompt, promised)) for prompt in pending]
-        for announced in self._announced.values():
-            self._rows.match(announced, snapshot.queue_delays_s, now_s)
-        waiting += [prompt.pending(positions) for prompt in self._announced.values() if prompt.pull is None]
+        waiting = self._pending(pending, promised, snapshot.queue_delays_s, now_s)
         shorts = self._members.short_load(now_s)
         begin_in_s = self._members.begin_in_s(now_s, kept)
         return self._schedule.turns(now_s, snapshot, waiting, sum(snapshot.queue_delays_s), shorts, begin_in_s)
+
+    def _promised(self) -> dict[int, int]:
+        """Return the tokens that will come to instances."""
+        promised = reserved_tokens(self._requests.values(), self._settings.page_tokens)
+        for instance, tokens in self._rows.pulls.room_tokens().items():
+            promised[instance] = promised.get(instance, 0) + tokens
+        return promised
+
+    def _pending(
+        self,
+        offered: Sequence[SharedPrefill],
+        promised: Mapping[int, int],
+        delays_s: Sequence[float],
+        now_s: float,
+    ) -> list[PendingPrefill]:
+        """Return what waits, with the kept rows that are worth while now."""
+        positions = self._members.positions
+        waiting = [prompt.pending(positions, self._room.kept_for(prompt, promised)) for prompt in offered]
+        for announced in self._announced.values():
+            self._rows.match(announced, delays_s, now_s)
+        return [*waiting, *(prompt.pending(positions) for prompt in self._announced.values() if prompt.pull is None)]
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -409,8 +427,30 @@ class Coordinator:
             return []
         else:
             owner = max(self._members, key=lambda instance: self._members[instance].report.free_kv_tokens)
+        return self._give(prompt, owner, members or (owner,), now_s)
+
+    def _bind_next(self, pending: Sequence[SharedPrefill], now_s: float) -> list[Order]:
+        """While all instances compute, the prompt that comes next gets to one of them: it is there when the first ends.
+
+        One at a time, and none while another that was brought there has not begun: the others may still go elsewhere.
+        So may one behind kept rows, which may be brought to the instance that is free first.
+        """
+        if any(one.owner is not None for one in self._announced.values()) or not all(one.group for one in pending):
+            return []
+        delays_s = self._members.snapshot(now_s).queue_delays_s
+        if min(delays_s) > _LONGEST_AHEAD_S:
+            return []
+        waiting = self._pending(pending, self._promised(), delays_s, now_s)
+        first = self._schedule.first(now_s, waiting, len(delays_s), sum(delays_s))
+        prompt = None if first is None else self._announced.get(first)
+        if prompt is None or prompt.holders:
+            return []
+        owner = self.members[delays_s.index(min(delays_s))]
+        return self._give(prompt, owner, (owner,), now_s)
+
+    def _give(self, prompt: AnnouncedPrompt, owner: int, members: tuple[int, ...], now_s: float) -> list[Order]:
         prompt.owner, prompt.bound_s, prompt.no_room_s = owner, now_s, None
-        return [Bind(prompt.ticket.ticket, owner, members or (owner,))]
+        return [Bind(prompt.ticket.ticket, owner, members)]
 
     def _start(self, prefill: SharedPrefill, placement: Placement, now_s: float) -> list[Order]:
         """The next chunk of a request, if its turn has come and all it needs is there."""

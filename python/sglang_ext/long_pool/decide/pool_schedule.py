@@ -189,6 +189,11 @@ class PoolSchedule:
         keys = {turn.key for turn in continued}
         return [*(turn for turn in turns if turn.key not in keys), *continued]
 
+    def first(self, now_s: float, pending: Sequence[PendingPrefill], instances: int, running_s: float) -> int | None:
+        """Return the key of the prefill that comes first in the order; None where there is none."""
+        ordered = self.order.order(now_s, pending, instances, running_s)
+        return ordered[0].prefill.key if ordered else None
+
     def _continued(
         self,
         ordered: Sequence[PendingPrefill],

@@ -1,7 +1,7 @@
 """One instance of a long pool: takes part in chunks, one at a time, whenever the engine gives it a turn.
 
-The engine calls `turn` between two of its own iterations. Orders that cost nothing are carried out at once; of those
-that compute, one per turn, so that the engine's own batches and chunks alternate.
+The engine calls `take_orders` and `compute` between two of its own iterations. Orders that cost nothing are carried
+out at once; of those that compute, one per turn, so that the engine's own batches and chunks alternate.
 
 Without a coordinator nothing is offered and nothing held: when the connection ends, every request that was offered
 comes back to its own instance, and the instance joins again.
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import itertools
 import logging
+import select
+import time
 from array import array
 from collections import deque
 from collections.abc import Sequence
@@ -80,6 +82,7 @@ from sglang_ext.long_pool.step_clock import StepClock
 logger = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 0.2
+LONGEST_ROUND_TRIP_S = 0.01  # to the coordinator and back, that a member waits for
 GIVEN_UP = "the step has been given up"
 
 
@@ -276,10 +279,11 @@ class PoolMember:
         taken, self._follow_ups = self._follow_ups, []
         return taken
 
-    def turn(self) -> list[Outcome]:
-        """Carry out what has been ordered, at most one computation; what has become of offered requests.
+    def take_orders(self) -> list[Outcome]:
+        """Carry out what has been ordered and computes nothing; what has become of offered requests.
 
-        Joins and leaves with the connection.
+        Joins and leaves with the connection. Call `compute` behind it, once the outcomes have been followed: a prompt
+        that has been computed would have its first token a chunk later otherwise.
         """
         outcomes: list[Outcome] = []
         self._meshes.record_activity()
@@ -295,9 +299,31 @@ class PoolMember:
         if session is not None:
             for order in self._link.receive():
                 outcomes += self._take(order)
-            if self._steps:
-                outcomes += self._run(self._steps.popleft())
         return outcomes
+
+    def compute(self) -> list[Outcome]:
+        """Take part in the next step that has been ordered, if there is one; what it makes of an offered request.
+
+        Behind the last chunk of a prompt of this instance the coordinator's answer is waited for, which takes a round
+        trip: the prompt would have its first token a batch of the engine later otherwise.
+        """
+        if not self._steps:
+            return []
+        step = self._steps.popleft()
+        outcomes = self._run(step)
+        if isinstance(step, ChunkOrder) and step.chunk.is_last and step.chunk.request in self._cached_tokens:
+            until_s = time.monotonic() + LONGEST_ROUND_TRIP_S
+            while not any(outcome.request == step.chunk.request for outcome in outcomes):
+                if not self.ranks.share(partial(self._wait_for_orders, until_s)):
+                    break
+                outcomes += self.take_orders()
+        return outcomes
+
+    def _wait_for_orders(self, until_s: float) -> bool:
+        """Return whether something has come from the coordinator by then. On the first rank, which listens."""
+        descriptor = self._link.wake_descriptor
+        left_s = until_s - time.monotonic()
+        return descriptor is not None and left_s > 0 and bool(select.select([descriptor], [], [], left_s)[0])
 
     def _leave(self) -> list[Outcome]:
         """The coordinator has gone: drop everything, every offered request is its own instance's again."""

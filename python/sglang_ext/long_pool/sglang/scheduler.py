@@ -139,7 +139,9 @@ class SequenceParallelScheduler(LengthAwareScheduler):
     def get_new_batch_prefill(self, running_batch: Any) -> Any:
         member = self._member
         if member is not None:
-            for outcome in member.turn():
+            for outcome in member.take_orders():
+                self._resume(outcome)
+            for outcome in member.compute():
                 self._resume(outcome)
             self._count_follow_ups(member)
             self._withdraw_failed(member)

@@ -28,7 +28,7 @@ from sglang_ext.long_pool.decide.orders import (
 from sglang_ext.long_pool.decide.sharding import Interleaving, lay_out
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
 from sglang_ext.long_pool.link_frames import PeerAddress
-from sglang_ext.long_pool.member.pool_member import Concluded, Declined, Sendable
+from sglang_ext.long_pool.member.pool_member import Concluded, Declined, PoolMember, Sendable
 from sglang_ext.long_pool.messages import (
     PROTOCOL_VERSION,
     AddressedMessage,
@@ -37,6 +37,7 @@ from sglang_ext.long_pool.messages import (
     CollectOrder,
     Computed,
     Destination,
+    FromMember,
     Hello,
     KeptLost,
     OfferMessage,
@@ -50,8 +51,9 @@ from sglang_ext.long_pool.messages import (
 )
 from sglang_ext.long_pool.step_clock import StepTimes
 from sglang_ext.transfer.decide.shards import HeadLayout
-from support.memory_pool import MemoryMember, Wires
-from support.toy_engine import HEAD_SIZE, KV_HEADS, LAYERS, ToyPool, kv_of, logits_of
+from sglang_ext.waker import Waker
+from support.memory_pool import FakeLink, MemoryMember, MemoryMeshes, Wires, member_turn
+from support.toy_engine import HEAD_SIZE, KV_HEADS, LAYERS, ToyEngine, ToyPool, kv_of, logits_of
 
 TIMES = StepTimes(1.0, 0.0, 0.0)
 IDS = array("i", range(400))
@@ -180,30 +182,72 @@ def offered(*orders: ToMember) -> MemoryMember:
     return one
 
 
+def test_a_first_token_does_not_wait_for_the_chunk_of_another_prompt() -> None:
+    one = offered(Streamed(REQUEST, 30, True), last_chunk(REQUEST))
+    member_turn(one.member)
+    one.link.inbox.extend([Computed(REQUEST, None), last_chunk(REQUEST + 1)])
+    (outcome,) = one.member.take_orders()
+    assert isinstance(outcome, Sendable)
+    assert len(sent(one, StepDone)) == 1, "the next chunk has not begun"
+    assert one.member.compute() == []
+    assert len(sent(one, StepDone)) == 2
+
+
+class AnsweringLink(FakeLink):
+    """Has the coordinator's answer to a step as soon as that is done."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waker = Waker()
+        self.wake_descriptor = self._waker.descriptor
+
+    def session(self) -> Welcome | None:
+        self._waker.drain()
+        return super().session()
+
+    def send(self, message: FromMember) -> None:
+        super().send(message)
+        if isinstance(message, StepDone):
+            self._waker.notify()  # of something else; the answer comes then
+            self.inbox.append(Computed(REQUEST, None))
+
+
+def test_a_first_token_does_not_wait_for_the_engines_next_batch() -> None:
+    one = member()
+    link = one.link = AnsweringLink()
+    one.member = PoolMember(ToyEngine(one.pool), link, MemoryMeshes(Wires()))
+    member_turn(one.member)
+    one.offer(ids(30), torch.empty(LAYERS, 2, 0, KV_HEADS, HEAD_SIZE))
+    link.inbox.extend([Streamed(REQUEST, 30, True), last_chunk(REQUEST)])
+    assert one.member.take_orders() == []
+    (outcome,) = one.member.compute()
+    assert isinstance(outcome, Sendable)
+
+
 def test_logits_that_the_prompts_own_member_has_computed_do_not_travel() -> None:
     one = offered(Streamed(REQUEST, 30, True), last_chunk(REQUEST))
-    assert one.member.turn() == []
+    assert member_turn(one.member) == []
     (done,) = sent(one, StepDone)
     assert isinstance(done, StepDone)
     assert (done.logits, done.free_kv_tokens) == (None, 256 - 30)
     one.link.inbox.append(Computed(REQUEST, None))
-    (outcome,) = one.member.turn()
+    (outcome,) = member_turn(one.member)
     assert isinstance(outcome, Sendable)
     torch.testing.assert_close(outcome.logits, logits_of(ids(30)), atol=1e-4, rtol=0)
     assert one.member.held_tokens == 30, "kept until it is at decode"
     assert one.member.transferred(REQUEST, 2.0, 1.0), "its cached prefix is still wanted"
     assert sent(one, Transferred) == [Transferred(REQUEST, 2.0, 1.0)]
     one.link.inbox.append(Drop(REQUEST, (0,)))
-    assert one.member.turn() == [Concluded(REQUEST)]
-    assert one.member.turn() == []
+    assert member_turn(one.member) == [Concluded(REQUEST)]
+    assert member_turn(one.member) == []
     assert (one.pool.free_tokens, one.member.is_busy) == (256, False)
 
 
 def at_decode() -> MemoryMember:
     """A member whose prompt of 30 tokens is at decode."""
     one = offered(Streamed(REQUEST, 30, True), last_chunk(REQUEST), Computed(REQUEST, None))
-    one.member.turn()
-    one.member.turn()
+    member_turn(one.member)
+    member_turn(one.member)
     assert one.member.transferred(REQUEST, 2.0, 1.0)
     return one
 
@@ -211,31 +255,31 @@ def at_decode() -> MemoryMember:
 def test_what_is_kept_is_there_for_the_next_prompt_and_for_nobody_else() -> None:
     one = at_decode()
     one.link.inbox.append(Keep(REQUEST, (0,), 0, 24))
-    assert one.member.turn() == [Concluded(REQUEST)]
+    assert member_turn(one.member) == [Concluded(REQUEST)]
     assert (one.member.is_busy, one.pool.free_tokens, one.member.kept.evictable_tokens) == (False, 256, 24)
     other = pool_request(3, 1)
     one.link.inbox.append(Borrow(other, (0,), (KeptPrefix(REQUEST, 16),), 0))
-    assert one.member.turn() == []
+    assert member_turn(one.member) == []
     assert (one.member.is_busy, one.member.kept.evictable_tokens) == (True, 0)
     shard = one.member._shards[other]
     torch.testing.assert_close(one.pool.kv(shard.slots), kv_of(ids(30))[:, :, :16], atol=1e-4, rtol=0)
     one.link.inbox.append(DropKept(REQUEST, (0,)))
-    assert one.member.turn() == []
+    assert member_turn(one.member) == []
     assert one.pool.free_tokens == 256 - 24, "it is read"
     one.link.inbox.append(Drop(other, (0,)))
-    assert one.member.turn() == []
+    assert member_turn(one.member) == []
     assert (one.pool.free_tokens, one.member.is_busy) == (256, False)
 
 
 def test_the_pool_knows_what_has_made_way() -> None:
     one = at_decode()
     one.link.inbox.append(Keep(REQUEST, (0,), 0, 24))
-    one.member.turn()
+    member_turn(one.member)
     assert one.member.kept.evict(1) == 24
     assert sent(one, KeptLost) == [KeptLost((REQUEST,))]
     other = pool_request(3, 1)
     one.link.inbox.append(Borrow(other, (0,), (KeptPrefix(REQUEST, 16),), 0))
-    assert one.member.turn() == []
+    assert member_turn(one.member) == []
     assert (one.pool.free_tokens, one.member.is_busy) == (256, False)
 
 
@@ -243,20 +287,20 @@ def test_a_shard_that_is_gone_is_not_kept() -> None:
     one = at_decode()
     one.member._drop(REQUEST)
     one.link.inbox.append(Keep(REQUEST, (0,), 0, 24))
-    assert one.member.turn() == [Concluded(REQUEST)]
+    assert member_turn(one.member) == [Concluded(REQUEST)]
     assert sent(one, KeptLost) == [KeptLost((REQUEST,))]
 
 
 def test_what_is_kept_is_dropped_when_the_coordinator_goes() -> None:
     one = at_decode()
     one.link.welcome = None
-    assert one.member.turn() == [Concluded(REQUEST)]
+    assert member_turn(one.member) == [Concluded(REQUEST)]
     assert one.pool.free_tokens == 256
     other = at_decode()
     other.link.inbox.append(Keep(REQUEST, (0,), 0, 24))
-    other.member.turn()
+    member_turn(other.member)
     other.link.welcome = None
-    assert other.member.turn() == []
+    assert member_turn(other.member) == []
     assert other.pool.free_tokens == 256
 
 
@@ -270,7 +314,7 @@ def test_only_what_the_pool_has_is_kept() -> None:
 def test_another_member_brings_them_where_they_are_wanted(is_last: bool) -> None:
     one = member()
     one.link.inbox.append(last_chunk(pool_request(3, 1), is_last=is_last))
-    one.member.turn()
+    member_turn(one.member)
     (done,) = sent(one, StepDone)
     assert isinstance(done, StepDone)
     if is_last:
@@ -282,7 +326,7 @@ def test_another_member_brings_them_where_they_are_wanted(is_last: bool) -> None
 
 def test_logits_of_another_member() -> None:
     one = offered(Streamed(REQUEST, 30, True), Computed(REQUEST, LOGITS))
-    (outcome,) = one.member.turn()
+    (outcome,) = member_turn(one.member)
     assert isinstance(outcome, Sendable)
     assert outcome.logits.tolist() == list(LOGITS)
     assert outcome.streamed == Streamed(REQUEST, 30, True)
@@ -290,32 +334,32 @@ def test_logits_of_another_member() -> None:
 
 def test_without_logits_it_has_to_be_collected() -> None:
     one = offered(Streamed(REQUEST, 30, True), Computed(REQUEST, None))
-    assert one.member.turn() == []
+    assert member_turn(one.member) == []
     assert sent(one, StreamFailed) == [StreamFailed(REQUEST)]
 
 
 def test_a_prompt_that_has_ended_meanwhile_is_not_sampled() -> None:
     one = offered(Streamed(REQUEST, 30, True), Computed(REQUEST, LOGITS))
     one.member.withdraw(REQUEST)
-    assert one.member.turn() == []
+    assert member_turn(one.member) == []
 
 
 def test_what_is_on_its_way_comes_back_when_the_coordinator_goes_or_gives_it_up() -> None:
     one = offered(Streamed(REQUEST, 30, True), Computed(REQUEST, LOGITS))
-    one.member.turn()
+    member_turn(one.member)
     one.link.inbox.append(Decline(REQUEST, 0, DeclineReason.NO_ROOM))
-    assert one.member.turn() == [Declined(REQUEST, DeclineReason.NO_ROOM, Streamed(REQUEST, 30, True))]
+    assert member_turn(one.member) == [Declined(REQUEST, DeclineReason.NO_ROOM, Streamed(REQUEST, 30, True))]
     other = offered(Streamed(REQUEST, 30, True), Computed(REQUEST, LOGITS))
-    other.member.turn()
+    member_turn(other.member)
     other.link.welcome = None
-    assert other.member.turn() == [Declined(REQUEST, DeclineReason.NOT_A_MEMBER, Streamed(REQUEST, 30, True))]
+    assert member_turn(other.member) == [Declined(REQUEST, DeclineReason.NOT_A_MEMBER, Streamed(REQUEST, 30, True))]
 
 
 def test_another_coordinator_is_not_told_of_it() -> None:
     one = offered(Streamed(REQUEST, 30, True), Computed(REQUEST, LOGITS))
-    one.member.turn()
+    member_turn(one.member)
     one.link.welcome = Welcome(5, 16 * "cd", 1.0)
-    one.member.turn()
+    member_turn(one.member)
     one.link.sent.clear()
     one.member.transferred(REQUEST, 1.0, 0.5)
     one.member.withdraw(REQUEST)

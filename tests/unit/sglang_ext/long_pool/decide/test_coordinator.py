@@ -607,14 +607,18 @@ def test_a_claim_without_a_deadline_keeps_its_instances_own() -> None:
     assert chunk_of(one.done_together((0, 1), collect.sequence, 3.0)).request == 2
 
 
-def test_a_prompt_is_bound_shortly_before_its_turn() -> None:
-    one = coordinator(2, bind_ahead_s=0.2)
-    order = chunk_of(one.offer(offer(), 0.0))
+def test_a_prompt_is_brought_to_an_instance_while_all_compute() -> None:
+    # Its way takes a while: whoever is free first would wait for it.
+    one = coordinator(2)
+    order = chunk_of(one.offer(offer()._replace(is_streamed=True), 0.0))
     ends_s = 0.002 + 4000 / 2 * 1e-3 + 1e-7 / 2 * 4000**2
-    assert one.announce(ticket(), 0.1) == []
-    assert one.plan(ends_s - 0.3) == []
-    one.done(0, order.sequence, ends_s - 0.1)
-    assert one.tickets == (-1,)
+    assert one.announce(ticket(-1), 0.1) == one.announce(ticket(-2, arrival_s=0.1), 0.1) == []
+    assert one.plan(ends_s - 1.1) == []
+    assert one.plan(ends_s - 0.9) == [Bind(-1, 0, (0,))]
+    assert one.plan(ends_s - 0.8) == [], "one is on its way"
+    assert one.claim(-1, offer(2)._replace(is_streamed=True), ends_s - 0.7) == []
+    assert one.plan(ends_s - 0.6) == [], "one is there"
+    assert chunk_of(one.done_together((0, 1), order.sequence, ends_s)).request == 2
 
 
 def test_a_prompt_whose_instance_never_offers_it_is_forgotten() -> None:
