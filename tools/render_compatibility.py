@@ -24,10 +24,11 @@ _HEAD = """# Model families and mechanisms
 
 Of each family below a tiny random model is served by SGLang's engine for CPUs, in float32: undivided, and by a prefill
 and a decode instance with two queues, over `sglang_ext_tcp` and over the handshake. Its greedy tokens are Hugging
-Face's (`make test-all`; five families in `make test`). Long pools compare the logits of two and three members with
-those of one instance for some of the families that they take (`tests/integration/test_chunk_steps.py`). Where a
-mechanism does not take a family, an instance refuses to start with the reason that stands below the table; a model that
-no table names is served if SGLang serves it, and has not been compared.
+Face's (`make test-all`; five families in `make test`). Of each family that long pools take, the logits of two and three
+members are within 1e-4 of those of one instance (`tests/integration/test_chunk_steps.py`). Collected: the prompt's own
+instance has all KV before it goes to decode ([why](../explanation/long-pool.md#sliding-windows)). Where a mechanism
+does not take a family, an instance refuses to start with the reason that stands below the table; a model that no table
+names is served if SGLang serves it, and has not been compared.
 
 | architecture | two queues | `sglang_ext_tcp` | handshake | long pool | prefill graphs (GPU) |
 |---|---|---|---|---|---|
@@ -58,6 +59,7 @@ def render() -> str:
             pool = cell(_pool_refusal(architecture, family))
             on_gpu = cdsp_options.architecture_conflict(architecture, on_gpu=True) is None
             pool += ", on CPUs" if pool == "yes" and not on_gpu else ""
+            pool += ", collected" if family.states and pool.startswith("yes") else ""
             cells = ["yes", "yes", _handshake(family, cell), pool]
             cells.append(cell(_graph_refusal(architecture, family)))
             rows.append(f"| {architecture} | {' | '.join(cells)} |\n")

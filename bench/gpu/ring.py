@@ -30,7 +30,7 @@ import torch.multiprocessing  # lets multiprocessing pass tensors
 import gpu.checkout  # noqa: F401
 from gpu.attention_cases import DTYPE, HEAD_SIZE, HEADS, KV_HEADS, SCALE, attention_in_double
 from gpu.measure import DEVICE, HAS_GPU, Report, parser, progress, relative_error, synchronize
-from sglang_ext.long_pool.member.ring_attention import Ring, as_tensor
+from sglang_ext.long_pool.member.ring_attention import AttentionRule, Ring, as_tensor
 from sglang_ext.long_pool.mesh.mesh import Membership
 from sglang_ext.long_pool.mesh.peer_links import LinkMesh, PeerLinks
 
@@ -90,7 +90,7 @@ def member(place: int, tokens: int, layers: int, kind: str, pipe: Connection) ->
                 started_s = time.perf_counter()
                 ring = Ring(mesh, tuple(range(MEMBERS)), place, held, 0)
                 for layer in range(layers):
-                    out = ring.attend(mine, held[place], kv, SCALE, layer)
+                    out = ring.attend(mine, held[place], kv, AttentionRule(SCALE), layer)
                 mesh.settle()
                 synchronize()
                 seconds.append((time.perf_counter() - started_s) / layers)

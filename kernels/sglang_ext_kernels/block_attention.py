@@ -5,7 +5,8 @@ Softmax is exact however the keys are divided: `out = sum_i exp(lse_i - lse) out
 h // (query heads / key heads).
 
 `attention_block` takes blocks that are seen whole or along the diagonal, `positioned_block` two shards of one prompt
-given by explicit positions, `attention_behind_prefix_` the new tokens of a prompt on a CPU. `gather_kv` takes a block
+given by explicit positions, `windowed_block` the same with sliding windows and capped scores in plain torch,
+`attention_behind_prefix_` the new tokens of a prompt on a CPU. `gather_kv` takes a block
 out of a paged pool, so that it can be sent, and `scatter_kv_` puts it into another: a view of some heads
 (`keys[:, 2:4]`) is a pool, too, so slots and heads are taken in one pass.
 """
@@ -128,6 +129,61 @@ def merge_states_reference_(
     safe = torch.where(torch.isneginf(joined), torch.zeros_like(joined), joined)
     out.mul_(torch.exp(lse - safe)[..., None])
     out.addcmul_(other_out.to(out.dtype), torch.exp(other_lse - safe)[..., None])
+    lse.copy_(joined)
+
+
+_ROWS = 128  # queries whose scores are in memory at a time
+
+
+def windowed_block(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_positions: torch.Tensor,
+    k_positions: torch.Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    cap: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of layers that are not plainly causal, at the cost of what each block of queries may see.
+
+    `q` [Tq, H, D] at `q_positions` [Tq], `k` [Tk, Hkv, D] and `v` [Tk, Hkv, Dv] at `k_positions` [Tk], in any order. A
+    token sees itself and `window` tokens before it (None: all). Scores are cap * tanh(score / cap) where `cap` is above
+    0. Returns the output [Tq, H, Dv] and the log-sum-exp [Tq, H], float32; a query that sees nothing has 0 and -inf.
+    """
+    tokens, heads, kv_heads = q.shape[0], q.shape[1], k.shape[1]
+    out = q.new_zeros((tokens, heads, v.shape[-1]), dtype=torch.float32)
+    lse = q.new_full((tokens, heads), -torch.inf, dtype=torch.float32)
+    k_positions, order = torch.sort(k_positions)
+    # [KV heads, 1, …]: no key is copied for the heads that share it.
+    keys, values = k[order].permute(1, 2, 0)[:, None].float(), v[order].transpose(0, 1)[:, None].float()
+    for rows in torch.argsort(q_positions).split(_ROWS):
+        at = q_positions[rows]
+        first = 0 if window is None else int(torch.searchsorted(k_positions, at[0] - window))
+        end = int(torch.searchsorted(k_positions, at[-1], right=True))
+        if first >= end:
+            continue
+        grouped = q[rows].view(rows.numel(), kv_heads, heads // kv_heads, -1).permute(1, 2, 0, 3).float()
+        scores = grouped @ keys[..., first:end] * scale
+        if cap > 0:
+            scores = torch.tanh(scores / cap) * cap
+        is_hidden = k_positions[None, first:end] > at[:, None]
+        if window is not None:
+            is_hidden |= k_positions[None, first:end] < at[:, None] - window
+        scores = scores.masked_fill(is_hidden, -torch.inf)
+        part_lse = torch.logsumexp(scores, -1)
+        weights = torch.exp(scores - torch.nan_to_num(part_lse, neginf=0.0)[..., None])
+        out[rows] = (weights @ values[:, :, first:end]).permute(2, 0, 1, 3).reshape(rows.numel(), heads, -1)
+        lse[rows] = part_lse.permute(2, 0, 1).reshape(rows.numel(), heads)
+    return out, lse
+
+
+def add_sinks_(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> None:
+    """Let a score without a value take part in each head's softmax: `sinks` [H], once for `out` [T, H, D] and `lse`
+    [T, H] of all keys, both float32 and changed in place."""
+    joined = torch.logaddexp(lse, sinks.float())
+    out.mul_(torch.exp(lse - joined)[..., None])
     lse.copy_(joined)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from sglang_ext.long_pool.member.kept_rows import KeptRows
-from sglang_ext.long_pool.member.ring_attention import Attention
+from sglang_ext.long_pool.member.ring_attention import Attention, AttentionRule
 from sglang_ext.long_pool.member.shard import KvPool, KvPoolFullError
 from sglang_ext_kernels.block_attention import gather_kv, scatter_kv_
 
@@ -102,7 +102,7 @@ class ToyEngine:
             k, v = (torch.tanh(hidden @ part.T).view(-1, KV_HEADS, HEAD_SIZE) for part in self._kv[layer])
             self.pool.write(layer, slots, torch.stack([k, v]))
             q = (hidden @ self._q[layer].T).view(-1, HEADS, HEAD_SIZE)
-            hidden = hidden + attention.attend(layer, q, HEAD_SIZE**-0.5).reshape(-1, WIDTH)
+            hidden = hidden + attention.attend(layer, q, AttentionRule(HEAD_SIZE**-0.5)).reshape(-1, WIDTH)
         return hidden[-1] @ self._head.T if len(token_ids) else torch.zeros(VOCABULARY)
 
 
@@ -128,9 +128,9 @@ class _WholePrompt:
         self._pool = pool
         self._slots = slots
 
-    def attend(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
         k, v = (part.repeat_interleave(HEADS // KV_HEADS, 1).transpose(0, 1) for part in self._kv(layer))
-        scores = q.transpose(0, 1) @ k.transpose(1, 2) * scale
+        scores = q.transpose(0, 1) @ k.transpose(1, 2) * rule.scale
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         return (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v).transpose(0, 1)
 

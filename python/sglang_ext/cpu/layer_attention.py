@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from sglang_ext.cpu.prefix_attention import is_stock_wanted
-
-_ROWS = 128  # queries whose scores are in memory at a time
+from sglang_ext_kernels.block_attention import add_sinks_, windowed_block
 
 
 def attend_(
@@ -37,31 +36,14 @@ def attend_(
     are cap * tanh(score / cap) where `cap` is above 0. `sinks` [heads]: a score of each head that takes part in the
     softmax and has no value (gpt-oss).
     """
-    new, heads, known = query.shape[0], query.shape[1], keys.shape[0]
-    groups = heads // keys.shape[1]
-    # [KV heads, group, …]: no key is copied for the heads that share it.
-    grouped = query.view(new, keys.shape[1], groups, -1).permute(1, 2, 0, 3).float()
-    keys, values = keys.permute(1, 2, 0).float(), values.permute(1, 0, 2).float()
-    for start in range(0, new, _ROWS):
-        stop = min(new, start + _ROWS)
-        end = known - new + stop if is_causal else known
-        first = 0 if window is None or not is_causal else max(0, known - new + start - window)
-        scores = grouped[:, :, start:stop] @ keys[:, None, :, first:end] * scale
-        if cap > 0:
-            scores = torch.tanh(scores / cap) * cap
-        if is_causal:
-            rows = torch.arange(known - new + start, known - new + stop)[:, None]
-            columns = torch.arange(first, end)[None]
-            is_seen = columns <= rows
-            if window is not None:
-                is_seen &= columns >= rows - window
-            scores = scores.masked_fill(~is_seen, -torch.inf)
-        if sinks is not None:
-            sink = sinks.float().view(keys.shape[0], groups, 1, 1).expand(-1, -1, stop - start, 1)
-            scores = torch.cat([scores, sink], -1)
-        weights = torch.softmax(scores, -1)[..., : end - first]
-        attended = weights @ values[:, None, first:end]
-        output[start:stop] = attended.permute(2, 0, 1, 3).reshape(stop - start, heads, -1).to(output.dtype)
+    new, known = query.shape[0], keys.shape[0]
+    k_positions = torch.arange(known)
+    q_positions = k_positions[known - new :] if is_causal else torch.full((new,), known)
+    reach = window if is_causal else None
+    out, lse = windowed_block(query, keys, values, q_positions, k_positions, scale, window=reach, cap=cap)
+    if sinks is not None:
+        add_sinks_(out, lse, sinks)
+    output.copy_(out)
 
 
 def run_layer(

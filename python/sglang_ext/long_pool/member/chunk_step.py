@@ -8,10 +8,25 @@ from typing import Protocol
 
 import torch
 
+from sglang_ext.long_pool.decide.kept_prompts import within
 from sglang_ext.long_pool.decide.sharding import ChunkLayout, KvMove, Positions, count_tokens
 from sglang_ext.long_pool.member.ranks import SINGLE_RANK, Ranks, all_ranks_or_raise
-from sglang_ext.long_pool.member.ring_attention import Attention, DeferredErrorAttention, Ring, as_tensor
-from sglang_ext.long_pool.member.shard import KvPool, KvPoolFullError, LayoutMismatchError, Rebalancing, Shard
+from sglang_ext.long_pool.member.ring_attention import (
+    Attention,
+    AttentionRule,
+    DeferredErrorAttention,
+    Ring,
+    as_tensor,
+)
+from sglang_ext.long_pool.member.shard import (
+    HeldRows,
+    KvPool,
+    KvPoolFullError,
+    LayoutMismatchError,
+    Rebalancing,
+    Shard,
+    rows_within,
+)
 from sglang_ext.long_pool.mesh.device_streams import DeviceStreams, Mark
 from sglang_ext.long_pool.mesh.mesh import Mesh, MeshError, first_line
 from sglang_ext.long_pool.step_clock import StepClock
@@ -113,8 +128,8 @@ def run_chunk(
                 mesh.meet()
             with all_ranks_or_raise(ranks, *STEP_ERRORS):
                 layer_ready = sending(slots)
-        ring = Ring(mesh, layout.group, instance, held, step.first_tag, step.clock)
-        attention = _ChunkAttention(step, pool, ring, positions, shard.slots, moving, layer_ready)
+        rows = HeldRows(shard.positions, shard.slots)
+        attention = _ChunkAttention(step, pool, layout, held, rows, moving, layer_ready)
         deferred = DeferredErrorAttention(attention) if ranks.size > 1 else None
         with all_ranks_or_raise(ranks, *STEP_ERRORS):
             logits = engine.forward(token_ids, as_tensor(positions), slots, deferred or attention)
@@ -162,25 +177,44 @@ class _ChunkAttention:
         self,
         step: StepContext,
         pool: KvPool,
-        ring: Ring,
-        queries: Positions,
-        slots: torch.Tensor,
+        layout: ChunkLayout,
+        held: Sequence[Positions],
+        rows: HeldRows,
         moving: Rebalancing,
         layer_ready: LayerReady,
     ) -> None:
+        """`held`: by place in the ring, what that member holds with the chunk's new positions; `rows` of this one."""
         self._step = step
         self._layer_ready = layer_ready
         self._pool = pool
-        self._ring = ring
-        self._queries = queries
-        self._slots = slots
+        self._layout = layout
+        self._queries = layout.new[layout.group.index(step.instance)]
+        self._held = held
+        self._rows = rows
         self._moving = moving
+        self._first = min((part[0] for positions in layout.new for part in positions), default=0)
+        self._rings: dict[int | None, tuple[Ring, torch.Tensor]] = {}  # by window
 
-    def attend(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
         streams = self._step.streams
         self._step.record_activity()
         self._layer_ready(layer, None if streams is None else streams.mark())
         self._moving.finish(layer)
         # It travels while this layer attends and passes its fully connected part.
         self._moving.start(layer + 1)
-        return self._ring.attend(q, self._queries, self._pool.read(layer, self._slots), scale, layer)
+        ring, slots = self._ring_of(rule.window)
+        return ring.attend(q, self._queries, self._pool.read(layer, slots), rule, layer)
+
+    def _ring_of(self, window: int | None) -> tuple[Ring, torch.Tensor]:
+        """Return the ring of layers with this window, and the slots of this member's rows that go round in it: those
+        that a query of the chunk may see."""
+        if window not in self._rings:
+            held, rows = self._held, self._rows
+            if window is not None:
+                start, end = self._first - window, max(part[-1] for positions in held for part in positions) + 1
+                held = [within(positions, start, end) for positions in held]
+                rows = rows_within(rows, start, end)
+            step = self._step
+            ring = Ring(step.mesh, self._layout.group, step.instance, held, step.first_tag, step.clock)
+            self._rings[window] = ring, rows.slots
+        return self._rings[window]

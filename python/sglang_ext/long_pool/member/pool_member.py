@@ -194,6 +194,11 @@ class PoolMember:
         return self._streams.is_sending or bool(self._shards or self._steps or self._incoming)
 
     @property
+    def free_tokens(self) -> int:
+        """Return the number of KV slots that a request could take now."""
+        return self._engine.pool.free_tokens
+
+    @property
     def held_tokens(self) -> int:
         """KV slots that shards have taken from the engine's pool, also slots that are only read any more."""
         owned = sum(shard.owned_tokens for shard in self._shards.values())

@@ -5,7 +5,8 @@ not depend on the order in which blocks arrive but for rounding.
 
 Each member's shard is given by the positions that it holds, a few ranges. So nearly all pairs of ranges are seen whole,
 not at all, or along a diagonal: those run without a mask. What two ranges of different steps share, which no layout of
-a chunk produces, is masked.
+a chunk produces, is masked. Layers with a sliding window or capped scores, which no fused kernel here computes, go by
+positions (on CPUs only).
 """
 
 from __future__ import annotations
@@ -23,12 +24,23 @@ from sglang_ext.long_pool.step_clock import StepClock
 from sglang_ext_kernels import flashinfer_block
 from sglang_ext_kernels.block_attention import (
     BlockPlan,
+    add_sinks_,
     attention_block,
     default_sizes,
     merge_states_,
     plan_block,
     positioned_block,
+    windowed_block,
 )
+
+
+class AttentionRule(NamedTuple):
+    """How the queries of a layer attend."""
+
+    scale: float
+    window: int | None = None  # a token sees itself and as many before it; None: all
+    cap: float = 0.0  # scores are cap * tanh(score / cap); 0: as they are
+    sinks: torch.Tensor | None = None  # [H]; a score of each head that takes part in the softmax and has no value
 
 
 class Visible(NamedTuple):
@@ -65,12 +77,18 @@ def attend_(
     v: torch.Tensor,
     queries: Positions,
     keys: Positions,
-    scale: float,
+    rule: AttentionRule,
 ) -> None:
     """Take the keys of one shard into `out` [Tq, H, Dv] and `lse` [Tq, H] (float32, changed in place).
 
-    `q` [Tq, H, D] at positions `queries`, `k` [Tk, Hkv, D] and `v` [Tk, Hkv, Dv] at positions `keys`.
+    `q` [Tq, H, D] at positions `queries`, `k` [Tk, Hkv, D] and `v` [Tk, Hkv, Dv] at positions `keys`. The rule's sinks
+    are left out: they count once, over all shards.
     """
+    scale = rule.scale
+    if rule.window is not None or rule.cap:
+        at = as_tensor(queries, q.device), as_tensor(keys, q.device)
+        merge_states_(out, lse, *windowed_block(q, k, v, *at, scale, window=rule.window, cap=rule.cap))
+        return
     blocks = visible_blocks(queries, keys)
     if q.is_cuda and (any(block.is_masked for block in blocks) or not flashinfer_block.can_run(q, v)):
         # one kernel that goes by positions
@@ -138,7 +156,7 @@ def _starts(positions: Positions) -> Iterator[int]:
 class Attention(Protocol):
     """Attention over all that a group holds of a request."""
 
-    def attend(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
         """Attention of q [rows, H, D]; K and V of the same rows are in the pool already. Float32 [rows, H, D]."""
 
 
@@ -167,7 +185,9 @@ class Ring:
     def size(self) -> int:
         return len(self._held)
 
-    def attend(self, q: torch.Tensor, queries: Positions, kv: torch.Tensor, scale: float, layer: int) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, queries: Positions, kv: torch.Tensor, rule: AttentionRule, layer: int
+    ) -> torch.Tensor:
         """Attention of `q` [Tq, H, D] at `queries` over what all members hold.
 
         `kv` [2, Tk, Hkv, D] is what this member holds, and is sent as it is; [1, Tk, 1, D] are latent rows, which are
@@ -181,13 +201,15 @@ class Ring:
             keys = self._held[(self._place - hop) % self.size]
             following, calls = self._pass_on(block, hop, layer)
             if queries and keys:
-                attend_(out, lse, q, block[0], block[-1], queries, keys, scale)
+                attend_(out, lse, q, block[0], block[-1], queries, keys, rule)
             if calls:
                 began_s = self._clock.now_s()
                 for call in calls:
                     call.wait()
                 self._clock.ring_s += self._clock.now_s() - began_s
             block = following
+        if rule.sinks is not None:
+            add_sinks_(out, lse, rule.sinks)
         return out
 
     def _pass_on(self, block: torch.Tensor, hop: int, layer: int) -> tuple[torch.Tensor, list[Pending]]:
@@ -218,10 +240,10 @@ class DeferredErrorAttention:
         # The error itself would hold all that the step has used.
         self._failure: tuple[str, int | None] | None = None
 
-    def attend(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
         if self._failure is None:
             try:
-                return self._attention.attend(layer, q, scale)
+                return self._attention.attend(layer, q, rule)
             except MeshError as error:
                 self._failure = str(error), error.instance
         return torch.zeros_like(q, dtype=torch.float32)

@@ -143,7 +143,8 @@ def cdsp_options(arguments: argparse.Namespace, role: Role, name: str, host: str
     )
 
 
-# Decoders whose every layer attends to everything before a token, with keys and values per head or with latent rows.
+# Decoders whose layers attend to everything before a token or to a window of it, with keys and values per head or with
+# latent rows.
 _ON_GPUS = frozenset(
     {"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "MistralForCausalLM"}
 )
@@ -154,16 +155,17 @@ SUPPORTED_ARCHITECTURES = frozenset(
         *("ApertusForCausalLM", "ArceeForCausalLM", "CohereForCausalLM", "GemmaForCausalLM", "Glm4MoeForCausalLM"),
         *("Ministral3ForCausalLM", "MixtralForCausalLM", "Olmo2ForCausalLM", "OlmoForCausalLM", "OlmoeForCausalLM"),
         *("Phi3ForCausalLM", "PhiForCausalLM", "StableLmForCausalLM", "Starcoder2ForCausalLM"),
+        *("Cohere2ForCausalLM", "Cohere2MoeForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM"),
+        *("GraniteMoeSWAForCausalLM", "GraniteSWAForCausalLM", "Olmo3ForCausalLM"),
+        *("GptOssForCausalLM", "LagunaForCausalLM", "MellumForCausalLM"),
     }
 )
 _NOT_COMPARED = "not compared with one instance; docs/reference/compatibility.md has the models that are"
 _SPARSE = "its attention chooses the tokens that it sees (DSA)"
-_WINDOWS = "layers with a sliding window attend to a part of their KV, and its attention has sinks"
 _STATE = "layers with a recurrent state have no KV that could be divided"
 _WHY_REFUSED = {
     "DeepseekV32ForCausalLM": _SPARSE,
     "GlmMoeDsaForCausalLM": _SPARSE,
-    "GptOssForCausalLM": _WINDOWS,
     "MambaForCausalLM": _STATE,
     "NemotronHForCausalLM": _STATE,
     "FalconH1ForCausalLM": _STATE,
@@ -204,6 +206,6 @@ def model_conflict(model_config: Any, *, on_gpu: bool) -> str | None:
     """Return why a model cannot be computed by several instances, from SGLang's ModelConfig; None when it can."""
     architectures = getattr(model_config.hf_config, "architectures", None)
     name = architectures[0] if architectures else None
-    if getattr(model_config, "sliding_window_size", None):
+    if on_gpu and getattr(model_config, "sliding_window_size", None):
         return f"{name} with a sliding window does not go with --cdsp-coordinator (it attends to a part of its KV)"
     return architecture_conflict(name, on_gpu=on_gpu)

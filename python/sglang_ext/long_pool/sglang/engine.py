@@ -22,6 +22,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, EvictParams, EvictResult
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
@@ -32,7 +33,7 @@ from sglang_ext.long_pool.member.landing import Landing
 from sglang_ext.long_pool.member.pool_link import PoolLink, ReplicatedLink, TcpLink
 from sglang_ext.long_pool.member.pool_member import PoolMember
 from sglang_ext.long_pool.member.ranks import SINGLE_RANK, GroupRanks, Ranks
-from sglang_ext.long_pool.member.ring_attention import Attention
+from sglang_ext.long_pool.member.ring_attention import Attention, AttentionRule
 from sglang_ext.long_pool.member.shard import KvPoolFullError
 from sglang_ext.long_pool.mesh.device_streams import DeviceStreams, streams_of
 from sglang_ext.long_pool.mesh.nccl_library import NcclError, NcclLibrary
@@ -58,16 +59,27 @@ class UnsupportedModelError(ValueError):
 
 
 class SchedulerKvPool:
-    """The KV pool of a scheduler; makes room by evicting from its prefix cache, as SGLang does."""
+    """The KV pool of a scheduler; makes room by evicting from its prefix cache, as SGLang does.
+
+    Layers with a sliding window may have a pool of their own (gpt-oss). A slot is one of the pool of all other layers
+    then, and has a peer in that of the windows for as long as it is taken, as in SGLang.
+    """
 
     def __init__(self, scheduler: Any) -> None:
         """Raises UnsupportedModelError, naming the pool."""
         pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
         self._is_latent = type(pool) is MLATokenToKVPool and pool.store_dtype == pool.dtype
-        if not self._is_latent and (type(pool) is not MHATokenToKVPool or pool.is_quantized_kv_cache):
-            raise UnsupportedModelError(f"KV memory of the kind {type(pool).__name__} cannot be divided over instances")
-        if not self._is_latent and pool.kv_cache_layout != "nhd":
-            raise UnsupportedModelError(f"KV memory as {pool.kv_cache_layout} cannot be divided over instances")
+        self._has_windows = type(pool) is SWAKVPool
+        parts = (pool.full_kv_pool, pool.swa_kv_pool) if self._has_windows else (pool,)
+        for part in () if self._is_latent else parts:
+            if type(part) is not MHATokenToKVPool or part.is_quantized_kv_cache:
+                raise UnsupportedModelError(
+                    f"KV memory of the kind {type(part).__name__} cannot be divided over instances"
+                )
+            if part.kv_cache_layout != "nhd":
+                raise UnsupportedModelError(f"KV memory as {part.kv_cache_layout} cannot be divided over instances")
+        if len({part.get_key_buffer(0).shape[1:] for part in parts}) > 1:
+            raise UnsupportedModelError("layers whose KV has several shapes cannot be divided over instances")
         self._pool = pool
         if self._is_latent and self.device.type != "cpu":
             raise UnsupportedModelError(
@@ -87,15 +99,30 @@ class SchedulerKvPool:
 
     @property
     def free_tokens(self) -> int:
-        return int(self._allocator.available_size() + self._tree.evictable_size())
+        allocator, tree = self._allocator, self._tree
+        if not self._has_windows:
+            return int(allocator.available_size() + tree.evictable_size())
+        whole = allocator.full_available_size() + tree.full_evictable_size()
+        return int(min(whole, allocator.swa_available_size() + tree.swa_evictable_size()))
 
     def allocate(self, tokens: int) -> torch.Tensor:
         whole = -(-tokens // self.page_tokens) * self.page_tokens
         evict_from_tree_cache(self._tree, whole)
-        slots = self._allocator.alloc(whole)
+        slots = self._take(whole)
         if slots is None:
             raise KvPoolFullError(f"{whole} KV slots are wanted, {self._allocator.available_size()} are free")
         return slots[:tokens]
+
+    def _take(self, tokens: int) -> torch.Tensor | None:
+        allocator = self._allocator
+        if not self._has_windows:
+            slots: torch.Tensor | None = allocator.alloc(tokens)
+            return slots
+        if allocator.available_size() < tokens:
+            return None
+        whole, windows = allocator.full_attn_allocator.alloc(tokens), allocator.swa_attn_allocator.alloc(tokens)
+        allocator.set_full_to_swa_mapping(whole, windows)
+        return whole
 
     def free(self, slots: torch.Tensor) -> None:
         self._allocator.free(slots)
@@ -103,14 +130,20 @@ class SchedulerKvPool:
     def count_freed(self, pages: torch.Tensor) -> int:
         return len(pages)
 
+    def _in_layer(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
+        """Return where the rows of these slots lie in a layer's own pool."""
+        if self._has_windows and self._pool.layers_mapping[layer][1]:
+            slots = self._pool.translate_loc_from_full_to_swa(slots)
+        return slots
+
     def read(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
-        keys = self._pool.get_key_buffer(layer)
+        keys, slots = self._pool.get_key_buffer(layer), self._in_layer(layer, slots)
         if self._is_latent:
             return keys.index_select(0, slots)[None]
         return gather_kv(keys, self._pool.get_value_buffer(layer), slots.to(keys.device))
 
     def write(self, layer: int, slots: torch.Tensor, kv: torch.Tensor) -> None:
-        keys = self._pool.get_key_buffer(layer)
+        keys, slots = self._pool.get_key_buffer(layer), self._in_layer(layer, slots)
         if self._is_latent:
             keys.index_copy_(0, slots, kv[0])
             return
@@ -190,7 +223,7 @@ class SchedulerEngine:
             positions, slots = positions.new_zeros(1), slots.new_full((1,), _PADDING_SLOT)
         runner = self._runner
         batch = _batch(torch.from_numpy(np.array(token_ids, np.int64)), positions, slots, runner.device)
-        backend = _ChunkBackend(runner, attention)
+        backend = _ChunkBackend(runner, attention, slots)
         # A graph that was captured has SGLang's attention.
         graphs, runner.prefill_cuda_graph_runner = runner.prefill_cuda_graph_runner, None
         try:
@@ -224,22 +257,36 @@ class SchedulerEngine:
 class _ChunkBackend(AttentionBackend):  # type: ignore[misc]  # SGLang has no type information here
     """Stores K and V of the chunk's rows, then asks the ring. SGLang's own backend is not touched."""
 
-    def __init__(self, runner: Any, attention: Attention) -> None:
+    def __init__(self, runner: Any, attention: Attention, slots: torch.Tensor) -> None:
         super().__init__()
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.req_to_token_pool = runner.req_to_token_pool
         self._attention = attention
+        # Of the rows that are computed, where layers have a pool of their own for windows.
+        self._window_slots = (
+            self.token_to_kv_pool.translate_loc_from_full_to_swa(slots) if runner.is_hybrid_swa else None
+        )
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         pass
 
     def forward_extend(
-        self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **unused: Any
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        sinks: torch.Tensor | None = None,
+        **unused: Any,
     ) -> torch.Tensor:
-        self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
+        self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, self._window_slots), k, v)
         heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        window = layer.sliding_window_size if layer.sliding_window_size > -1 else None
+        rule = AttentionRule(layer.scaling, window, layer.logit_cap, sinks)
         # The values of latent rows are their first part.
-        out = self._attention.attend(layer.layer_id, heads, layer.scaling)[..., : layer.v_head_dim]
+        out = self._attention.attend(layer.layer_id, heads, rule)[..., : layer.v_head_dim]
         return out.to(q.dtype).reshape(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
 
 
@@ -280,7 +327,6 @@ def build_member(scheduler: Any, options: CdspOptions) -> PoolMember:
     model = engine.description + how + (f", between members by {kind}" if streams is not None else "")
 
     def hello() -> Hello:
-        free_tokens = int(scheduler.token_to_kv_pool_allocator.available_size())
         return Hello(
             PROTOCOL_VERSION,
             options.name,
@@ -288,7 +334,7 @@ def build_member(scheduler: Any, options: CdspOptions) -> PoolMember:
             model,
             engine.pool.layers,
             engine.pool.page_tokens,
-            MemberReport(0.0, free_tokens, max_chunk_tokens(scheduler, options)),
+            MemberReport(0.0, engine.pool.free_tokens, max_chunk_tokens(scheduler, options)),
             options.min_tokens,
             links.rank_addresses,
             receivers,
@@ -343,11 +389,18 @@ def _ranks(scheduler: Any) -> Ranks:
     return GroupRanks(group.cpu_group, group.ranks[0])
 
 
+def _sharing_manager(scheduler: Any) -> HandshakeKVManager | None:
+    """Return the manager by which members send rows of a prompt of another one; None where they do not."""
+    manager = scheduler.disagg_prefill_bootstrap_queue.kv_manager
+    is_shared = isinstance(manager, HandshakeKVManager) and manager.shared_from_tokens is not None
+    return manager if is_shared else None
+
+
 def _opener(scheduler: Any) -> tuple[OpenTarget | None, str]:
     """Return how this instance sends KV of others' requests to decode, and in words: it must be the same in all
     members."""
-    manager = scheduler.disagg_prefill_bootstrap_queue.kv_manager
-    if not isinstance(manager, HandshakeKVManager):
+    manager = _sharing_manager(scheduler)
+    if manager is None:
         return None, ""
 
     def open_target(destination: Destination) -> Target | None:
@@ -362,7 +415,7 @@ def _opener(scheduler: Any) -> tuple[OpenTarget | None, str]:
 
 def _landing(scheduler: Any) -> Landing | None:
     """Return where kept rows of other members come to."""
-    manager = scheduler.disagg_prefill_bootstrap_queue.kv_manager
-    if not isinstance(manager, HandshakeKVManager):
+    manager = _sharing_manager(scheduler)
+    if manager is None:
         return None
     return Landing(manager.endpoint, manager.attn_tp_rank, manager.heads, manager.layer_count)

@@ -95,7 +95,8 @@ class SequenceParallelScheduler(LengthAwareScheduler):
             share_memory(self.tree_cache, self._member.kept)
             self._min_tokens = options.cdsp.min_tokens
             self._max_chunk_tokens = max_chunk_tokens(self, options.cdsp)
-            if isinstance(self.disagg_prefill_bootstrap_queue.kv_manager, HandshakeKVManager):
+            manager = self.disagg_prefill_bootstrap_queue.kv_manager
+            if isinstance(manager, HandshakeKVManager) and manager.shared_from_tokens is not None:
                 self._admit_any_length()
             if self.idle_sleeper is not None and self._member.wake_descriptor is not None:
                 self.idle_sleeper.poller.register(self._member.wake_descriptor, select.POLLIN)
@@ -441,13 +442,12 @@ class SequenceParallelScheduler(LengthAwareScheduler):
             begun_s = laps.policy.predicted_s(*zip(*begun, strict=True)) if begun else 0.0
         if member.is_report_due(laps.now_s(), batch_s):
             report = laps.policy.report(self._snapshot(laps))
-            free_tokens = self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size()
             backlog_s = begun_s + report.short.backlog_s + report.long.backlog_s
             short_slo_s = laps.policy.short_slo_s
             member.report(
                 MemberReport(
                     backlog_s,
-                    int(free_tokens),
+                    member.free_tokens,
                     self._max_chunk_tokens,
                     report.short_rate_per_s,
                     short_slo_s,

@@ -53,7 +53,9 @@ class HandshakeKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is un
     late_slots_tokens: int | None = None  # decode: a prompt of this many tokens takes slots when prefill calls for them
     slot_calls: SlotCalls | None = None  # prefill, on the rank that decides
     _is_latent = False
-    shared_from_tokens: int | None = None  # from which length on a request may be computed by a long pool
+    # From which length on members of a long pool may send parts of a prompt; None: they do not. Rows of windows in a
+    # pool of their own come from the prompt's own instance.
+    shared_from_tokens: int | None = None
 
     def __init__(
         self, args: Any, disaggregation_mode: DisaggregationMode, server_args: Any, is_mla_backend: bool = False
@@ -125,8 +127,9 @@ class HandshakeKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is un
     def _open_endpoint(self) -> None:
         options = options_from_environment(os.environ)
         transfer = options.transfer if options is not None and options.transfer is not None else TransferOptions()
-        if options is not None and options.cdsp is not None:
-            self.shared_from_tokens = options.cdsp.min_tokens
+        cdsp = None if options is None else options.cdsp
+        if cdsp is not None and not self.kv_args.state_data_ptrs:
+            self.shared_from_tokens = cdsp.min_tokens
         self.heads = self.head_layout(self.attn_tp_size)
         stored_heads = getattr(self.kv_args, "kv_head_num", self.heads.heads_per_rank)
         if stored_heads != self.heads.heads_per_rank:
@@ -168,8 +171,7 @@ class HandshakeKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is un
             self.refused_rooms = RefusedRooms(self.endpoint, float(envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get()))
             if self.attn_tp_rank == 0 and self.pp_rank == 0:
                 # A coordinator plans with all prompts of a pool, also those whose turn is far away.
-                is_member = self.shared_from_tokens is not None
-                self.slot_calls = SlotCalls(None if is_member else transfer.slots_lookahead_tokens)
+                self.slot_calls = SlotCalls(transfer.slots_lookahead_tokens if cdsp is None else None)
         else:
             self.late_slots_tokens = transfer.late_slots_tokens
         if self.server_args.enable_metrics:

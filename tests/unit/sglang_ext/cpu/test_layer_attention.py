@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.cpu import layer_attention
 from sglang_ext.cpu.layer_attention import attend_
+from sglang_ext_kernels import block_attention
 
 
 def attended(
@@ -66,7 +66,7 @@ def test_blocks_of_queries_attend_to_what_all_at_once_would(
     sinks = torch.randn(heads[0], generator=generator) if has_sinks else None
     output = torch.empty(new, heads[0], 6)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer_attention, "_ROWS", 5)
+        patch.setattr(block_attention, "_ROWS", 5)
         # Only what the window needs is read of what came before.
         needed = known if window is None or not is_causal else min(known, new + window)
         attend_(

@@ -13,10 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from sglang_ext.long_pool.decide.sharding import Interleaving, lay_out
+from sglang_ext.long_pool.decide.sharding import ChunkLayout, Interleaving, lay_out
 from sglang_ext.long_pool.link_frames import PeerAddress
 from sglang_ext.long_pool.member.chunk_step import StepContext, _ChunkAttention
-from sglang_ext.long_pool.member.ring_attention import Ring, as_tensor
+from sglang_ext.long_pool.member.ring_attention import AttentionRule, Ring, as_tensor
+from sglang_ext.long_pool.member.shard import HeldRows
 from sglang_ext.long_pool.mesh import nccl_mesh
 from sglang_ext.long_pool.mesh.device_streams import Mark
 from sglang_ext.long_pool.mesh.mesh import Lane, Membership, Mesh, MeshError, Pending
@@ -221,7 +222,7 @@ def test_a_ring_over_three_devices_is_attention_over_all(make: MakePool, over: s
         place = layout.group.index(member.instance)
         rows = as_tensor(layout.new[place])
         ring = Ring(Prompt(mesh, member.device), layout.group, member.instance, layout.new, 0)
-        return ring.attend(q[rows], layout.new[place], kv[:, rows].contiguous(), 0.25, layer=0)
+        return ring.attend(q[rows], layout.new[place], kv[:, rows].contiguous(), AttentionRule(0.25), layer=0)
 
     for place, out in enumerate(pool.step([0, 1, 2], work)):
         assert isinstance(out, torch.Tensor)
@@ -495,16 +496,19 @@ def test_rows_leave_for_decode_behind_what_computes_them() -> None:
 
     class Resting:
         def read(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
-            return pool[layer]
+            return pool[layer][None, :, None]
 
-        def attend(self, q: torch.Tensor, *rest: object) -> torch.Tensor:
-            return q
-
+    positions = (range(tokens),)
     attention = _ChunkAttention(
         StepContext(Resting(), 0, 0, streams=device),  # type: ignore[arg-type]
-        *(Resting(), Resting(), (range(tokens),), torch.arange(tokens), Moving(), ready),  # type: ignore[arg-type]
+        Resting(),  # type: ignore[arg-type]
+        ChunkLayout((0,), (), ((),), (positions,)),
+        [positions],
+        HeldRows(positions, torch.arange(tokens)),
+        Moving(),  # type: ignore[arg-type]
+        ready,
     )
     for layer in range(layers):
         device.compute(lambda layer=layer: pool[layer].fill_(layer + 1))
-        attention.attend(layer, torch.zeros(tokens, 1, size), 1.0)
+        attention.attend(layer, torch.zeros(tokens, 1, size), AttentionRule(1.0))
     assert told == [(layer, True) for layer in range(layers)]

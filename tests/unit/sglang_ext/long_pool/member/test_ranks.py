@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sglang_ext.long_pool.member.ranks import SINGLE_RANK, all_ranks_or_raise
-from sglang_ext.long_pool.member.ring_attention import DeferredErrorAttention
+from sglang_ext.long_pool.member.ring_attention import AttentionRule, DeferredErrorAttention
 from sglang_ext.long_pool.mesh.mesh import MeshError
 from support.group_ranks import ROUNDS, run_ranks, value_of
 
@@ -66,7 +66,7 @@ class Breaking:
     def __init__(self) -> None:
         self.asked: list[int] = []
 
-    def attend(self, layer: int, q: torch.Tensor, scale: float) -> torch.Tensor:
+    def attend(self, layer: int, q: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
         self.asked.append(layer)
         if layer == 1:
             raise MeshError("broken")
@@ -77,10 +77,10 @@ def test_a_broken_ring_does_not_end_the_forward() -> None:
     ring = Breaking()
     attention = DeferredErrorAttention(ring)
     q = torch.ones(2, 1, 4, dtype=torch.bfloat16)
-    assert (attention.attend(0, q, 1.0) == 2).all()
+    assert (attention.attend(0, q, AttentionRule(1.0)) == 2).all()
     attention.check()
     for layer in (1, 2, 3):
-        out = attention.attend(layer, q, 1.0)
+        out = attention.attend(layer, q, AttentionRule(1.0))
         assert (out.shape, out.dtype) == (q.shape, torch.float32)
         assert not out.any()
     assert ring.asked == [0, 1], "a broken ring is not asked again"

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.long_pool.decide.sharding import Interleaving, Positions, count_tokens
-from sglang_ext.long_pool.member.ring_attention import as_tensor, attend_, visible_blocks
-from sglang_ext_kernels.block_attention import attention_block_reference
+from sglang_ext.long_pool.member.ring_attention import AttentionRule, as_tensor, attend_, visible_blocks
+from sglang_ext_kernels.block_attention import add_sinks_, attention_block_reference
 from support.examples import examples
 from support.sharding import split_chunk
 
@@ -23,7 +23,7 @@ def check(queries: Positions, shards: list[Positions]) -> None:
     vs = [torch.randn(count_tokens(one), KV_HEADS, HEAD_SIZE, generator=generator) for one in shards]
     out, lse = torch.zeros(q.shape), torch.full(q.shape[:2], float("-inf"))
     for k, v, keys in zip(ks, vs, shards, strict=True):
-        attend_(out, lse, q, k, v, queries, keys, 0.3)
+        attend_(out, lse, q, k, v, queries, keys, AttentionRule(0.3))
     all_keys = torch.cat([as_tensor(one) for one in shards])
     visible = all_keys[None, :] <= as_tensor(queries)[:, None]
     wanted, wanted_lse = attention_block_reference(q, torch.cat(ks), torch.cat(vs), 0.3, visible)
@@ -52,6 +52,40 @@ def test_any_two_ranges(data: st.DataObject) -> None:
         return range(start, start + step * data.draw(st.integers(1, 12)), step)
 
     check((some_range(),), [(some_range(),)])
+
+
+@given(st.data())
+@settings(max_examples=examples(100), deadline=None)
+def test_windows_caps_and_sinks_over_shards_in_any_order(data: st.DataObject) -> None:
+    """Each query sees its window of all shards, and the sinks once."""
+    start, tokens = data.draw(st.integers(0, 300)), data.draw(st.integers(1, 60))
+    parts = split_chunk(start, tokens, data.draw(st.integers(1, 4)), data.draw(st.sampled_from(Interleaving)))
+    queries = data.draw(st.sampled_from([part for part in parts if part]))
+    history: Positions = (range(start // 2, start), range(start // 2)) if start > 1 else ()
+    shards = data.draw(st.permutations([part for part in (history, *parts) if part]))
+    window = data.draw(st.sampled_from([None, 0, 1, 7, 40, 500]))
+    cap = data.draw(st.sampled_from([0.0, 1.5]))
+    sinks = data.draw(st.sampled_from([None, torch.tensor([0.5, -1.0, 3.0, 0.0])]))
+    generator = torch.Generator().manual_seed(start)
+    q = torch.randn(count_tokens(queries), HEADS, HEAD_SIZE, generator=generator)
+    ks = [torch.randn(count_tokens(shard), KV_HEADS, HEAD_SIZE, generator=generator) for shard in shards]
+    vs = [torch.randn(count_tokens(shard), KV_HEADS, HEAD_SIZE, generator=generator) for shard in shards]
+    out, lse = torch.zeros(q.shape), torch.full(q.shape[:2], float("-inf"))
+    for k, v, keys in zip(ks, vs, shards, strict=True):
+        attend_(out, lse, q, k, v, queries, keys, AttentionRule(0.3, window, cap, sinks))
+    if sinks is not None:
+        add_sinks_(out, lse, sinks)
+    places = torch.cat([as_tensor(shard) for shard in shards])[None, :]
+    at = as_tensor(queries)[:, None]
+    visible = (places <= at) & (places >= at - (1000 if window is None else window))
+    keys, values = (torch.cat(rows).repeat_interleave(HEADS // KV_HEADS, 1) for rows in (ks, vs))
+    scores = torch.einsum("qhd,khd->hqk", q, keys) * 0.3
+    scores = (torch.tanh(scores / cap) * cap if cap else scores).masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(at), 1)], -1)
+    weights = torch.softmax(scores, -1)[..., : places.numel()]
+    torch.testing.assert_close(out, torch.einsum("hqk,khd->qhd", weights, values), atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(lse.T, torch.logsumexp(scores, -1), atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("interleaving", list(Interleaving))

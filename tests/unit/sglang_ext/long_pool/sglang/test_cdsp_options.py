@@ -114,7 +114,6 @@ def test_a_member_on_a_gpu_computes_in_one_stream(tmp_path: Path, capsys: pytest
     [
         ("GPT2LMHeadModel", "not compared with one instance; docs/reference/compatibility.md"),
         ("DeepseekV32ForCausalLM", "its attention chooses the tokens that it sees (DSA)"),
-        ("GptOssForCausalLM", "layers with a sliding window"),
         ("Qwen3NextForCausalLM", "layers with a recurrent state"),
         ("NemotronHForCausalLM", "layers with a recurrent state"),
     ],
@@ -192,12 +191,15 @@ def model(name: str, sliding_window_size: int | None = None) -> SimpleNamespace:
 def test_models_are_refused_by_name() -> None:
     for name in ("Qwen2ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"):
         assert model_conflict(model(name), on_gpu=False) is None
+    assert model_conflict(model("Gemma3ForCausalLM", 4096), on_gpu=False) is None
     problem = model_conflict(model("DeepseekV3ForCausalLM"), on_gpu=True)
     assert problem is not None
     assert problem.startswith("DeepseekV3ForCausalLM does not go with --cdsp-coordinator on a GPU (")
+    problem = model_conflict(model("MistralForCausalLM", 4096), on_gpu=True)
+    assert problem is not None
+    assert problem.startswith("MistralForCausalLM with a sliding window does not go with --cdsp-coordinator (")
     for refused, name in (
         (model("DeepseekV32ForCausalLM"), "DeepseekV32ForCausalLM"),
-        (model("MistralForCausalLM", 4096), "MistralForCausalLM with a sliding window"),
         (SimpleNamespace(hf_config=SimpleNamespace(architectures=None)), "a model without a name"),
     ):
         problem = model_conflict(refused, on_gpu=False)
