@@ -7,18 +7,28 @@ from sglang_ext.cpu.import_hook import absent_packages
 _SPARSE = "its attention chooses the tokens that it sees, by kernels for GPUs (DSA)"
 _STATE = "its layers with a recurrent state have kernels for GPUs only"
 _EXPERTS = "its experts have kernels for GPUs only"
+_ATTENTION = "SGLang admits no attention for CPUs to it"
+_BFLOAT16 = "SGLang normalises its queries and keys in bfloat16, and engines for CPUs compute in float32"
+_SHAPES = "SGLang gives its attention queries of a shape that it does not take there"
 UNSERVED = {
     "AfmoeForCausalLM": _EXPERTS,
     "DeepseekV32ForCausalLM": _SPARSE,
     "DeepseekV4ForCausalLM": "its attention to compressed latent rows has kernels for GPUs only",
+    "Exaone4ForCausalLM": _ATTENTION,
     "FalconH1ForCausalLM": _STATE,
     "FalconMambaForCausalLM": _STATE,
+    "Gemma4ForCausalLM": _ATTENTION,
+    "Gemma4ForConditionalGeneration": _ATTENTION,
     "GlmMoeDsaForCausalLM": _SPARSE,
     "GraniteMoeHybridForCausalLM": _STATE,
     "HYV3ForCausalLM": "SGLang's path for its experts gives other tokens there",
+    "HunYuanDenseV1ForCausalLM": _SHAPES,
+    "HunYuanMoEV1ForCausalLM": _SHAPES,
     "KimiLinearForCausalLM": _STATE,
     "Lfm2ForCausalLM": _STATE,
     "Lfm2MoeForCausalLM": _STATE,
+    "Llama4ForCausalLM": _BFLOAT16,
+    "Llama4ForConditionalGeneration": _BFLOAT16,
     "Mamba2ForCausalLM": _STATE,
     "MambaForCausalLM": _STATE,
     "MiniMaxM2ForCausalLM": "its normalisation of queries and keys has a kernel for GPUs only",
