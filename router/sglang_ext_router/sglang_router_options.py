@@ -47,7 +47,10 @@ WITHOUT_EFFECT: Mapping[str, tuple[int | str, str]] = {
     "--prometheus-duration-buckets": ("*", "the buckets are SGLang's"),
     "--request-id-headers": ("*", "x-request-id is read"),
 }
-_GIVE_WORKERS = "give each instance with --prefill-short, --prefill-long, --prefill or --decode"
+_GIVE_WORKERS = (
+    "give each ordinary server with --plain URL, or each divided one with --prefill-short, --prefill-long, --prefill "
+    "or --decode"
+)
 _NO_HISTORY = "conversations are not stored; put a service that does in front of this router"
 _OWN_KEYS = "use --api-keys-file for several clients' keys, and --admin-api-key for changes"
 _NO_CLIENT_CERTIFICATE = "instances are sent a key (--worker-api-key), no certificate"

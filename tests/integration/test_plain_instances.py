@@ -88,6 +88,51 @@ def test_without_prefill_everything_goes_to_the_undivided_instance(engines: list
         prefill.stop()
 
 
+SCORED = random_prompt(30, seed=40)
+GENERATED = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": SCORED, "max_tokens": 0, "prompt_logprobs": 2}),
+        ("/v1/completions", {"prompt": SCORED, "max_tokens": 4, "prompt_logprobs": 2, "logprobs": 1, "temperature": 0}),
+        ("/v1/completions", {"prompt": SCORED, "max_tokens": 4, "echo": True, "logprobs": 2, "temperature": 0}),
+        (
+            "/generate",
+            {"input_ids": SCORED, "return_logprob": True, "logprob_start_len": 0, "sampling_params": GENERATED},
+        ),
+    ],
+    ids=["prompt", "prompt and reply", "echo", "generate"],
+)
+def test_scores_come_from_an_undivided_instance_where_there_is_no_other(
+    engines: list[Engine], path: str, body: dict[str, Any]
+) -> None:
+    replies = []
+    for serving in (engines[:2], engines[2:]):
+        with running_router(serving) as router:
+            reply, headers = router.call("POST", path, body)
+            assert reply.status == 200, reply.body
+            assert (PLAIN in headers) is (serving == engines[2:])
+            replies.append(scores_of(reply.body))
+    assert len(replies[0]) >= len(SCORED) - 1
+    assert replies[1] == pytest.approx(replies[0], abs=1e-3)
+
+
+def scores_of(reply: Any) -> list[float]:
+    """Return the log-probabilities of the prompt's tokens and of the reply's, in order."""
+    if "choices" in reply:
+        (choice,) = reply["choices"]
+        prompt = [
+            entry["logprob"] for position in choice.get("prompt_logprobs") or () for entry in (position or {}).values()
+        ]
+        values = [*prompt, *((choice["logprobs"] or {}).get("token_logprobs") or ())]
+    else:
+        info = reply["meta_info"]
+        values = [value for value, *_ in (*info["input_token_logprobs"], *info["output_token_logprobs"])]
+    return [value for value in values if value is not None]
+
+
 @pytest.mark.full
 def test_a_conversation_stays_where_its_prefix_is(engines: list[Engine]) -> None:
     """A long prompt is divided, and its next turn with it, though the turn's new tokens are few."""

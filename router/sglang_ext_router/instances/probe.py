@@ -268,7 +268,8 @@ class Prober:
         wanted = _MODES.get(role, "prefill")
         may_differ = role is not Role.PLAIN and mode != "null" and _can_switch_roles(info)
         if isinstance(mode, str) and mode in {"prefill", "decode", "null"} and mode != wanted and not may_differ:
-            return f"it runs with --disaggregation-mode {mode}, but was given to the router as {kind_of(role)}"
+            way_out = "; give it with --plain" if mode == "null" else ""
+            return f"it runs with --disaggregation-mode {mode}, but was given to the router as {kind_of(role)}{way_out}"
         if role is Role.PLAIN:  # no KV passes between it and another one
             return None
         counted_s = asyncio.get_running_loop().time() - RETURN_S

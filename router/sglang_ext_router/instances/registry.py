@@ -39,6 +39,7 @@ class ModelPools:
         self.prefill_roles: tuple[Role, ...] = ()
         self.has_revisions = False  # ready instances are of several
         self.silent_kinds: frozenset[str] = frozenset()  # of which an instance is silent and keeps its place
+        self.is_undivided = False  # all its instances, ready or not, are undivided ones
         # Prompts up to the first fit every ready instance of the kind, beyond the second none.
         self.shortest_decode_tokens = 0
         self.longest_decode_tokens: int | None = None
@@ -80,6 +81,8 @@ class ModelPools:
         """
         if self.ready_plain or PLAIN_KIND in self.silent_kinds:
             return []
+        if self.is_undivided:
+            return [PLAIN_KIND]
         missing = [] if self.ready_prefill or "prefill" in self.silent_kinds else ["prefill"]
         if not self.ready_decode:
             return missing if "decode" in self.silent_kinds else [*missing, "decode"]
@@ -94,6 +97,7 @@ class ModelPools:
 
     def lacks(self, kind: str) -> str:
         """Return the message that there is no instance of this kind."""
+        kind = PLAIN_KIND if self.is_undivided else kind
         return f"no {kind} instance{f' of {self.name}' if self.name else ''} is ready"
 
 
@@ -169,6 +173,8 @@ class WorkerRegistry:
         self.models = {name: self.models.get(name) or ModelPools(name) for name in sorted(by_model)}
         for name, pools in self.models.items():
             pools.set_ready(by_model[name], [worker for worker in silent if worker.model == name])
+            roles = {worker.role for worker in self._by_id.values() if worker.model in ("", name)}
+            pools.is_undivided = roles == {Role.PLAIN}
         aliases = {alias: self.models[model] for alias, model in self._config.aliases if model in self.models}
         self._by_name = {**aliases, **self.models}
         sole = next(iter(self.models.values())) if len(self.models) == 1 else None
@@ -264,7 +270,8 @@ class WorkerRegistry:
             return ", ".join(*missing.values())
         if missing:
             return "; ".join(f"{', '.join(roles)} of {name}" for name, roles in missing.items())
-        return "prefill, decode"
+        has_only_plain = {worker.role for worker in self._by_id.values()} == {Role.PLAIN}
+        return PLAIN_KIND if has_only_plain else "prefill, decode"
 
 
 def kind_of(role: Role) -> str:

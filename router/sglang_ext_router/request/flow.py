@@ -80,6 +80,8 @@ class RequestFlow:
         "_headers",
         "_is_queued",
         "_is_waiting",
+        "_lacking",
+        "_lost",
         "_place",
         "_protocol",
         "_reading",
@@ -106,6 +108,8 @@ class RequestFlow:
         self._request: PreparedRequest
         self._is_queued = False
         self._is_waiting = False  # for an instance: none is ready, and one may return
+        self._lacking = ""  # what was not ready last
+        self._lost: tuple[int, float] | None = None  # the instance that was lost last, by id, and when
         self._asking: asyncio.Task[PoolAnswer] | None = None  # the coordinator
         self._place: PoolPlace | None = None  # for the first attempt
         self._protocol: PDProtocol | None = None  # from the first attempt on
@@ -333,6 +337,7 @@ class RequestFlow:
                 not (request.scores.is_prefill_only or request.scores.is_joined),
             )
         except NoInstanceError as error:
+            self._lacking = str(error)
             if self._wait_for_instance(error, now_s):
                 self._act(protocol.on_no_instance_yet(number))
                 return
@@ -367,6 +372,7 @@ class RequestFlow:
             None if services.config.disable_route_headers else route,
             request.scores,
             b"" if request.own_ids is None else b"-" + record.room_id,
+            has_decode=decode is not None,
             keeps_stream=request.may_migrate,
         )
 
@@ -492,7 +498,11 @@ class RequestFlow:
         if self._can_go_on(leg):
             self._act(protocol.on_stream_lost(leg.kind, leg.attempt))
             return
-        event = protocol.on_leg_lost if leg.has_connected else protocol.on_leg_connect_failed
+        # One that has not been heard of since is lost once: it may accept a connection until it is gone.
+        worker, lost = leg.worker, self._lost
+        is_gone = lost is not None and lost[0] == worker.id and worker.heard_s < lost[1]
+        self._lost = worker.id, self._services.loop.time()
+        event = protocol.on_leg_lost if leg.has_connected and not is_gone else protocol.on_leg_connect_failed
         self._act(event(leg.kind, leg.attempt))
 
     def _can_go_on(self, leg: UpstreamConnection) -> bool:
@@ -554,7 +564,8 @@ class RequestFlow:
                 case ScheduleRetry():
                     self._schedule_retry(action.backoff_index)
                 case ReplyError():
-                    self._relay.fail(action.status, action.reason)
+                    is_lacking = action.reason is FailureReason.NO_INSTANCE
+                    self._relay.fail(action.status, action.reason, self._lacking if is_lacking else "")
                 case EmitErrorEvent():
                     self._relay.emit_error_event(action.reason)
                 case ContinueStream():

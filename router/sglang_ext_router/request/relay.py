@@ -62,6 +62,7 @@ class Relay:
         "_continued",
         "_delivered",
         "_end",
+        "_has_decode",
         "_id_end",
         "_is_http_11",
         "_is_own_head",
@@ -101,6 +102,7 @@ class Relay:
         self._continued: ContinuedStream | None = None
         self._joined: list[bytes | None] | None = None  # the instances' replies, where the client's is made of them
         self._scores: ScorePlan = NO_SCORES
+        self._has_decode = True
         self.is_building = False  # the client's reply is being made, and will be written
         self.when_built: Callable[[], None] | None = None  # called when it is written, or the client has left
         self.route: Route | None = None  # None: the client is not shown it
@@ -117,17 +119,20 @@ class Relay:
         scores: ScorePlan,
         id_end: bytes = b"",
         *,
+        has_decode: bool = True,
         keeps_stream: bool = False,
     ) -> None:
         """Prepare for the replies of a new attempt; parts of a joined reply from an earlier attempt are dropped.
 
-        `id_end`: what was appended to the client's own ids. `keeps_stream`: other instances can go on with the stream.
+        `id_end`: what was appended to the client's own ids. `has_decode`: whether there is a reply of decode to join.
+        `keeps_stream`: other instances can go on with the stream.
         """
         self._keeps_stream = keeps_stream
         self._record.request_id = request_id
         self._id_end = id_end
         self.route = route
         self._scores = scores
+        self._has_decode = has_decode
         if scores.is_joined:
             self._joined = [None, None]
 
@@ -331,7 +336,7 @@ class Relay:
         """Answer once all replies that are needed are there."""
         assert self._joined is not None
         prefill, decode = self._joined
-        if prefill is None or self._client is None or (decode is None and not self._scores.is_prefill_only):
+        if prefill is None or self._client is None or (decode is None and self._has_decode):
             return
         self.is_building = True
         self._joined = None
@@ -368,9 +373,10 @@ class Relay:
 
     # -- the router's own ends of a reply ---------------------------------------------------------------
 
-    def fail(self, status: int, reason: FailureReason) -> None:
+    def fail(self, status: int, reason: FailureReason, detail: str = "") -> None:
         """Reply that the request has failed. Client libraries must not send again what may end every instance."""
-        self.answer_error(status, REASON_TEXT[reason], may_retry=reason is not FailureReason.LOST_AGAIN)
+        text = f"{REASON_TEXT[reason]}: {detail}" if detail else REASON_TEXT[reason]
+        self.answer_error(status, text, may_retry=reason is not FailureReason.LOST_AGAIN)
 
     def answer_error(
         self, status: int, message: str, param: str | None = None, code: str | None = None, *, may_retry: bool = True

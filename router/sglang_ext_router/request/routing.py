@@ -170,23 +170,22 @@ class RoutePlanner:
         """Choose pool, prefill instance and, if it is needed, decode instance; NoInstanceError if there is none.
 
         Excluded instances (by id) have failed this request before: they are used only if nothing else is left.
-        The prefill instance of a `place` in the long pool is taken if it is a candidate. With `may_be_plain` an
-        undivided instance is taken where it is the better way, or the only one; it is the `prefill` of the route.
+        The prefill instance of a `place` in the long pool is taken if it is a candidate. An undivided instance is the
+        `prefill` of the route: it is taken where the request cannot be divided, and with `may_be_plain` also where it
+        is the better way.
         """
-        if not model.ready_plain or not may_be_plain:
-            return self._divided(
-                model, prompt, prompt_tokens, prefill_excluded, decode_excluded, now_s, needs_decode, place
-            )
         try:
             divided = self._divided(
                 model, prompt, prompt_tokens, prefill_excluded, decode_excluded, now_s, needs_decode, place
             )
         except NoInstanceError:
-            plain = self._sooner_way(model, prompt, prompt_tokens, prefill_excluded, now_s, None)
+            plain = None
+            if model.ready_plain:
+                plain = self._sooner_way(model, prompt, prompt_tokens, prefill_excluded, now_s, None)
             if plain is None:
                 raise
             return plain
-        if place is not None:
+        if place is not None or not may_be_plain or not model.ready_plain:
             return divided
         largest = max([worker.max_prompt_tokens for worker in model.ready_plain])
         is_held = self._holds(divided, prompt_tokens) or prompt_tokens > largest

@@ -204,3 +204,13 @@ async def test_it_is_shown() -> None:
         page = (await served.ask("GET", "/metrics")).body.decode()
         assert 'role="plain"' in page
         assert 'event="plain"' in page
+
+
+async def test_where_all_instances_are_undivided_none_of_another_kind_is_asked_for() -> None:
+    async with cluster(short=0, long=0, decode=0, plain=1, queue_timeout_secs=0.2) as served:
+        await served.plain[0].stop()
+        answer = await served.ask("POST", "/generate", PROMPT)
+        assert answer.status == 503
+        assert answer.error["message"] == "no instance can serve the request now: no plain instance of m is ready"
+        ready = await served.ask("GET", "/readyz", None)
+        assert (ready.status, ready.error["message"]) == (503, "no ready instance for: plain")

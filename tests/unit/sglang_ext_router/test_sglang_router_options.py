@@ -102,7 +102,10 @@ def test_what_has_no_effect_is_remembered() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--worker-urls", "http://a:1", "http://b:1"], "give each instance with --prefill-short, --prefill-long, "),
+        (
+            ["--worker-urls", "http://a:1", "http://b:1"],
+            "give each ordinary server with --plain URL, or each divided one ",
+        ),
         (["--selector", "app=x"], "use --prefill-short-selector"),
         (["--dp-aware"], "start more instances instead of data-parallel ranks"),
         (["--log-dir", "/logs"], "redirect it"),
