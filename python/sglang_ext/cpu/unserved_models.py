@@ -1,6 +1,8 @@
-"""Models that SGLang's engine for CPUs cannot compute without AMX, by architecture, and why."""
+"""Models, by architecture, and arguments that SGLang's engine for CPUs has not without AMX, and why."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from sglang_ext.cpu.import_hook import absent_packages
 
@@ -43,6 +45,28 @@ UNSERVED = {
 def refusal(architecture: str | None) -> str | None:
     """Return why a CPU does not serve a model, and what to do; None where it may."""
     reason = UNSERVED.get(architecture or "")
-    if reason is None or not absent_packages(("sgl_kernel",)):  # a build for CPUs with AMX has some of the kernels
+    if reason is None or _has_kernels():
         return None
     return f"{architecture} does not run on a CPU without AMX ({reason}); serve it on a GPU"
+
+
+def argument_conflict(server_args: Any) -> str | None:
+    """Return which of these SGLang arguments a CPU does not take, why, and what to do; None where it may."""
+    if server_args.device != "cpu" or _has_kernels():
+        return None
+    for is_conflicting, argument, reason in (
+        (server_args.speculative_algorithm is not None, "--speculative-algorithm", "drafts have kernels for GPUs only"),
+        (
+            server_args.kv_cache_dtype not in {"auto", "bf16", "bfloat16"},
+            f"--kv-cache-dtype {server_args.kv_cache_dtype}",
+            "SGLang computes KV of this type with AMX only",
+        ),
+    ):
+        if is_conflicting:
+            return f"{argument} does not run on a CPU without AMX ({reason}); leave it out, or serve on a GPU"
+    return None
+
+
+def _has_kernels() -> bool:
+    """Return whether SGLang's build for CPUs with AMX is installed, which has some of the kernels."""
+    return not absent_packages(("sgl_kernel",))

@@ -115,6 +115,7 @@ def _conflict(server_args: ServerArgs, options: ExtensionOptions) -> str | None:
     """Return which of SGLang's arguments, a file's included, goes with none of this project's options, and why."""
     from sglang.srt.environ import envs
 
+    from sglang_ext.cpu.unserved_models import argument_conflict as cpu_conflict
     from sglang_ext.engine.launch_plan import data_parallel_problem
     from sglang_ext.laps.sglang.laps_options import conflict as laps_conflict
     from sglang_ext.long_pool.sglang.cdsp_options import conflict as pool_conflict
@@ -127,7 +128,7 @@ def _conflict(server_args: ServerArgs, options: ExtensionOptions) -> str | None:
         problem = laps_conflict(server_args)
         if problem is None and options.cdsp is not None:
             problem = pool_conflict(server_args)
-    return problem
+    return problem or cpu_conflict(server_args)
 
 
 def _end_when_asked() -> None:

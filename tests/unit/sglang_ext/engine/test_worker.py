@@ -6,6 +6,7 @@ import argparse
 import json
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -86,6 +87,27 @@ def test_a_model_without_kernels_for_a_cpu_is_refused_in_one_line(
     # SGLang's kernels for CPUs are there: some of these models are computed by them.
     monkeypatch.setattr("sglang_ext.cpu.unserved_models.absent_packages", lambda names: ())
     assert unserved_models.refusal("Qwen3NextForCausalLM") is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({}, None),
+        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm does not run on a CPU without AMX (drafts"),
+        (
+            {"kv_cache_dtype": "fp8_e4m3"},
+            "--kv-cache-dtype fp8_e4m3 does not run on a CPU without AMX (",
+        ),
+        ({"kv_cache_dtype": "fp8_e4m3", "device": "cuda"}, None),
+    ],
+)
+def test_arguments_that_a_cpu_does_not_take_are_refused_in_one_line(
+    changes: dict[str, str], what: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_ext.cpu.unserved_models.absent_packages", lambda names: names)
+    given = {"device": "cpu", "speculative_algorithm": None, "kv_cache_dtype": "auto", **changes}
+    problem = unserved_models.argument_conflict(SimpleNamespace(**given))
+    assert (problem is None) if what is None else (problem is not None and problem.startswith(what))
 
 
 def test_absent_backend_names_its_package(

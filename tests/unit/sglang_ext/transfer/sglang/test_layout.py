@@ -40,6 +40,21 @@ def arguments(page_size: int, token_bytes: int = 64, tokens: int = 160) -> Any:
     )
 
 
+def test_fp8_travels_as_bytes_to_pools_of_its_type() -> None:
+    """One byte a number, and one scale for a whole layer, which both sides have from the weights."""
+    stored = arguments(16, token_bytes=16)
+    stored.kv_cache_dtype_str = "fp8_e4m3"
+    layout = pool_layout(stored, HeadLayout(2, 1, 2), rank=0)
+    assert layout.layers[0] == (ItemBuffer(1000, 16, 160), ItemBuffer(3000, 16, 160))
+    other = arguments(1, token_bytes=16)
+    other.kv_cache_dtype_str = "fp8_e4m3"
+    assert layout.layout_mismatch(pool_layout(other, HeadLayout(2, 1, 2), rank=0)) is None
+    for kind in ("fp8_e5m2", "bfloat16"):
+        other.kv_cache_dtype_str = kind
+        problem = layout.layout_mismatch(pool_layout(other, HeadLayout(2, 1, 2), rank=0))
+        assert problem == f"KV is fp8_e4m3 here and {kind} at the peer"
+
+
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_rows_are_tokens_whatever_the_page(page_size: int) -> None:
     layout = pool_layout(arguments(page_size), HeadLayout(3, 2, 4), rank=1)

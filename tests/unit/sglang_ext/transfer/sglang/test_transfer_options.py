@@ -161,6 +161,7 @@ def test_a_staging_buffer_is_named() -> None:
         (("swa",), "hnd", 0, 1, "windows are not kept by token"),
         (("swa",), None, 0, 1, "windows are not kept by token"),
         (("mamba", "swa", "dsa"), "nhd", 0, 1, "extra state (dsa, mamba)"),
+        (("block_scale",), "nhd", 0, 1, "extra state (block_scale)"),  # of MXFP8
         ((), None, 2, 1, "a draft model"),
     ],
 )
