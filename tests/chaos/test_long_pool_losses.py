@@ -1,7 +1,8 @@
 """Every role of a long pool is killed, and stopped for longer than any lease, at every stage of a shared prompt.
 
 Whatever happens, the prompt's answer is right, or its client learns of the failure, within a stated time; then
-everything is served as before, and all KV memory is back. `make test` kills each role once, `make test-all` does all.
+everything is served as before, and all KV memory is back. `make test` kills each role once, `make test-all` does all,
+also with latent rows (DeepSeek V3) and with windows in a pool of their own (gpt-oss), of which a member may be short.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 import signal
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from enum import StrEnum
@@ -21,8 +22,9 @@ import pytest
 
 from sglang_ext.types import Role
 from support.engines import FLEET, Engine, EngineSpec, Reply
-from support.laps import NEW_TOKENS, Pair
+from support.laps import NEW_TOKENS, Pair, Prefill
 from support.long_pool import Coordinator
+from support.model_families import FAMILIES, family, family_greedy
 from support.pd import with_room
 from support.reference import greedy_reference, random_prompt
 
@@ -90,22 +92,51 @@ LOSSES = [
 ]
 
 
+FAMILIES_HIT = ("DeepseekV3ForCausalLM", "GptOssForCausalLM")
+FAMILY_LOSSES = (
+    Loss(Victim.HELPER, Stage.CHUNK, signal.SIGKILL),
+    Loss(Victim.OWNER, Stage.CHUNK, signal.SIGKILL),
+    Loss(Victim.DECODE, Stage.SENDING, signal.SIGKILL),
+)
+FEW_TOKENS = 1280  # of a member's KV pool: less than a prompt, more than half of one
+
+
 class LongPool(NamedTuple):
     """Two members, a decode instance and their coordinator."""
 
     coordinator: Coordinator
     threads: ThreadPoolExecutor
+    architecture: str | None = None  # None: the tiny Llama
 
-    def pairs(self) -> list[Pair]:
-        """Everybody, alive and connected; who was killed is started again."""
+    @property
+    def model_options(self) -> tuple[str, ...]:
+        return () if self.architecture is None else ("--model-path", str(family(self.architecture)))
+
+    def greedy(self, prompt: Sequence[int], new_tokens: int) -> list[int]:
+        """What Hugging Face answers."""
+        if self.architecture is None:
+            return greedy_reference(prompt, new_tokens)
+        return family_greedy(self.architecture, prompt, new_tokens, has_cache=True)
+
+    def is_exact(self, prefill: Prefill) -> bool:
+        return prefill.tokens() == self.greedy(prefill.prompt, NEW_TOKENS)
+
+    def pairs(self, few_tokens: int | None = None) -> list[Pair]:
+        """Everybody, alive and connected; who was killed is started again. `few_tokens`: KV memory of the second."""
         options = (
+            *self.model_options,
             *HANDSHAKE,
             *("--cdsp-coordinator", self.coordinator.address, "--cdsp-min-tokens", "200"),
             *("--laps-boundary-tokens", "256"),
             *("--set", "cdsp.step_timeout_s=5"),
         )
-        specs = [EngineSpec(Role.LONG, worker_options=options, name=f"loss{number}") for number in range(2)]
-        *members, decode = FLEET.get(*specs, EngineSpec(Role.DECODE, worker_options=HANDSHAKE, name="loss"))
+        few = () if few_tokens is None else ("--max-total-tokens", str(few_tokens))
+        specs = [
+            EngineSpec(Role.LONG, worker_options=options, arguments=few if number else (), name=f"loss{number}")
+            for number in range(2)
+        ]
+        decode_options = (*self.model_options, *HANDSHAKE)
+        *members, decode = FLEET.get(*specs, EngineSpec(Role.DECODE, worker_options=decode_options, name="loss"))
         self.coordinator.wait_for(lambda status: len(status["members"]) == 2, 60)
         return [Pair(member, decode, self.threads) for member in members]
 
@@ -134,9 +165,9 @@ class Request:
         replies = [leg.result(timeout=limit_s) for leg in self._legs]
         return replies[1]
 
-    def is_right(self, reply: Reply) -> bool:
+    def is_right(self, reply: Reply, pool: LongPool) -> bool:
         tokens: list[int] = reply.body["output_ids"]
-        return tokens == greedy_reference(self._prompt, self._new_tokens)
+        return tokens == pool.greedy(self._prompt, self._new_tokens)
 
 
 def _post(engine: Engine, body: dict[str, Any]) -> Reply | None:
@@ -147,21 +178,57 @@ def _post(engine: Engine, body: dict[str, Any]) -> Reply | None:
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[LongPool]:
+def pool(request: pytest.FixtureRequest) -> Iterator[LongPool]:
     with (
         Coordinator.running("--sp-sizes", "1,2", "--min-chunk-tokens", "64") as coordinator,
         ThreadPoolExecutor(40) as threads,
     ):
-        one = LongPool(coordinator, threads)
+        one = LongPool(coordinator, threads, getattr(request, "param", None))
         yield one
-        for pair in one.pairs():
+        pairs = one.pairs()
+        for pair in pairs:
             pair.prefill.stop()
+        if one.architecture is not None:
+            pairs[0].decode.stop()
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_loss(pool: LongPool, loss: Loss) -> None:
+    check_loss(pool, loss)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("loss", FAMILY_LOSSES, ids=str)
+@pytest.mark.parametrize("pool", FAMILIES_HIT, indirect=True)
+def test_loss_with_other_rows(pool: LongPool, loss: Loss) -> None:
+    check_loss(pool, loss)
+
+
+@pytest.mark.parametrize(
+    "pool", [pytest.param("DeepseekV3ForCausalLM", marks=pytest.mark.full), "GptOssForCausalLM"], indirect=True
+)
+def test_a_member_without_room_for_other_rows(pool: LongPool) -> None:
+    """Its KV pool holds less than a prompt, and four come at once: all are answered, and nothing is left."""
+    assert pool.architecture is not None
+    pool.pairs()[1].prefill.stop()  # it would be a third member
+    pairs = pool.pairs(FEW_TOKENS)
+    try:
+        free = [_free_tokens(pair.prefill) for pair in pairs]
+        shared = pool.coordinator.shared
+        # What is collected has to fit the prompt's own instance.
+        owners = pairs[:1] if FAMILIES[pool.architecture].states else pairs
+        sent = [owners[number % len(owners)].send(PROMPT_TOKENS, seed=20 + number) for number in range(4)]
+        assert all(pool.is_exact(prefill) for prefill in sent)
+        assert pool.coordinator.shared > shared
+        for pair, tokens in zip(pairs, free, strict=True):
+            pair.check_clean(tokens)
+    finally:
+        pairs[1].prefill.stop()
+
+
+def check_loss(pool: LongPool, loss: Loss) -> None:
     pairs = pool.pairs()
-    assert all(pair.send(64, seed=number).is_exact() for number, pair in enumerate(pairs))
+    assert all(pool.is_exact(pair.send(64, seed=number)) for number, pair in enumerate(pairs))
     free = [_free_tokens(pair.prefill) for pair in pairs]
     owner, helper = pairs
     with ExitStack() as resumed:
@@ -174,7 +241,7 @@ def test_loss(pool: LongPool, loss: Loss) -> None:
     reply = request.reply(OUTCOME_LIMIT_S)
     assert time.monotonic() - hit_at < OUTCOME_LIMIT_S + STOPPED_S
     if reply is not None and reply.status == 200 and reply.body["meta_info"]["finish_reason"]["type"] != "abort":
-        assert request.is_right(reply)
+        assert request.is_right(reply, pool)
     else:
         # Those without which the prompt can be answered have cost time alone.
         assert loss.victim in (Victim.OWNER, Victim.DECODE), reply
@@ -264,7 +331,7 @@ def _check_that_all_is_as_before(pool: LongPool, free: list[int]) -> None:
     shared = pool.coordinator.shared
     sent = [pairs[number % 2].send(20 + number, seed=5000 + number) for number in range(20)]
     sent += [pairs[number % 2].send(900 + 50 * number, seed=6000 + number) for number in range(5)]
-    assert all(one.is_exact() for one in sent)
+    assert all(pool.is_exact(prefill) for prefill in sent)
     assert pool.coordinator.shared > shared
     for pair, tokens in zip(pairs, free, strict=True):
         pair.check_clean(tokens)
