@@ -16,6 +16,9 @@ The constants (`HOST`) are fitted to two settings at 1, 4, 16 and 64 clients, an
 `--fit` fits them again, in minutes. The span of a constant is where the error of the fitted rows grows by less than a
 tenth, the others unchanged. A run pauses once where the fitted settings do: at 64 clients, and without graphs at 128.
 
+With the same constants, this project's scheduler is compared with SGLang's order in the same loop
+(`compare_schedulers`).
+
 `..._error`: predicted over measured, of throughput and median TTFT together unless the name says otherwise.
 """
 
@@ -24,14 +27,28 @@ from __future__ import annotations
 import argparse
 import csv
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from heapq import heappop, heappush
-from itertools import count
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
 from typing import NamedTuple
 
+from sglang_ext.graphs.decide.graph_grid import GraphGrid
+from sglang_ext.laps.decide.cost_model import CostCoefficients, IterationSample
+from sglang_ext.laps.decide.options import LapsOptions
+from sglang_ext.laps.decide.policy import Laps
+from sglang_ext.laps.decide.round_plan import InstanceLimits
+from sglang_ext.planner.simulation.events import EventLoop, SimRequest
 from sglang_ext.planner.simulation.h200_operators import SHAPES
+from sglang_ext.planner.simulation.iteration_policies import (
+    ChunkedPrefill,
+    Iteration,
+    IterationPolicy,
+    LapsPolicy,
+    QueueOrder,
+    WorkItem,
+)
+from sglang_ext.planner.simulation.iterations import advance
 from sglang_ext.planner.simulation.operator_engine import OperatorModel
 from support.mixed_load import percentile
 from support.result import give_up, progress
@@ -48,6 +65,9 @@ FITTED_SETTINGS, FITTED_CLIENTS = ("no_cuda_graph", "batch_prefill"), (1, 4, 16,
 _ATTENTION_S = 12e-6  # of a layer, over prompts of some hundred tokens: one kernel
 _TOLERANCE = 0.05  # errors below count little in the fit
 _STEPS = (1.3, 1.1, 1.03)
+_FREE_TOKENS = 1_000_000  # of KV
+LEVELS = (1, 2, 4, 8, 16, 32, 64, 128)  # clients
+_FEW_CLIENTS = 32
 _SPAN_GROWTH = 1.1
 
 
@@ -139,9 +159,9 @@ def run(args: argparse.Namespace) -> dict[str, object]:
         both = [error for row in several for error in errors(row.figures, predicted[row[:3]])]
         figures[f"{name}_median_error"] = round(median(both), 3)
         figures[f"{name}_p90_error"] = round(percentile(both, 0.9), 3)
-    for field in ("p90_s", "p99_s"):
-        off = [abs(getattr(predicted[row[:3]], field) / getattr(row.figures, field) - 1) for row in held_out]
-        figures[f"held_out_ttft_{field[:3]}_median_error"] = round(median(off), 3)
+    for share in ("p90_s", "p99_s"):
+        off = [abs(getattr(predicted[row[:3]], share) / getattr(row.figures, share) - 1) for row in held_out]
+        figures[f"held_out_ttft_{share[:3]}_median_error"] = round(median(off), 3)
     return {
         "calibration_median_error": figures["held_out_median_error"],
         **figures,
@@ -154,6 +174,7 @@ def run(args: argparse.Namespace) -> dict[str, object]:
             )
             for model in MODELS
         },
+        **compare_schedulers(host, prompts),
         "rows": len(rows),
         "held_out_rows": len(held_out),
         "constants": {
@@ -192,10 +213,14 @@ def read_prompts(path: Path) -> list[int]:
 def predict(row: Row, host: HostTimes, prompts: Sequence[int]) -> Figures:
     """Return what the run of a row would have been."""
     model, is_eager = MODELS[row.model], row.is_eager
-    is_cached = row.clients > 1  # the levels follow each other on one server, with the same prompts
-    rows_of = [max(1, round(host.computed_share * tokens)) for tokens in prompts] if is_cached else prompts
+    rows_of = _rows_of(host, prompts, row.clients)
     pauses = row.clients == 64 or (row.clients == 128 and is_eager)
     return closed_loop(model, host, rows_of, row.clients, is_eager=is_eager, pause_s=host.pause_s * pauses)
+
+
+def _rows_of(host: HostTimes, prompts: Sequence[int], clients: int) -> Sequence[int]:
+    """Return the rows of each prompt: the levels follow each other on one server, with the same prompts."""
+    return [max(1, round(host.computed_share * tokens)) for tokens in prompts] if clients > 1 else prompts
 
 
 def iteration_s(model: OperatorModel, host: HostTimes, rows: int, requests: int, *, is_eager: bool) -> float:
@@ -211,58 +236,140 @@ def iteration_s(model: OperatorModel, host: HostTimes, rows: int, requests: int,
 
 
 def closed_loop(
-    model: OperatorModel, host: HostTimes, rows_of: Sequence[int], clients: int, *, is_eager: bool, pause_s: float
+    model: OperatorModel,
+    host: HostTimes,
+    rows_of: Sequence[int],
+    clients: int,
+    *,
+    is_eager: bool,
+    pause_s: float,
+    policy: IterationPolicy | None = None,
 ) -> Figures:
-    """Serve requests of these numbers of rows, in order: each client sends the next as soon as it has a reply."""
-    events: list[tuple[float, int, str, list[int]]] = []
-    numbers, unsent = count(), iter(range(len(rows_of)))
+    """Serve requests of these numbers of rows, in order: each client sends the next as soon as it has a reply.
+
+    `policy`: what an iteration takes of those that wait; None: as SGLang, in order of arrival, up to 8,192 rows.
+    """
+    policy = ChunkedPrefill(QueueOrder.FCFS, _ITERATION_TOKENS) if policy is None else policy
+    loop = EventLoop()
+    instance = _Instance(loop, model, host, policy, is_eager, pause_s)
+    unsent = iter(range(len(rows_of)))
     sent_s: dict[int, float] = {}
     times_s: list[float] = []
-    queue: list[int] = []
-    is_busy, front_s, now_s = False, 0.0, 0.0
+    front_s = 0.0
 
     def send(request: int) -> None:
         nonlocal front_s
-        sent_s[request] = now_s
-        front_s = max(front_s, now_s) + host.front_s
-        heappush(events, (front_s + host.there_s, next(numbers), "arrival", [request]))
+        sent_s[request] = loop.now_s
+        front_s = max(front_s, loop.now_s) + host.front_s
+        arrival_s = front_s + host.there_s
+        loop.schedule(arrival_s, instance.take, SimRequest(request, arrival_s, rows_of[request], 1))
 
+    def receive(request: int) -> None:
+        times_s.append(loop.now_s - sent_s[request])
+        following = next(unsent, None)
+        if following is not None:
+            send(following)
+
+    instance.reply = receive
     for request, _ in zip(unsent, range(clients), strict=False):
         send(request)
-    while events:
-        now_s, _, kind, batch = heappop(events)
-        if kind == "arrival":
-            queue += batch
-        elif kind == "end":
-            is_busy = False
-            for place, request in enumerate(batch, 1):
-                reply_s = now_s + host.back_s + host.reply_s * place
-                heappush(events, (reply_s, next(numbers), "reply", [request]))
-        else:
-            times_s.append(now_s - sent_s[batch[0]])
-            following = next(unsent, None)
-            if following is not None:
-                send(following)
-        if queue and not is_busy:
-            taken = list(_first_of(queue, rows_of))
-            del queue[: len(taken)]
-            rows = sum(rows_of[request] for request in taken)
-            end_s = now_s + pause_s + iteration_s(model, host, rows, len(taken), is_eager=is_eager)
-            heappush(events, (end_s, next(numbers), "end", taken))
-            is_busy, pause_s = True, 0.0
+    loop.run()
     return Figures(
-        len(times_s) / now_s,
+        len(times_s) / loop.now_s,
         *(percentile(times_s, 0.5), fmean(times_s), percentile(times_s, 0.9), percentile(times_s, 0.99)),
     )
 
 
-def _first_of(queue: Sequence[int], rows_of: Sequence[int]) -> Iterator[int]:
-    rows = 0
-    for request in queue:
-        if rows >= _ITERATION_TOKENS:
+@dataclass
+class _Instance:
+    """The prefill instance of a run: one iteration after the other."""
+
+    loop: EventLoop
+    model: OperatorModel
+    host: HostTimes
+    policy: IterationPolicy
+    is_eager: bool
+    pause_s: float
+    reply: Callable[[int], None] = print
+    items: list[WorkItem] = field(default_factory=list)
+    is_busy: bool = False
+    computed_rows: int = 0
+
+    def take(self, request: SimRequest) -> None:
+        """A request is in the queue."""
+        item = WorkItem(request, request.prompt_tokens, 0, self.computed_rows)
+        self.items.append(item)
+        self.policy.record_arrival(item, self.loop.now_s)
+        self._begin(None)
+
+    def _begin(self, _: object) -> None:
+        if self.is_busy or not self.items:
             return
-        rows += rows_of[request]
-        yield request
+        iteration = self.policy.choose(self.items, _FREE_TOKENS, self.computed_rows, self.loop.now_s)
+        if not iteration.slices:
+            if iteration.wake_s < math.inf:
+                self.loop.schedule(iteration.wake_s, self._begin, None)
+            return
+        rows = sum(tokens for _, tokens in iteration.slices)
+        requests = len(iteration.slices)
+        duration_s = iteration_s(self.model, self.host, rows, requests, is_eager=self.is_eager) + self.pause_s
+        self.is_busy, self.pause_s = True, 0.0
+        work = float(sum(tokens * (tokens + 2 * item.cached_tokens) for item, tokens in iteration.slices))
+        cached = sum(item.cached_tokens for item, _ in iteration.slices)
+        sample = IterationSample(work, rows, cached, requests, duration_s)
+        self.loop.schedule(self.loop.now_s + duration_s, self._end, (iteration, sample))
+
+    def _end(self, running: tuple[Iteration, IterationSample]) -> None:
+        iteration, sample = running
+        self.is_busy = False
+        self.computed_rows += sample.new_tokens
+        ended = advance(self.items, iteration)
+        self.policy.note_end(sample, ended, self.loop.now_s)
+        for place, item in enumerate(ended, 1):
+            reply_s = self.loop.now_s + self.host.back_s + self.host.reply_s * place
+            self.loop.schedule(reply_s, self.reply, item.request.key)
+        self._begin(None)
+
+
+def laps_policy(model: OperatorModel, host: HostTimes) -> LapsPolicy:
+    """Return this project's scheduler on replayed graphs, with what an iteration takes as its prior."""
+    fixed_s = iteration_s(model, host, 1, 0, is_eager=False)
+    token_s = (iteration_s(model, host, _ITERATION_TOKENS, 0, is_eager=False) - fixed_s) / _ITERATION_TOKENS
+    prior = CostCoefficients(0.0, token_s, 0.0, fixed_s, host.request_s)
+    limits = InstanceLimits(
+        page_tokens=1, max_chunk_tokens=_ITERATION_TOKENS, max_batch_tokens=_ITERATION_TOKENS, max_requests=256
+    )
+    return LapsPolicy(Laps(LapsOptions(), GraphGrid(), prior, limits))
+
+
+def compare_schedulers(host: HostTimes, prompts: Sequence[int]) -> dict[str, object]:
+    """Return what SGLang and this project would do in their loop, with the constants and without a pause.
+
+    SGLang eager as it was; with every iteration replayed, as their graphs and its own of today are; and LAPS here.
+    """
+    table: list[list[object]] = []
+    figures: dict[str, object] = {}
+    median_over_best: list[float] = []
+    for name, model in MODELS.items():
+        for clients in LEVELS:
+            loop = (model, host, _rows_of(host, prompts, clients), clients)
+            eager = closed_loop(*loop, is_eager=True, pause_s=0.0)
+            replayed = closed_loop(*loop, is_eager=False, pause_s=0.0)
+            ours = closed_loop(*loop, is_eager=False, pause_s=0.0, policy=laps_policy(model, host))
+            runs = {"eager": eager, "replayed": replayed, "laps": ours}
+            table += [[name, setting, clients, *_rounded(one)] for setting, one in runs.items()]
+            if clients <= _FEW_CLIENTS:
+                median_over_best.append(ours.median_s / min(eager.median_s, replayed.median_s))
+            if clients == LEVELS[-1]:
+                ratios = {
+                    "ttft_median_over_stock": ours.median_s / eager.median_s,
+                    "ttft_median_over_best": ours.median_s / min(eager.median_s, replayed.median_s),
+                    "ttft_p99_over_best": ours.p99_s / min(eager.p99_s, replayed.p99_s),
+                    "throughput_over_best": ours.per_s / max(eager.per_s, replayed.per_s),
+                }
+                figures |= {f"{ratio}_{clients}_{name}": round(value, 3) for ratio, value in ratios.items()}
+    figures[f"ttft_median_over_best_up_to_{_FEW_CLIENTS}"] = round(max(median_over_best), 3)
+    return {**figures, "schedulers": table}
 
 
 def errors(measured: Figures, predicted: Figures) -> tuple[float, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -13,14 +14,17 @@ sys.path.append(str(Path(__file__).resolve().parents[3] / "bench"))
 
 from support.papers_authors import (
     HOST,
+    LEVELS,
     MODELS,
     PROMPTS,
     Figures,
     HostTimes,
     closed_loop,
+    compare_schedulers,
     errors,
     fit,
     iteration_s,
+    laps_policy,
     predict,
     read_prompts,
     read_rows,
@@ -64,15 +68,28 @@ def test_what_an_iteration_takes() -> None:
     assert iteration_s(SMALL, slow, 64, 8, is_eager=False) == pytest.approx(device_s + 8e-4)
 
 
-@given(st.integers(1, 40), st.booleans(), st.integers(0, 300))
-def test_clients_wait_for_their_number_over_the_throughput(clients: int, is_eager: bool, more: int) -> None:
+@given(st.integers(1, 40), st.booleans(), st.integers(0, 300), st.booleans())
+def test_clients_wait_for_their_number_over_the_throughput(
+    clients: int, is_eager: bool, more: int, is_ours: bool
+) -> None:
     """Little's law: in a closed loop without pauses the mean wait is N over the throughput, but for both ends."""
     requests = 20 * clients + more
-    figures = closed_loop(SMALL, HOST, [20] * requests, clients, is_eager=is_eager, pause_s=0.0)
+    policy = laps_policy(SMALL, HOST) if is_ours else None
+    figures = closed_loop(SMALL, HOST, [20] * requests, clients, is_eager=is_eager, pause_s=0.0, policy=policy)
     busy_share = 1 - 2 * clients / requests
     assert figures.mean_s * figures.per_s <= clients * (1 + 1e-9)
     assert figures.mean_s * figures.per_s >= busy_share * clients
     assert figures.median_s <= figures.p90_s <= figures.p99_s
+
+
+def test_schedulers_are_compared_in_the_same_loop() -> None:
+    found = compare_schedulers(HOST, [100, 200, 50, 20] * 40)
+    table = {tuple(row[:3]): row[3:] for row in cast(list[list[object]], found["schedulers"])}
+    assert len(table) == 2 * 3 * len(LEVELS)
+    # Who is alone is served alike in any order.
+    assert table["Qwen2.5-32B", "laps", 1] == pytest.approx(table["Qwen2.5-32B", "replayed", 1], rel=0.01)
+    ours, best = table["Qwen2.5-32B", "laps", 128], table["Qwen2.5-32B", "replayed", 128]
+    assert found["ttft_p99_over_best_128_Qwen2.5-32B"] == pytest.approx(ours[4] / best[4], abs=2e-3)  # type: ignore[operator]
 
 
 def test_rows_and_prompts_are_read(tmp_path: Path) -> None:
