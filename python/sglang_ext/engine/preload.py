@@ -109,16 +109,17 @@ def _preload() -> Imports:
 
 
 def become_engine(environment: Mapping[str, str], imports: Imports) -> None:
-    """Take over an engine's environment in a process that was forked from one with its `imports`."""
+    """Take over an engine's environment in a process that was forked from one with its `imports`.
+
+    The number of torch's threads is left to the engine's own processes, which compute: setting it here would start
+    threads, and this process could not be forked any more.
+    """
     import numpy as np
-    import torch
 
     os.environ.clear()
     os.environ.update(imports.applied_to(environment))
     join_process_tree(os.environ, is_child=False)
     np.random.seed(int.from_bytes(os.urandom(4), "little"))  # Python's own generator sees to this by itself
-    # The OpenMP library read the variable when it was loaded.
-    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", torch.get_num_threads())))
 
 
 def fork_instead_of_spawn() -> None:
@@ -189,11 +190,12 @@ def _replace_thread_pool() -> None:
     """Have torch make the thread pool again that a fork has left without threads, while this is the only thread.
 
     torch does so by itself at the first operation that is large enough, and there without a lock: of two threads
-    that begin together, as SGLang's loaders of weights do, one finds no pool ("Invalid thread pool!").
+    that begin together, as SGLang's loaders of weights do, one finds no pool ("Invalid thread pool!"). The number is
+    that of the environment, which the OpenMP library has read when it was loaded, maybe for another engine.
     """
     import torch
 
-    torch.set_num_threads(torch.get_num_threads())
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
 
 
 def _require_one_thread() -> None:

@@ -134,6 +134,32 @@ def test_several_threads_of_a_forked_process_may_begin_with_torch_together() -> 
     assert "is spawned" not in ended.stderr
 
 
+ENGINE_OF_SEVERAL_THREADS = """
+import multiprocessing, os, sys
+import torch
+from sglang_ext.engine import preload
+
+assert torch.get_num_threads() == 1
+preload.become_engine({**os.environ, "OMP_NUM_THREADS": "3"}, preload.Imports(frozenset(), dict(os.environ)))
+preload.fork_instead_of_spawn()
+multiprocessing.set_start_method("spawn")
+for _ in range(2):
+    process = multiprocessing.Process(target=lambda: sys.exit(torch.get_num_threads()))
+    process.start()
+    process.join()
+    print(process.exitcode)
+"""
+
+
+def test_an_engine_of_several_threads_is_forked_too_and_computes_with_them() -> None:
+    environment = {**os.environ, **shared_cpu_environment(is_offline=True)}
+    command = [sys.executable, "-c", ENGINE_OF_SEVERAL_THREADS]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.split() == ["3", "3"]
+    assert "is spawned" not in ended.stderr
+
+
 @pytest.mark.full
 @pytest.mark.slow
 def test_processes_of_the_tests_have_imports() -> None:
