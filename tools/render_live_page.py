@@ -1,4 +1,4 @@
-"""The live page's document made of the code: the tables of `docs/how-to/live-page.md`, and with --picture its picture.
+"""The live page's document made of the code: the tables of `docs/reference/live-stream.md`, and with --picture its picture.
 
     python tools/render_live_page.py [--picture]
 
@@ -18,7 +18,7 @@ from typing import Any
 from sglang_ext.live.decide.messages import FRAME_FIELDS, HELLO_FIELDS, ROWS, described
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENT = ROOT / "docs" / "how-to" / "live-page.md"
+DOCUMENT = ROOT / "docs" / "reference" / "live-stream.md"
 PICTURE = ROOT / "docs" / "live-page.png"
 PICTURE_AT_S = 40.0  # of the run
 BEGIN, END = "<!-- begin: tools/render_live_page.py -->", "<!-- end -->"

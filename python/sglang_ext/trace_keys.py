@@ -1,4 +1,4 @@
-"""Names of the spans of a request and of their attributes; the tables of `docs/how-to/traces.md` are made of them."""
+"""Names of the spans of a request and of their attributes; the tables of `docs/reference/traces.md` are made of them."""
 
 from __future__ import annotations
 

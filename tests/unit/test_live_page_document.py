@@ -1,4 +1,4 @@
-"""`docs/how-to/live-page.md` has the stream as the code has it, and the picture that the tool draws."""
+"""`docs/reference/live-stream.md` has the stream as the code has it, and the picture that the tool draws."""
 
 from __future__ import annotations
 

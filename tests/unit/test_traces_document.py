@@ -1,4 +1,4 @@
-"""`docs/how-to/traces.md` has the names of spans and attributes as the code has them."""
+"""`docs/reference/traces.md` has the names of spans and attributes as the code has them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from sglang_ext.trace_keys import tables
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "how-to" / "traces.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "traces.md"
 
 
 def test_the_tables_are_those_of_the_code() -> None:
