@@ -9,11 +9,11 @@ from sglang_ext.engine.hook_table import HOOK_TABLE, Hook
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "reference" / "hooks.md"
 _HEAD = """# Hooks: what is changed in SGLang
 
-<!-- made by `python tools/render_hooks.py` from `python/sglang_ext/engine/hook_table.py` -->
+<!-- made by `python tools/render_hooks.py` -->
 
-`sglang-ext doctor` checks every row against the installed SGLang, and a worker refuses to start (exit status 3) where one of its hooks is
-not in force ([how hooks hold](../explanation/engine.md#how-hooks-hold)). Targets are below `sglang.srt`. The third column says in which
-engines a hook is: in all of them where it is empty.
+`sglang-ext doctor` checks every row against the installed SGLang, and a worker refuses to start (exit status 3) where
+one of its hooks is not in force ([how hooks hold](../explanation/engine.md#how-hooks-hold)). Targets are below
+`sglang.srt`. The third column says in which engines a hook is: in all of them where it is empty.
 
 | hook | target | engines | what SGLang does; what the hook does |
 |---|---|---|---|

@@ -1,4 +1,4 @@
-"""The live page's document made of the code: the tables of `docs/reference/live-stream.md`, and with --picture its picture.
+"""Write the tables of `docs/reference/live-stream.md` as the code has them, and with --picture the live page's picture.
 
     python tools/render_live_page.py [--picture]
 

@@ -1,4 +1,4 @@
-"""Names of the spans of a request and of their attributes; the tables of `docs/reference/traces.md` are made of them."""
+"""Names of the spans of a request and of their attributes, of which `docs/reference/traces.md` is made."""
 
 from __future__ import annotations
 
