@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import socket
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
 from sglang_ext import cli
 from sglang_ext.engine import worker
@@ -26,6 +28,8 @@ MISTAKES = [
     ("router --set limits.nope=3 --decode http://127.0.0.1:2", "limits has no 'nope'; known are"),
     ("up smollm2 --dry-run --prefill 1 --set pools.bth.tp=2", "pools.bth: unknown setting; did you mean 'both'?"),
     ("up /no/such/model --dry-run --prefill 1", "/no/such/model is not a folder with a config.json"),
+    ("up no-such-model --dry-run --prefill 1", "is neither a folder here nor a model that huggingface.co gives"),
+    ("up smollm2 --host 0.0.0.0", "unrecognized arguments: --host; give --set router.host=ADDRESS"),
     ("worker --role short --model-path /no/such/model", "--model-path /no/such/model: there is no such folder"),
     ("router --port PORT --decode http://127.0.0.1:2", "Address already in use; choose another --port"),
     ("worker --role short --model-path m --device cpu --port PORT", "Address already in use; choose another --port"),
@@ -66,7 +70,7 @@ def taken_port() -> Iterator[str]:
 
 
 def row_of(message: str) -> str:
-    rows = [line for line in PAGE.splitlines() if line.startswith("| `") and message in line]
+    rows = [line for line in PAGE.splitlines() if re.match(r"\| (\d+ \| )?`", line) and message in line]
     assert rows, f"no row of the page has {message!r}"
     return rows[0]
 
@@ -168,5 +172,12 @@ def test_messages_of_the_router_are_in_its_source() -> None:
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "router").rglob("*.py"))
     messages = re.findall(r"^\| \d+ \| `([^`]+)` \|", PAGE, re.MULTILINE)
     assert len(messages) >= 5
-    unknown = [message for message in messages if message not in source and not message.startswith("The input (N")]
-    assert unknown == []
+    of_engines = ("The input (N", "Cannot use chat template functions")
+    assert [message for message in messages if message not in source and not message.startswith(of_engines)] == []
+
+
+def test_a_model_without_a_chat_template_is_refused_by_this_message() -> None:
+    source = inspect.getsource(PreTrainedTokenizerBase)
+    message = "Cannot use chat template functions because tokenizer.chat_template is not set"
+    assert message in source
+    row_of(message)

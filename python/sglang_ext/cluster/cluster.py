@@ -151,11 +151,14 @@ class Cluster:
         display: Display | None = None,
         *,
         is_cancelled: Callable[[], bool] = lambda: False,
+        checks_engines: bool = True,
     ) -> None:
+        """`checks_engines`: let SGLang check its arguments before anything starts; without, a start fails later."""
         self.config = config
         self.folder = config.folder.resolve()
         self._display: Display = display or NoDisplay()
         self._is_cancelled = is_cancelled
+        self._checks_engines = checks_engines
         self._hurry: Callable[[], bool] = lambda: False
         self.is_ready = False
 
@@ -185,9 +188,10 @@ class Cluster:
         return next((m.program.name for m in self.members if m.program.url == url), url)
 
     def __enter__(self) -> Cluster:
+        model = prepare_model(self.config)
         self._lock = lock_folder(self.folder)
         try:
-            self.plan = plan_cluster(self.config, prepare_model(self.config.model))
+            self.plan = plan_cluster(self.config, model)
             if self.plan.pool_key_file is not None:
                 write_pool_key(self.plan.pool_key_file)
             check_arguments(self.config, self.plan)
@@ -196,9 +200,10 @@ class Cluster:
             self._lock.close()
             raise
         try:
-            self.is_ready = _check_engines(
+            is_checked = not self._checks_engines or _check_engines(
                 self.config, self.plan, self._supervisor, self._refresh
-            ) and self._supervisor.start(self._refresh)
+            )
+            self.is_ready = is_checked and self._supervisor.start(self._refresh)
         except BaseException:
             self._display.started()
             self._stop()

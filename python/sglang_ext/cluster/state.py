@@ -86,7 +86,7 @@ def lock_folder(folder: Path) -> IO[str]:
         holder = file.read().strip() or "unknown"
         file.close()
         raise ClusterInUseError(
-            f"a cluster runs in {folder} already (process {holder}); stop it or give another --name"
+            f"a cluster runs in {folder} already (process {holder}); stop it, or give another name: --set name=NAME"
         ) from None
     file.seek(0)
     file.truncate()

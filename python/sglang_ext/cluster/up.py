@@ -26,13 +26,26 @@ from sglang_ext.long_pool.sglang.cdsp_options import architecture_conflict
 
 ROLES = ("short", "long", "decode", "plain")
 _KINDS = {"decode": "decode", "plain": "undivided"}  # prefill of a class otherwise
+# What options of SGLang's server and of other commands are here.
+_INSTEAD = {
+    "--model-path": "MODEL as a word of its own",
+    "--name": "--set name=NAME",
+    "--host": "--set router.host=ADDRESS",
+    "--api-key": "--set router.api_key=KEY",
+    "--tp": "--set pools.ROLE.tp=N",
+    "--tp-size": "--set pools.ROLE.tp=N",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `sglang-ext up`; each replaces the setting of the same name in the file."""
     absent = argparse.SUPPRESS
     parser.add_argument(
-        "model", metavar="MODEL", nargs="?", default=absent, help="model folder or name; smollm2: demonstration model"
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        default=absent,
+        help="model folder or Hugging Face name; smollm2, or left out: demonstration model",
     )
     parser.add_argument("--config", type=Path, metavar="FILE", default=absent, help="cluster in YAML")
     parser.add_argument(
@@ -71,6 +84,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def arrange_arguments(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
     """Return the words before `--` for `parser`; the words after it become `sglang_arguments`."""
     cut = words.index("--") if "--" in words else len(words)
+    for word in words[:cut]:
+        option = word.partition("=")[0]
+        if option in _INSTEAD:
+            parser.error(f"unrecognized arguments: {option}; give {_INSTEAD[option]}")
     parser.set_defaults(sglang_arguments=list(words[cut + 1 :]))
     return list(words[:cut])
 
@@ -133,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         config = config_from_arguments(args)
         if args.dry_run:
-            plan = plan_cluster(config, prepare_model(config.model))
+            plan = plan_cluster(config, prepare_model(config))
             check_cluster(config, plan)
             print("\n".join(plan.shell_lines()))
             return 0

@@ -155,7 +155,11 @@ def _backend_finding(name: str, device: Device) -> Finding:
 
 def _stand_in_finding() -> Finding:
     absent = ", ".join(cpu.absent_packages())
-    detail = f"stand-ins for {absent}" if absent else "all packages that SGLang imports are installed"
+    detail = (
+        f"stand-ins for {absent}, of which no CPU builds are published"
+        if absent
+        else "all packages that SGLang imports are installed"
+    )
     return Finding("CPU platform", True, detail)
 
 

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from sglang_ext.cluster.cluster import Cluster
@@ -314,15 +315,40 @@ def test_shell_lines_hide_the_key() -> None:
     assert "secret" not in "\n".join(lines)
 
 
+def prepared(model: str, **settings: Any) -> PreparedModel:
+    return prepare_model(dataclasses.replace(cluster(both=PoolConfig(), decode=PoolConfig()), model=model, **settings))
+
+
 def test_models(tmp_path: Path) -> None:
     (tmp_path / "tiny").mkdir()
     with pytest.raises(ConfigError, match=r"is not a folder with a config\.json"):
-        prepare_model(str(tmp_path / "tiny"))
+        prepared(str(tmp_path / "tiny"))
     with pytest.raises(ConfigError, match=r"model: \./nowhere"):
-        prepare_model("./nowhere")
+        prepared("./nowhere")
     (tmp_path / "tiny" / "config.json").write_text("{}")
-    assert prepare_model(f"{tmp_path}/tiny/") == PreparedModel(str(tmp_path / "tiny"), "tiny")
-    assert prepare_model("org/name") == PreparedModel("org/name", "name")
+    assert prepared(f"{tmp_path}/tiny/") == PreparedModel(str(tmp_path / "tiny"), "tiny")
+
+
+def test_a_name_that_hugging_face_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def ask(_: object, name: str, timeout: float) -> None:
+        asked.append(name)
+        if name != "org/name":
+            raise httpx.ConnectError("no such repository\nmore of it")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", ask)
+    assert prepared("org/name") == PreparedModel("org/name", "name")
+    with pytest.raises(ConfigError) as refused:
+        prepared("nmae")
+    assert str(refused.value) == (
+        "model: nmae is neither a folder here nor a model that huggingface.co gives: no such repository"
+    )
+    assert asked == ["org/name", "nmae"]
+    # Engines with a cache or a hub of their own find out by themselves.
+    assert prepared("nmae", env={"HF_HOME": "/shared"}) == PreparedModel("nmae", "nmae")
+    assert prepared("s3://bucket/model").name == "model"
+    assert len(asked) == 2
 
 
 def test_long_instances_and_the_router_are_told_of_the_coordinator() -> None:

@@ -108,7 +108,7 @@ def test_state_file_is_private_whole_and_read_back(tmp_path: Path) -> None:
 
 def test_a_folder_belongs_to_one_cluster(tmp_path: Path) -> None:
     lock = lock_folder(tmp_path / "c")
-    with pytest.raises(ClusterInUseError, match=rf"\(process {os.getpid()}\)"):
+    with pytest.raises(ClusterInUseError, match=rf"\(process {os.getpid()}\); .* --set name=NAME"):
         lock_folder(tmp_path / "c")
     lock.close()
     lock_folder(tmp_path / "c").close()
