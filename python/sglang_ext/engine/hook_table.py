@@ -204,6 +204,14 @@ HOOK_TABLE: tuple[Hook, ...] = (
         target="sglang.srt.managers.scheduler.Scheduler.on_idle",
     ),
     Hook(
+        name="shared-tokenizer",
+        why="an engine loads its tokenizer four times, a second each; its processes share what the first has loaded",
+        kind=HookKind.AROUND,
+        implementation="sglang_ext.engine.hooks.shared_tokenizer:get_tokenizer",
+        target="sglang.srt.utils.hf_transformers_utils.get_tokenizer",
+        device=Device.CPU,
+    ),
+    Hook(
         name="prefix-attention",
         why="SGLang's attention for CPUs computes a chunk as if its whole prefix were new; only the new tokens",
         kind=HookKind.AROUND,

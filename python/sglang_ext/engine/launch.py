@@ -100,6 +100,10 @@ def main(argv: Sequence[str], *, has_imports: bool = False) -> int:
             print(f"sglang-ext: processes are spawned: {reason}", file=sys.stderr)
             can_fork = False
     os.environ[START_METHOD_VARIABLE] = StartMethod.FORK if can_fork else StartMethod.SPAWN
+    if can_fork:
+        from sglang_ext.engine.hooks import shared_tokenizer
+
+        shared_tokenizer.load(server_args)
     try:
         run_server(server_args)
     except OSError as error:

@@ -1,0 +1,54 @@
+"""The processes of an engine load its tokenizer once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from sglang_ext.engine.hooks import shared_tokenizer
+
+ARGUMENTS = {"tokenizer_mode": "auto", "trust_remote_code": False, "revision": None, "tokenizer_backend": "huggingface"}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """Return what SGLang's own function is called with; the hook is around it, as in an engine."""
+    seen: list[tuple[str, dict[str, Any]]] = []
+
+    def original(path: str, **arguments: Any) -> object:
+        seen.append((path, arguments))
+        if path == "broken":
+            raise OSError(path)
+        return object()
+
+    def hooked(path: str, **arguments: Any) -> object:
+        return shared_tokenizer.get_tokenizer(original, path, **arguments)
+
+    monkeypatch.setattr(shared_tokenizer, "_loaded", {})
+    monkeypatch.setattr("sglang.srt.utils.hf_transformers_utils.get_tokenizer", hooked)
+    return seen
+
+
+def get(path: str, **arguments: Any) -> object:
+    from sglang.srt.utils import hf_transformers_utils
+
+    return hf_transformers_utils.get_tokenizer(path, **{**ARGUMENTS, **arguments})
+
+
+def test_what_was_loaded_before_is_taken(calls: list[tuple[str, dict[str, Any]]]) -> None:
+    shared_tokenizer.load(SimpleNamespace(tokenizer_path="m", skip_tokenizer_init=False, **ARGUMENTS))
+    assert calls == [("m", ARGUMENTS)]
+    assert get("m") is get("m")
+    assert len(calls) == 1
+    assert get("m", revision="other") is not get("m")
+    assert len(calls) == 2
+
+
+def test_what_cannot_be_loaded_is_left_to_sglang(calls: list[tuple[str, dict[str, Any]]]) -> None:
+    shared_tokenizer.load(SimpleNamespace(tokenizer_path="broken", skip_tokenizer_init=False, **ARGUMENTS))
+    with pytest.raises(OSError, match="broken"):
+        get("broken")
+    shared_tokenizer.load(SimpleNamespace(tokenizer_path="m", skip_tokenizer_init=True))
+    assert [path for path, _ in calls] == ["broken", "broken"]
