@@ -174,7 +174,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = cluster_config(arguments, machine)
         _step(f"cluster: {describe(config, machine)}")
         threading.Thread(target=_import_early, daemon=True).start()
-        with Cluster(config, make_display(sys.stdout)) as cluster:
+        # Its arguments are always the same: SGLang need not be asked first whether it takes them.
+        with Cluster(config, make_display(sys.stdout), checks_engines=False) as cluster:
             print(f"live page: {cluster.page_url}", flush=True)
             all_answered = _demonstrate(cluster, began_s)
             if arguments.keep and all_answered:

@@ -255,7 +255,7 @@ def as_page() -> str:
         "# Alerts",
         "",
         "Written by `tools/render_monitoring.py` from `tools/alert_rules.py`; how they are installed is in",
-        "[metrics.md](../reference/metrics.md#dashboard-and-alerts). critical: requests fail or are late now. warning:",
+        "[monitoring.md](monitoring.md). critical: requests fail or are late now. warning:",
         "it can wait for office hours.",
     ]
     for one in ALERTS:

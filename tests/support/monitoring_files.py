@@ -25,8 +25,8 @@ def alert_rules() -> list[dict[str, Any]]:
 
 
 def documented_scrape() -> dict[str, Any]:
-    """The only job of the scrape configuration in docs/reference/metrics.md."""
-    text = (ROOT / "docs/reference/metrics.md").read_text()
+    """The only job of the scrape configuration in docs/how-to/monitoring.md."""
+    text = (ROOT / "docs/how-to/monitoring.md").read_text()
     job: dict[str, Any]
     (job,) = yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0])["scrape_configs"]
     return job
