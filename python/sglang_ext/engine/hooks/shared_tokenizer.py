@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.utils import hf_transformers_utils
-
 _ARGUMENTS = ("tokenizer_mode", "trust_remote_code", "revision", "tokenizer_backend")
 _loaded: dict[object, Any] = {}
 
@@ -27,6 +25,8 @@ def load(server_args: Any) -> None:
     """Load the tokenizer of an engine before its processes are forked; leave what cannot be loaded to SGLang."""
     if server_args.skip_tokenizer_init:
         return
+    from sglang.srt.utils import hf_transformers_utils
+
     arguments = {name: getattr(server_args, name) for name in _ARGUMENTS if hasattr(server_args, name)}
     try:
         hf_transformers_utils.get_tokenizer(server_args.tokenizer_path, **arguments)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,14 +28,18 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
         return shared_tokenizer.get_tokenizer(original, path, **arguments)
 
     monkeypatch.setattr(shared_tokenizer, "_loaded", {})
-    monkeypatch.setattr("sglang.srt.utils.hf_transformers_utils.get_tokenizer", hooked)
+    module = ModuleType("sglang.srt.utils.hf_transformers_utils")
+    module.get_tokenizer = hooked  # type: ignore[attr-defined]
+    packages = {name: ModuleType(name) for name in ("sglang", "sglang.srt", "sglang.srt.utils")}
+    packages["sglang.srt.utils"].hf_transformers_utils = module  # type: ignore[attr-defined]
+    for name, package in {**packages, module.__name__: module}.items():
+        monkeypatch.setitem(sys.modules, name, package)
     return seen
 
 
 def get(path: str, **arguments: Any) -> object:
-    from sglang.srt.utils import hf_transformers_utils
-
-    return hf_transformers_utils.get_tokenizer(path, **{**ARGUMENTS, **arguments})
+    module: Any = sys.modules["sglang.srt.utils.hf_transformers_utils"]
+    return module.get_tokenizer(path, **{**ARGUMENTS, **arguments})
 
 
 def test_what_was_loaded_before_is_taken(calls: list[tuple[str, dict[str, Any]]]) -> None:
