@@ -148,7 +148,8 @@ class BatchRun:
         known = {described["name"]: FileIdentity(**described) for described in job.description["inputs"]}  # type: ignore[attr-defined]
         identities = [identify(file, known.get(file.name)) for file in self.files]
         described = self._description(identities)
-        hint = f"this run began otherwise; put it back, or start a new run with another --store than {self.store_path}"
+        files = f"{self.store_path} and {self.args.output}"
+        hint = f"this run began otherwise; put it back, or remove {files} to begin again"
         options = job.description["options"]
         assert isinstance(options, dict)
         assert isinstance(described["options"], dict)
@@ -188,7 +189,7 @@ class BatchRun:
                 loop = asyncio.get_running_loop()
 
                 def stop() -> None:
-                    report.note("stopping: waiting a moment for what is in flight; once more to let it go")
+                    report.note("stopping: waiting a moment for what is in flight; Ctrl-C once more drops it")
                     assert runner is not None
                     runner.stop()
 
