@@ -15,6 +15,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from sglang_ext import cli
+from sglang_ext.cluster.state import lock_folder
 from sglang_ext.engine import worker
 from sglang_ext.engine.versions import SglangVersion
 from support.engines import free_port
@@ -147,6 +148,19 @@ def test_a_model_that_is_nowhere_is_named_last() -> None:
     assert done.returncode == 3
     message = "We couldn't connect to 'https://huggingface.co' to load the files"
     assert message in done.stderr.splitlines()[-1]
+    row_of(message)
+
+
+def test_a_second_cluster_of_a_name_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with lock_folder(tmp_path / "run" / "default"):
+        assert cli.main(["up", "model", "--prefill", "1", "--port", "0"]) == 1
+    message = "a cluster runs in"
+    assert message in capsys.readouterr().err
     row_of(message)
 
 

@@ -89,7 +89,8 @@ def test_several_prefill_instances_share_long_prompts_where_they_can(tmp_path: P
         ("LlamaForCausalLM", "cuda", True),
         ("DeepseekV3ForCausalLM", "cpu", True),
         ("DeepseekV3ForCausalLM", "cuda", False),
-        ("GptOssForCausalLM", "cpu", False),
+        ("GptOssForCausalLM", "cpu", True),
+        ("GptOssForCausalLM", "cuda", False),
     ):
         config_file.write_text(json.dumps({"architectures": [architecture]}))
         given = ("--prefill", "2", "--set", f"device={device}")
