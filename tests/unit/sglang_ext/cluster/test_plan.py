@@ -351,6 +351,23 @@ def test_a_name_that_hugging_face_does_not_have_is_refused(monkeypatch: pytest.M
     assert len(asked) == 2
 
 
+@pytest.mark.parametrize("checks_engines", [True, False])
+def test_engines_are_asked_first_unless_that_is_not_wanted(
+    checks_engines: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    module = "sglang_ext.cluster.cluster."
+    monkeypatch.setattr(module + "check_arguments", lambda config, plan: None)
+    monkeypatch.setattr(module + "_check_engines", lambda *arguments: asked.append(arguments) is None)
+    monkeypatch.setattr(module + "Supervisor.start", lambda supervisor, on_tick: True)
+    (tmp_path / "config.json").write_text("{}")
+    config = cluster(both=PoolConfig(), decode=PoolConfig())
+    config = dataclasses.replace(config, model=str(tmp_path), run_dir=str(tmp_path / "run"))
+    with Cluster(config, checks_engines=checks_engines) as running:
+        assert running.is_ready
+    assert len(asked) == checks_engines
+
+
 def test_long_instances_and_the_router_are_told_of_the_coordinator() -> None:
     config = dataclasses.replace(
         cluster(short=PoolConfig(), long=PoolConfig(count=3), decode=PoolConfig()),
