@@ -89,7 +89,7 @@ def test_schedulers_are_compared_in_the_same_loop() -> None:
     # Who is alone is served alike in any order.
     assert table["Qwen2.5-32B", "laps", 1] == pytest.approx(table["Qwen2.5-32B", "replayed", 1], rel=0.01)
     ours, best = table["Qwen2.5-32B", "laps", 128], table["Qwen2.5-32B", "replayed", 128]
-    assert found["ttft_p99_over_best_128_Qwen2.5-32B"] == pytest.approx(ours[4] / best[4], abs=2e-3)  # type: ignore[operator]
+    assert found["ttft_p99_over_best_128_Qwen2.5-32B"] == pytest.approx(ours[4] / best[4], abs=5e-3)  # type: ignore[operator]
 
 
 def test_rows_and_prompts_are_read(tmp_path: Path) -> None:
