@@ -24,7 +24,7 @@ def describe_compiled() -> tuple[bool, str]:
                 return True, f"the compiled request path is older than {source}: run `make compiled` or `make plain`"
     spec = find_spec(WITNESS)
     if spec is None or spec.origin is None or spec.origin.endswith(".py"):
-        return False, "the request path is plain Python: `make compiled` compiles it"
+        return False, "the request path is plain Python; `make compiled` makes it faster"
     return False, "the request path is compiled"
 
 
