@@ -1,4 +1,4 @@
-"""`docs/reference/engine-options.md` has what instances refuse of SGLang's arguments, and every argument that they read."""
+"""`docs/reference/engine-options.md` has what instances refuse of SGLang's arguments, and all that they read."""
 
 from __future__ import annotations
 
