@@ -10,7 +10,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from sglang_ext.cpu.unserved_models import UNSERVED  # noqa: E402
+from sglang_ext.cpu.unserved_models import UNSERVED, unserved_argument  # noqa: E402
 from sglang_ext.engine.hooks.served_models import window_of  # noqa: E402
 from sglang_ext.graphs.sglang.graph_options import architecture_exclusion  # noqa: E402
 from sglang_ext.long_pool.sglang import cdsp_options  # noqa: E402
@@ -44,6 +44,31 @@ _UNSERVED = """
 | architecture | why |
 |---|---|
 """
+_ARGUMENTS_HEAD = """
+## Speculative decoding and quantised KV
+
+Refused in one line where the table has no "not run": nothing here has been run on a GPU.
+
+| SGLang's argument | on a CPU without AMX | handshake | long pool | prefill graphs (GPU) | all else, on a GPU |
+|---|---|---|---|---|---|
+"""
+_ARGUMENTS: tuple[dict[str, str], ...] = (
+    {"speculative_algorithm": "EAGLE"},
+    {"kv_cache_dtype": "fp8_e4m3"},
+)
+_PLAIN = {
+    "speculative_algorithm": None,
+    "kv_cache_dtype": "auto",
+    "device": "cpu",
+    "pp_size": 1,
+    "dp_size": 1,
+    "attn_cp_size": 1,
+    "dcp_size": 1,
+    "disaggregation_decode_allocation_policy": "early",
+    "disable_radix_cache": False,
+    "enable_hisparse": False,
+    "enable_pd_role_switch": False,
+}
 
 
 def render() -> str:
@@ -71,7 +96,27 @@ def render() -> str:
         f"| {REFUSED_WINDOW} with a sliding window | SGLang leaves the window out, on every device; served where "
         "`--context-length` is at most the window |\n"
     )
+    parts += [_ARGUMENTS_HEAD, *map(_argument_row, _ARGUMENTS)]
     return "".join(parts)
+
+
+def _argument_row(given: dict[str, str]) -> str:
+    """Return the row of an argument; which KV graphs take is asked of a model runner, which there is none of here."""
+    server_args = SimpleNamespace(**{**_PLAIN, **given})
+    unserved = unserved_argument(server_args)
+    problems = [
+        None if unserved is None else f"({unserved[1]})",
+        transfer_options.conflict(server_args, has_staging_buffer=False),
+        cdsp_options.conflict(server_args),
+    ]
+    ((name, value),) = given.items()
+    cells = ["not run" if problem is None else f"no: {_reason(problem)}" for problem in problems]
+    cells += ["no: the draft reads other states" if value == "EAGLE" else "no: KV is stored in another type", "not run"]
+    return f"| `--{name.replace('_', '-')} {value}` | {' | '.join(cells)} |\n"
+
+
+def _reason(problem: str) -> str:
+    return problem.partition("(")[2].partition(")")[0]
 
 
 def _handshake(family: Family, cell: Any) -> str:

@@ -222,6 +222,8 @@ def test_two_queues_under_any_interleaving(
     [
         *("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "Qwen3MoeForCausalLM"),
         *("GptOssForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Olmo3ForCausalLM", "Cohere2ForCausalLM"),
+        *("Cohere2MoeForCausalLM", "GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM"),
+        *("LagunaForCausalLM", "MellumForCausalLM"),
     ],
 )
 def test_long_prompts_on_two_members_of_a_pool(architecture: str, threads: ThreadPoolExecutor) -> None:

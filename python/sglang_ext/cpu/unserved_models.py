@@ -52,18 +52,19 @@ def refusal(architecture: str | None) -> str | None:
 
 def argument_conflict(server_args: Any) -> str | None:
     """Return which of these SGLang arguments a CPU does not take, why, and what to do; None where it may."""
-    if server_args.device != "cpu" or _has_kernels():
+    found = None if server_args.device != "cpu" or _has_kernels() else unserved_argument(server_args)
+    if found is None:
         return None
-    for is_conflicting, argument, reason in (
-        (server_args.speculative_algorithm is not None, "--speculative-algorithm", "drafts have kernels for GPUs only"),
-        (
-            server_args.kv_cache_dtype not in {"auto", "bf16", "bfloat16"},
-            f"--kv-cache-dtype {server_args.kv_cache_dtype}",
-            "SGLang computes KV of this type with AMX only",
-        ),
-    ):
-        if is_conflicting:
-            return f"{argument} does not run on a CPU without AMX ({reason}); leave it out, or serve on a GPU"
+    argument, reason = found
+    return f"{argument} does not run on a CPU without AMX ({reason}); leave it out, or serve on a GPU"
+
+
+def unserved_argument(server_args: Any) -> tuple[str, str] | None:
+    """Return which of these SGLang arguments a CPU without AMX does not take, and why; None for none."""
+    if server_args.speculative_algorithm is not None:
+        return "--speculative-algorithm", "drafts have kernels for GPUs only"
+    if server_args.kv_cache_dtype not in {"auto", "bf16", "bfloat16"}:
+        return f"--kv-cache-dtype {server_args.kv_cache_dtype}", "SGLang computes KV of this type with AMX only"
     return None
 
 
