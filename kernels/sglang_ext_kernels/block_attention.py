@@ -153,29 +153,37 @@ def windowed_block(
     0. Returns the output [Tq, H, Dv] and the log-sum-exp [Tq, H], float32; a query that sees nothing has 0 and -inf.
     """
     tokens, heads, kv_heads = q.shape[0], q.shape[1], k.shape[1]
+    q_at, q_order = torch.sort(q_positions)
+    k_at, k_order = torch.sort(k_positions)
+    if not torch.equal(k_at, k_positions):
+        k, v = k[k_order], v[k_order]
+    # [KV heads, group, …]: no key is copied for the heads that share it.
+    queries = q[q_order].view(tokens, kv_heads, heads // kv_heads, -1).permute(1, 2, 0, 3).float()
+    keys, values = k.permute(1, 2, 0)[:, None].float(), v.transpose(0, 1)[:, None].float()
     out = q.new_zeros((tokens, heads, v.shape[-1]), dtype=torch.float32)
     lse = q.new_full((tokens, heads), -torch.inf, dtype=torch.float32)
-    k_positions, order = torch.sort(k_positions)
-    # [KV heads, 1, …]: no key is copied for the heads that share it.
-    keys, values = k[order].permute(1, 2, 0)[:, None].float(), v[order].transpose(0, 1)[:, None].float()
-    for rows in torch.argsort(q_positions).split(_ROWS):
-        at = q_positions[rows]
-        first = 0 if window is None else int(torch.searchsorted(k_positions, at[0] - window))
-        end = int(torch.searchsorted(k_positions, at[-1], right=True))
+    for start in range(0, tokens, _ROWS):
+        rows = slice(start, min(tokens, start + _ROWS))
+        at = q_at[rows, None]
+        first = 0 if window is None else int(torch.searchsorted(k_at, at[0] - window))
+        end = int(torch.searchsorted(k_at, at[-1], right=True))
         if first >= end:
             continue
-        grouped = q[rows].view(rows.numel(), kv_heads, heads // kv_heads, -1).permute(1, 2, 0, 3).float()
-        scores = grouped @ keys[..., first:end] * scale
+        scores = (queries[:, :, rows] @ keys[..., first:end]).mul_(scale)
         if cap > 0:
-            scores = torch.tanh(scores / cap) * cap
-        is_hidden = k_positions[None, first:end] > at[:, None]
+            scores.div_(cap).tanh_().mul_(cap)
+        columns = k_at[first:end]
+        is_hidden = columns > at
         if window is not None:
-            is_hidden |= k_positions[None, first:end] < at[:, None] - window
-        scores = scores.masked_fill(is_hidden, -torch.inf)
-        part_lse = torch.logsumexp(scores, -1)
-        weights = torch.exp(scores - torch.nan_to_num(part_lse, neginf=0.0)[..., None])
-        out[rows] = (weights @ values[:, :, first:end]).permute(2, 0, 1, 3).reshape(rows.numel(), heads, -1)
-        lse[rows] = part_lse.permute(2, 0, 1).reshape(rows.numel(), heads)
+            is_hidden |= columns < at - window
+        scores.masked_fill_(is_hidden, -torch.inf)
+        highest = scores.amax(-1, keepdim=True)
+        highest.masked_fill_(highest == -torch.inf, 0.0)  # of a query that sees nothing
+        weights = scores.sub_(highest).exp_()
+        total = weights.sum(-1, keepdim=True)
+        attended = (weights @ values[:, :, first:end]).div_(total.clamp(min=torch.finfo(torch.float32).tiny))
+        out[q_order[rows]] = attended.permute(2, 0, 1, 3).reshape(-1, heads, v.shape[-1])
+        lse[q_order[rows]] = (highest + total.log())[..., 0].permute(2, 0, 1).reshape(-1, heads)
     return out, lse
 
 
