@@ -110,8 +110,10 @@ FAMILIES: dict[str, Family] = {
     "Cohere2ForCausalLM": Family({**_ALTERNATING, **_TIED, "logit_scale": 1.0}),
     "Cohere2MoeForCausalLM": Family({**_ALTERNATING, **_EXPERTS, **_TIED, "logit_scale": 1.0}),
     # With 1, which transformers has where a configuration says nothing, scores are so large that rounding is, too.
-    "GraniteSWAForCausalLM": Family({**_ALTERNATING, "attention_multiplier": 0.25}),
-    "GraniteMoeSWAForCausalLM": Family({**_ALTERNATING, **_LOCAL_EXPERTS, "attention_multiplier": 0.25}),
+    "GraniteSWAForCausalLM": Family({**_ALTERNATING, "attention_multiplier": 0.25}, states=("swa",)),
+    "GraniteMoeSWAForCausalLM": Family(
+        {**_ALTERNATING, **_LOCAL_EXPERTS, "attention_multiplier": 0.25}, states=("swa",)
+    ),
     "LagunaForCausalLM": Family({**_ALTERNATING, **_EXPERTS, "shared_expert_intermediate_size": 32}, states=("swa",)),
     "MellumForCausalLM": Family({**_ALTERNATING, **_EXPERTS}, states=("swa",)),
     REFUSED_WINDOW: Family({"sliding_window": WINDOW}),
