@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.long_pool.decide.sharding import Interleaving, Positions, count_tokens
+from sglang_ext.long_pool.decide.sharding import ChunkLayout, Interleaving, Positions, count_tokens
+from sglang_ext.long_pool.member.chunk_step import StepContext, _ChunkAttention
 from sglang_ext.long_pool.member.ring_attention import AttentionRule, as_tensor, attend_, visible_blocks
+from sglang_ext.long_pool.member.shard import HeldRows
 from sglang_ext_kernels.block_attention import add_sinks_, attention_block_reference
 from support.examples import examples
 from support.sharding import split_chunk
@@ -94,6 +100,47 @@ def test_no_layout_needs_a_mask(interleaving: Interleaving) -> None:
         parts = split_chunk(100, 999, members, interleaving)
         blocks = [block for queries in parts for keys in parts for block in visible_blocks(queries, keys)]
         assert not any(block.is_masked for block in blocks)
+
+
+class Recorded:
+    """A mesh, a pool and moves, of which only what is sent is looked at."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        yield
+
+    def send(self, block: torch.Tensor, target: int, tag: int) -> Recorded:
+        self.sent.append(block.shape[1])
+        return self
+
+    def receive(self, block: torch.Tensor, source: int, tag: int) -> Recorded:
+        block.zero_()
+        return self
+
+    def wait(self) -> None: ...
+
+    def start(self, layer: int) -> None: ...
+
+    def finish(self, layer: int) -> None: ...
+
+    def read(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(2, slots.numel(), KV_HEADS, HEAD_SIZE)
+
+
+@pytest.mark.parametrize(("window", "sent"), [(None, 550), (50, 100), (5, 55), (0, 50)])
+def test_of_a_layer_with_a_window_rows_go_round_that_the_chunk_may_see(window: int | None, sent: int) -> None:
+    """The newest half of the history, 500 tokens, and half of a chunk of 100 are here."""
+    history, new = ((range(500, 1000),), (range(500),)), ((range(1000, 1050),), (range(1050, 1100),))
+    held = [(*old, *part) for old, part in zip(history, new, strict=True)]
+    fake: Any = Recorded()
+    rows = HeldRows(held[0], torch.arange(550))
+    layout = ChunkLayout((0, 1), (), history, new)
+    attention = _ChunkAttention(StepContext(fake, 0, 0), fake, layout, held, rows, fake, lambda layer, mark: None)
+    attention.attend(0, torch.zeros(50, HEADS, HEAD_SIZE), AttentionRule(0.3, window))
+    assert fake.sent == [sent]
 
 
 def test_history_is_one_block() -> None:
