@@ -2,9 +2,10 @@
 
 A prefill is short while memory and launches bound it rather than computation (LAPS's L_m), or while its time is a small
 part of the short prefills' objective: a prefill that ends within half of it holds no other up for long, and is served
-best in one piece, with others; or while computing it takes no longer than the fixed cost of its iteration. The
-largest of the three is taken: a boundary below makes prompts wait in chunks that could have been answered in time, or
-that cost more than they compute.
+best in one piece, with others; or while it takes no longer than ten fixed costs of an iteration. The largest of the
+three is taken: a boundary below makes prompts wait in chunks that could have been answered in time, or that lose a
+tenth and more to fixed costs. However much time the objective leaves, what takes 64 fixed costs is cut at next to no
+cost, and does not hold up shorter ones.
 
 Routers and other instances follow the number, so it is coarse (two steps to a factor of two), and holds until the
 measurements have contradicted it by far and for long.
@@ -20,6 +21,8 @@ from sglang_ext.laps.decide.cost_model import CostCoefficients, CostFit
 DEFAULT_BOUNDARY_TOKENS: Final = 512  # until an instance has measured what its iterations cost
 LEAST_BOUNDARY_TOKENS: Final = 32
 OBJECTIVE_SHARE: Final = 0.5
+_LEAST_FIXED_COSTS: Final = 10.0
+_MOST_FIXED_COSTS: Final = 64.0
 _SAMPLES: Final = 32  # between two looks at the measurements
 _UNFITTED_SAMPLES: Final = 8  # between two looks before there is a fitted number
 _LOOKS: Final = 8  # that contradict one after the other, before the number changes
@@ -35,24 +38,24 @@ def fitted_boundary_tokens(fit: CostFit, write_s: float | None, objective_s: flo
     `max_tokens` what one iteration may compute.
     """
     memory_bound = fit.boundary_tokens(write_s or 0.0, 0) or 0.0
-    cost = fit.fitted
-    tokens = min(max(memory_bound, _least_tokens(cost), tokens_within(cost, OBJECTIVE_SHARE * objective_s)), max_tokens)
+    tokens = min(max(memory_bound, _undivided_tokens(fit.fitted, objective_s)), max_tokens)
     return tokens if fit.is_determined(tokens) else None
 
 
 def expected_boundary_tokens(cost: CostCoefficients, objective_s: float, max_tokens: int) -> int:
     """Return what an instance with these costs will find, where memory does not bound it for longer than the objective
-    does.
+    and the fixed cost do.
 
     `max_tokens`: what one of its iterations may compute.
     """
-    tokens = max(_least_tokens(cost), tokens_within(cost, OBJECTIVE_SHARE * objective_s))
-    return min(coarse_tokens(min(tokens, max_tokens)), max_tokens)
+    return min(coarse_tokens(min(_undivided_tokens(cost, objective_s), max_tokens)), max_tokens)
 
 
-def _least_tokens(cost: CostCoefficients) -> float:
-    """Return the tokens that take twice the fixed cost of their iteration: parts of fewer cost a third and more."""
-    return tokens_within(cost, 3 * cost.kappa_s)
+def _undivided_tokens(cost: CostCoefficients, objective_s: float) -> float:
+    """Return the tokens that take half of the objective, or 10 to 64 fixed costs of an iteration where it is far from
+    them."""
+    within_s = min(OBJECTIVE_SHARE * objective_s, _MOST_FIXED_COSTS * cost.kappa_s)
+    return tokens_within(cost, max(within_s, _LEAST_FIXED_COSTS * cost.kappa_s))
 
 
 def tokens_within(cost: CostCoefficients, budget_s: float) -> float:

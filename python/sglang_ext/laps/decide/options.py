@@ -41,7 +41,7 @@ class LapsOptions:
         default=None,
         metadata={
             "help": "Most new tokens of a short prefill. Default: from what the instance's iterations cost: what takes "
-            "half of --laps-short-ttft-slo-ms, and 512 until some have run."
+            "half of --laps-short-ttft-slo-ms, but 10 to 64 fixed costs, and 512 until some have run."
         },
     )
     batching: Batching = field(

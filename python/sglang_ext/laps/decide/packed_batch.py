@@ -22,7 +22,7 @@ _LEAST_OF_SLO: Final = 0.05
 _LEAST_IN_PIPELINE: Final = 0.2  # each chunk waits for the longest stage, and for the stages to fill
 _MOST_OF_SLO: Final = 1 / 3  # a short prefill waits for the end of one batch, perhaps a longer one, and for its own
 _LONGEST_OF_SLO: Final = 1 / 2  # that longer one
-_LEAST_OVERHEADS: Final = 2.4  # at any objective: below, next to nothing is computed
+_LEAST_ON_STAGES: Final = 2.4  # fixed costs, at any objective: below, next to nothing is computed
 _HELD_OVERHEADS: Final = 16.0  # fixed costs that an objective holds which may cost batches: two batches of eight
 _MOST_LOST: Final = 0.75  # of the time that the load leaves free, for the fixed costs of batches that hold an objective
 _CUT_SHARE: Final = 0.4  # of the time that the load leaves free: most that may be lost with the parts of long prefills
@@ -42,17 +42,19 @@ def packed_round_s(fixed_s: float, short_slo_s: float, stages: int = 1) -> float
     pipeline.
 
     A short prefill that arrives during a batch waits for its end, and for that of the next one, which it is in; and
-    `fixed_s`, what every batch costs again, is lost with each. So a batch takes eight times that, but a twentieth of
-    the short prefills' objective at least (a fifth in a pipeline) and a third at most, and 2.4 times the fixed cost if
-    that is more. The longest batch and the next one then end within five sixths of the objective, which leaves the
-    rest to what was not foreseen.
+    `fixed_s`, what every batch costs again, is lost with each. So a batch takes eight times that, or a twentieth of the
+    short prefills' objective if that is more (a fifth in a pipeline). Of an objective that can be held (`can_hold`),
+    and always in a pipeline, it takes a third at most: the longest batch and the next one then end within five sixths
+    of it, which leaves the rest to what was not foreseen. In a pipeline it is 2.4 times the fixed cost at least.
 
     Of a pipeline's `stages` it is the time on each: `stage_share`.
     """
     short_slo_s *= stage_share(stages)
     least_s = (_LEAST_OF_SLO if stages == 1 else _LEAST_IN_PIPELINE) * short_slo_s
-    wanted_s = min(max(_OVERHEADS * fixed_s, least_s), _MOST_OF_SLO * short_slo_s)
-    return max(wanted_s, _LEAST_OVERHEADS * fixed_s)
+    round_s = max(_OVERHEADS * fixed_s, least_s)
+    if stages == 1 and not can_hold(fixed_s, short_slo_s):  # shorter batches would cost throughput, and hold nothing
+        return round_s
+    return max(min(round_s, _MOST_OF_SLO * short_slo_s), _LEAST_ON_STAGES * fixed_s)
 
 
 def loaded_round_s(fixed_s: float, short_slo_s: float, load: OfferedLoad, waiting: int) -> float:

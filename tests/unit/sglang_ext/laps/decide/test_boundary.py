@@ -22,6 +22,11 @@ COST = CostCoefficients(alpha_s=5e-8, token_s=4e-4, read_s=1e-6, kappa_s=0.014)
 OBJECTIVE_S = 0.4
 
 
+def slower(times: float) -> CostCoefficients:
+    """Computing takes longer, launching does not."""
+    return COST._replace(alpha_s=times * COST.alpha_s, token_s=times * COST.token_s)
+
+
 def sample(random: Random, cost: CostCoefficients, noise: float = 0.05) -> IterationSample:
     new = int(2 ** random.uniform(2, 10))
     duration_s = cost.chunk_s(new, 0) * random.lognormvariate(0, noise)
@@ -93,7 +98,7 @@ def test_it_is_what_takes_half_of_the_objective() -> None:
 
 
 def test_what_launches_and_memory_bound_is_short_whatever_the_objective() -> None:
-    """Where the fixed cost alone is above the objective, what takes twice the fixed cost is left."""
+    """Where the fixed cost alone is above the objective, what takes ten times the fixed cost is left."""
     slow = CostCoefficients(alpha_s=1e-6, token_s=1e-3, read_s=0.0, kappa_s=0.5)
     fit, random = new_fit(), Random(3)
     for _ in range(300):
@@ -102,15 +107,22 @@ def test_what_launches_and_memory_bound_is_short_whatever_the_objective() -> Non
     assert fitted is not None
     memory_bound = fit.boundary_tokens(1e-5, 0)
     assert memory_bound is not None
-    assert fitted == pytest.approx(tokens_within(fit.fitted, 3 * fit.fitted.kappa_s))
+    assert fitted == pytest.approx(tokens_within(fit.fitted, 10 * fit.fitted.kappa_s))
     assert fitted > memory_bound > 300
 
 
 def test_it_is_never_below_what_the_fixed_cost_is_worth() -> None:
-    """However tight the objective: cut below 200 tokens, a third of a part and more is its fixed cost."""
+    """However tight the objective: cut below 900 tokens, a tenth of a part and more is its fixed cost."""
     slow = CostCoefficients(0.0, 1e-3, 0.0, 0.1)
-    assert expected_boundary_tokens(slow, 0.01, 8192) == 192
-    assert expected_boundary_tokens(slow, 1.0, 8192) == 384
+    assert expected_boundary_tokens(slow, 0.01, 8192) == 768
+    assert expected_boundary_tokens(slow, 1.0, 8192) == 768
+    assert expected_boundary_tokens(slow, 4.0, 8192) == 1536  # half of it
+
+
+def test_it_is_never_above_what_is_cut_at_no_cost() -> None:
+    """However lax the objective: of 6,300 tokens less than a sixtieth is the fixed cost."""
+    slow = CostCoefficients(0.0, 1e-3, 0.0, 0.1)
+    assert expected_boundary_tokens(slow, 100.0, 8192) == 6144
 
 
 def test_no_iteration_computes_more() -> None:
@@ -140,7 +152,7 @@ def test_a_machine_that_is_faster_and_slower_in_turn_does_not_make_it_flap() -> 
 
 def test_a_start_beside_others_does_not_decide_for_long() -> None:
     boundary, fit, random = ClassBoundary(None, max_tokens=8192), new_fit(), Random(8)
-    run(boundary, fit, random, COST.times(4), 64)
+    run(boundary, fit, random, slower(4), 64)
     assert boundary.tokens < 128
     run(boundary, fit, random, COST, 320)
     assert boundary.tokens in {256, 384}
@@ -149,9 +161,8 @@ def test_a_start_beside_others_does_not_decide_for_long() -> None:
 def test_a_machine_that_has_become_slower_for_good_is_followed_once() -> None:
     boundary, fit, random = ClassBoundary(None, max_tokens=8192), new_fit(), Random(6)
     run(boundary, fit, random, COST, 200)
-    slower = COST.times(3)
-    seen = run(boundary, fit, random, slower, 1500)
-    assert boundary.tokens == coarse_tokens(tokens_within(slower, OBJECTIVE_S / 2)) == 128
+    seen = run(boundary, fit, random, slower(3), 1500)
+    assert boundary.tokens == coarse_tokens(tokens_within(slower(3), OBJECTIVE_S / 2)) == 128
     assert changes(seen) == 1
 
 
@@ -174,7 +185,7 @@ def known_fit(cost: CostCoefficients) -> CostFit:
 
 
 def test_eight_looks_in_a_row_must_contradict() -> None:
-    boundary, right, wrong = ClassBoundary(None, max_tokens=8192), known_fit(COST), known_fit(COST.times(3))
+    boundary, right, wrong = ClassBoundary(None, max_tokens=8192), known_fit(COST), known_fit(slower(3))
 
     def look(fit: CostFit, times: int) -> int:
         for _ in range(32 * times):

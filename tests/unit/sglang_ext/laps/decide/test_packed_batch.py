@@ -230,8 +230,9 @@ def test_the_budget_of_a_batch() -> None:
     assert packed_round_s(1e-4, 0.4) == pytest.approx(0.02)  # a twentieth of the objective
     assert packed_round_s(1e-4, 0.4, 2) == pytest.approx(0.08 * stage_share(2))  # a fifth, shared by the stages
     assert packed_round_s(0.015, 0.4) == pytest.approx(0.12)  # an eighth of it is lost
-    assert packed_round_s(0.03, 0.4) == pytest.approx(0.4 / 3)  # a third of the objective
-    assert packed_round_s(0.2, 0.4) == pytest.approx(0.48)  # the fixed cost alone takes most of it
+    assert packed_round_s(0.02, 0.4) == pytest.approx(0.4 / 3)  # a third of the objective
+    assert packed_round_s(0.03, 0.4) == pytest.approx(0.24)  # which cannot be held
+    assert packed_round_s(0.2, 0.4, 2) == pytest.approx(0.48)  # the fixed cost alone takes most of it
 
 
 def test_under_load_a_batch_takes_what_its_fixed_costs_leave() -> None:
@@ -352,9 +353,9 @@ def test_further_requests_are_paid_for(is_mixed: bool, cut_tokens: int) -> None:
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_the_longest_wait_is_the_same_through_a_pipeline(stages: int) -> None:
     """Behind the longest batch, half as long again, through all stages, and for its own: 5/6 of the objective."""
-    round_s = packed_round_s(0.03, 0.4, stages)
+    round_s = packed_round_s(0.02, 0.4, stages)
     longest_s = packed_batch.without_shorts_s(round_s)
-    assert stages * longest_s + round_s == pytest.approx(max(5 / 6 * 0.4, (1.5 * stages + 1) * 2.4 * 0.03))
+    assert stages * longest_s + round_s == pytest.approx(max(5 / 6 * 0.4, (1.5 * stages + 1) * 2.4 * 0.02))
 
 
 @pytest.mark.parametrize(("stages", "together"), [(1, 3), (2, 1)])
