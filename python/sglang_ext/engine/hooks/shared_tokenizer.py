@@ -29,6 +29,6 @@ def load(server_args: Any) -> None:
 
     arguments = {name: getattr(server_args, name) for name in _ARGUMENTS if hasattr(server_args, name)}
     try:
-        hf_transformers_utils.get_tokenizer(server_args.tokenizer_path, **arguments)
+        hf_transformers_utils.get_tokenizer(server_args.tokenizer_path or server_args.model_path, **arguments)
     except Exception:  # what a process of the engine needs, it asks for again, and reports what is wrong
         _loaded.clear()

@@ -43,7 +43,9 @@ def get(path: str, **arguments: Any) -> object:
 
 
 def test_what_was_loaded_before_is_taken(calls: list[tuple[str, dict[str, Any]]]) -> None:
-    shared_tokenizer.load(SimpleNamespace(tokenizer_path="m", skip_tokenizer_init=False, **ARGUMENTS))
+    given = SimpleNamespace(tokenizer_path=None, model_path="m", skip_tokenizer_init=False, **ARGUMENTS)
+    shared_tokenizer.load(given)  # SGLang puts the model's path in place of none later
+    shared_tokenizer.load(SimpleNamespace(**{**vars(given), "tokenizer_path": "m"}))
     assert calls == [("m", ARGUMENTS)]
     assert get("m") is get("m")
     assert len(calls) == 1
