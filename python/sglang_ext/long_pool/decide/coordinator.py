@@ -24,7 +24,6 @@ from collections.abc import Collection, Mapping, Sequence
 from sglang_ext.long_pool.decide.chunk_length import NO_SHORT_LOAD
 from sglang_ext.long_pool.decide.coordination_settings import CoordinationSettings
 from sglang_ext.long_pool.decide.kept_prompts import KeptPrefix, PromptText
-from sglang_ext.long_pool.decide.on_time_order import PendingPrefill
 from sglang_ext.long_pool.decide.orders import (
     Bind,
     Borrow,
@@ -68,7 +67,7 @@ from sglang_ext.long_pool.decide.sharding import (
 )
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate
 
-_LONGEST_AHEAD_S = 1.0  # before an instance is free, the next prompt is given to one
+_AHEAD_IF_BUSY = 20.0  # times `bind_ahead_s`: so long before an instance is free, the next prompt is given to one
 
 
 class Coordinator:
@@ -363,7 +362,9 @@ class Coordinator:
         may_go_on = any(map(self._may_go_on, groups))
         if not (ignores_backlog or may_go_on or self._members.any_idle(now_s, kept)):
             return [*orders, *self._bind_next(pending, now_s)]
-        promised = self._promised()
+        promised = reserved_tokens(self._requests.values(), self._settings.page_tokens)
+        for instance, tokens in self._rows.pulls.room_tokens().items():
+            promised[instance] = promised.get(instance, 0) + tokens
         snapshot = self._members.snapshot(now_s, kept, promised, counts_backlog=not ignores_backlog)
         turns = self._turns(pending, kept, promised, snapshot, now_s)
         # What no group can hold comes last, the least urgent first: without it there may be room for the others.
@@ -388,31 +389,14 @@ class Coordinator:
         snapshot: PrefillSnapshot,
         now_s: float,
     ) -> list[PlacedPrefill]:
-        waiting = self._pending(pending, promised, snapshot.queue_delays_s, now_s)
+        positions = self._members.positions
+        waiting = [prompt.pending(positions, self._room.kept_for(prompt, promised)) for prompt in pending]
+        for announced in self._announced.values():
+            self._rows.match(announced, snapshot.queue_delays_s, now_s)
+        waiting += [prompt.pending(positions) for prompt in self._announced.values() if prompt.pull is None]
         shorts = self._members.short_load(now_s)
         begin_in_s = self._members.begin_in_s(now_s, kept)
         return self._schedule.turns(now_s, snapshot, waiting, sum(snapshot.queue_delays_s), shorts, begin_in_s)
-
-    def _promised(self) -> dict[int, int]:
-        """Return the tokens that will come to instances."""
-        promised = reserved_tokens(self._requests.values(), self._settings.page_tokens)
-        for instance, tokens in self._rows.pulls.room_tokens().items():
-            promised[instance] = promised.get(instance, 0) + tokens
-        return promised
-
-    def _pending(
-        self,
-        offered: Sequence[SharedPrefill],
-        promised: Mapping[int, int],
-        delays_s: Sequence[float],
-        now_s: float,
-    ) -> list[PendingPrefill]:
-        """Return what waits, with the kept rows that are worth while now."""
-        positions = self._members.positions
-        waiting = [prompt.pending(positions, self._room.kept_for(prompt, promised)) for prompt in offered]
-        for announced in self._announced.values():
-            self._rows.match(announced, delays_s, now_s)
-        return [*waiting, *(prompt.pending(positions) for prompt in self._announced.values() if prompt.pull is None)]
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -438,12 +422,16 @@ class Coordinator:
         if any(one.owner is not None for one in self._announced.values()) or not all(one.group for one in pending):
             return []
         delays_s = self._members.snapshot(now_s).queue_delays_s
-        if min(delays_s) > _LONGEST_AHEAD_S:
+        if min(delays_s) >= _AHEAD_IF_BUSY * self._settings.bind_ahead_s:
             return []
-        waiting = self._pending(pending, self._promised(), delays_s, now_s)
-        first = self._schedule.first(now_s, waiting, len(delays_s), sum(delays_s))
+        begun = {one.offer.request for one in pending}
+        waiting = [ticket for ticket, one in self._announced.items() if one.pull is None]
+        first = self._schedule.next_of({*begun, *waiting}, waiting)
         prompt = None if first is None else self._announced.get(first)
-        if prompt is None or prompt.holders:
+        if prompt is None:
+            return []
+        self._rows.match(prompt, delays_s, now_s)
+        if prompt.holders:
             return []
         owner = self.members[delays_s.index(min(delays_s))]
         return self._give(prompt, owner, (owner,), now_s)

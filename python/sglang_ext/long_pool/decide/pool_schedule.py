@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -119,6 +119,7 @@ class PoolSchedule:
     order: PrefillOrder = field(default_factory=lambda: OnTimeOrder(OnTimeOptions()))
     load: PoolLoad = field(default_factory=PoolLoad)
     price: float = 0.0  # of an instance-second at the last decision, to the first prompt
+    _latest: list[int] = field(default_factory=list)  # keys in the order of the latest decision
     _meetings_s: deque[float] = field(default_factory=lambda: deque(maxlen=_MEETINGS))
 
     def record_arrival(self, now_s: float, work_s: float) -> None:
@@ -171,6 +172,7 @@ class PoolSchedule:
         """
         options, instances = self.planner.options, len(snapshot.node_ids)
         ordered = self.order.order(now_s, pending, instances, running_s)
+        self._latest = [prefill.key for prefill, _ in ordered]
         left_s = running_s + sum([prompt.work_s for prompt in pending])
         waiting = [
             WaitingPrompt(prefill.new_tokens, prefill.cached_tokens, due_s - now_s, prefill.owner, prefill.holders)
@@ -189,10 +191,11 @@ class PoolSchedule:
         keys = {turn.key for turn in continued}
         return [*(turn for turn in turns if turn.key not in keys), *continued]
 
-    def first(self, now_s: float, pending: Sequence[PendingPrefill], instances: int, running_s: float) -> int | None:
-        """Return the key of the prefill that comes first in the order; None where there is none."""
-        ordered = self.order.order(now_s, pending, instances, running_s)
-        return ordered[0].prefill.key if ordered else None
+    def next_of(self, waiting: Collection[int], arrivals: Sequence[int]) -> int | None:
+        """Return the key of `waiting` that comes first by the latest decision; those that have arrived since, of
+        `arrivals` in their order, come behind."""
+        known = next((key for key in self._latest if key in waiting), None)
+        return next(iter(arrivals), None) if known is None else known
 
     def _continued(
         self,

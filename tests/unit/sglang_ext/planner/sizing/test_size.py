@@ -213,7 +213,9 @@ def test_where_nothing_holds_it_says_what_breaks(trace: str, profile: str, capsy
 def test_up_takes_its_file_and_reads_what_was_written(
     name: str, is_cpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sglang_ext.cluster.cluster.engine_checks", lambda plan: ())  # there is no such model
+    # There is no such model.
+    monkeypatch.setattr("sglang_ext.cluster.model._find_on_hub", lambda name: None)
+    monkeypatch.setattr("sglang_ext.cluster.cluster.engine_checks", lambda plan: ())
     from sglang_ext.planner.sizing.deployment import write_cluster
 
     layout = LAYOUTS[name]
