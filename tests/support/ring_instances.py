@@ -103,6 +103,11 @@ class RingInstances:
             self._tell(instance, "failure_of", step._replace(token_ids=(step.token_ids[place],)), sequence)
         return [answer for instance in step.layout.group for answer in _answers(self._pipes[instance])]
 
+    def roll_back(self, instance: int, request: int) -> None:
+        """The last step of a request counts for nothing there, as it has failed elsewhere."""
+        self._tell(instance, "roll_back", request)
+        _answers(self._pipes[instance])
+
     def _ask(self, instance: int, *message: Any) -> Any:
         """What the first rank answers."""
         self._tell(instance, *message)
@@ -286,6 +291,9 @@ class _Instance:
         pool = self._engine.pool
         layers = [pool.read(layer, shard.slots) for layer in range(pool.layers)]
         return as_tensor(shard.positions), torch.stack(layers)
+
+    def roll_back(self, request: int) -> None:
+        self._shards[request].roll_back()
 
     def end(self, request: int) -> None:
         shard = self._shards.pop(request, None)

@@ -422,7 +422,8 @@ class Coordinator:
         if any(one.owner is not None for one in self._announced.values()) or not all(one.group for one in pending):
             return []
         delays_s = self._members.snapshot(now_s).queue_delays_s
-        if min(delays_s) >= _AHEAD_IF_BUSY * self._settings.bind_ahead_s:
+        are_computing = all(self._members[instance].begins_in_s(now_s) > 0.0 for instance in self._members)
+        if not are_computing or min(delays_s) >= _AHEAD_IF_BUSY * self._settings.bind_ahead_s:
             return []
         begun = {one.offer.request for one in pending}
         waiting = [ticket for ticket, one in self._announced.items() if one.pull is None]
