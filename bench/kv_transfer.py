@@ -57,7 +57,7 @@ TIMEOUT_S = 60.0
 
 
 class Kind(NamedTuple):
-    """What the pools of a rank look like."""
+    """Describes the pools of a rank."""
 
     name: str
     heads: int

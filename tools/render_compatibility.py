@@ -101,7 +101,7 @@ def render() -> str:
 
 
 def _argument_row(given: dict[str, str]) -> str:
-    """Return the row of an argument; which KV graphs take is asked of a model runner, which there is none of here."""
+    """Return the row of an argument; a model runner, which does not run here, would say which KV graphs take."""
     server_args = SimpleNamespace(**{**_PLAIN, **given})
     unserved = unserved_argument(server_args)
     problems = [

@@ -67,7 +67,7 @@ from sglang_ext.long_pool.decide.sharding import (
 )
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate
 
-_AHEAD_IF_BUSY = 20.0  # times `bind_ahead_s`: so long before an instance is free, the next prompt is given to one
+_AHEAD_IF_BUSY = 20.0  # times `bind_ahead_s`: this early the next prompt goes to an instance that still computes
 
 
 class Coordinator:

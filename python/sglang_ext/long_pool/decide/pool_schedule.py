@@ -192,8 +192,8 @@ class PoolSchedule:
         return [*(turn for turn in turns if turn.key not in keys), *continued]
 
     def next_of(self, waiting: Collection[int], arrivals: Sequence[int]) -> int | None:
-        """Return the key of `waiting` that comes first by the latest decision; those that have arrived since, of
-        `arrivals` in their order, come behind."""
+        """Return the key of `waiting` that comes first by the latest decision; later `arrivals` come behind, in
+        their order."""
         known = next((key for key in self._latest if key in waiting), None)
         return next(iter(arrivals), None) if known is None else known
 

@@ -35,7 +35,7 @@ from sglang_ext_kernels.block_attention import (
 
 
 class AttentionRule(NamedTuple):
-    """How the queries of a layer attend."""
+    """Describes how the queries of a layer attend."""
 
     scale: float
     window: int | None = None  # a token sees itself and as many before it; None: all
