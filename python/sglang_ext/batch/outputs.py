@@ -19,7 +19,7 @@ import orjson
 
 from sglang_ext.batch.endpoint import count_tokens
 from sglang_ext.batch.lines import Mode
-from sglang_ext.batch.scores import distillkit_schema, distillkit_table, score_schema, score_table
+from sglang_ext.batch.scores import distillkit_schema, distillkit_table, score_row, score_schema, score_table
 from sglang_ext.batch.store import BatchStore, StoredResult
 
 ROWS_PER_FILE = 500_000  # where the output is a folder
@@ -99,8 +99,6 @@ def choose_output(path: Path, mode: Mode, wanted: OutputFormat | None, vocabular
         raise OutputError(f"--output: {path} does not go with --format {chosen.value}")
     if of_name is OutputFormat.PARQUET and name != path.name.lower():
         raise OutputError(f"--output: {path}: Parquet is compressed within; leave .gz and .zst out")
-    if mode is Mode.SCORE and chosen is OutputFormat.JSONL:
-        raise OutputError("--output: scores are written as Parquet: a name that ends in .parquet, or a folder")
     if mode is Mode.GENERATE and chosen is OutputFormat.DISTILLKIT:
         raise OutputError("--format distillkit is for --mode score")
     if chosen is OutputFormat.DISTILLKIT and vocabulary < 2:
@@ -166,9 +164,10 @@ def _write(path: Path, results: Iterable[StoredResult], options: OutputOptions) 
     if options.format is not OutputFormat.JSONL:
         return _write_parquet(path, results, options)
     rows = 0
+    as_line = score_line if options.mode is Mode.SCORE else output_line
     with _replacing(path) as opened:
         for some in _groups(results):
-            opened.write(b"".join(map(output_line, some)))
+            opened.write(b"".join(map(as_line, some)))
             rows += len(some)
     return rows
 
@@ -179,6 +178,11 @@ def _write(path: Path, results: Iterable[StoredResult], options: OutputOptions) 
 def output_line(result: StoredResult) -> bytes:
     """One line of OpenAI's output file, for a result that is ok."""
     return _line(result, result.status_code, orjson.Fragment(_one_line(result.body)), None)
+
+
+def score_line(result: StoredResult) -> bytes:
+    """One line with the fields of a Parquet file of scores."""
+    return _escaped(orjson.dumps(score_row(result.custom_id, result.body), option=orjson.OPT_APPEND_NEWLINE))
 
 
 def error_line(result: StoredResult) -> bytes:

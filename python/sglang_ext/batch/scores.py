@@ -1,12 +1,13 @@
 """Scores: what the endpoint's log-probabilities of a sequence become, on the way into the store and out of it.
 
 In the store a scored sequence is packed arrays: for 128 candidates about 780 bytes a token, far less than the JSON
-that came. Exported, it is a row of Parquet, or of the dataset that DistillKit trains from.
+that came. Exported, it is a row of Parquet or a line of JSON, or a row of the dataset that DistillKit trains from.
 """
 
 from __future__ import annotations
 
 import base64
+import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -158,6 +159,25 @@ def score_table(rows: Iterable[tuple[str, bytes]]) -> Any:
         pa.ListArray.from_arrays(outer, pa.array(actual, mask=np.isnan(actual))),
     ]
     return pa.Table.from_arrays(columns, schema=score_schema())
+
+
+def score_row(custom_id: str, packed: bytes) -> dict[str, object]:
+    """Return a row of `score_table` as JSON has it: null in place of NaN and minus infinity."""
+    scores = unpack_scores(packed)
+    actual = scores.actual_logprobs.tolist()
+    values = scores.topk_logprobs.tolist()
+    return {
+        "custom_id": custom_id,
+        "token_ids": scores.token_ids.tolist(),
+        "prompt_len": scores.prompt_len,
+        "topk_ids": [[], *scores.topk_ids.tolist()],
+        "topk_logprobs": [[], *([_finite(value) for value in position] for position in values)],
+        "actual_logprobs": [_finite(value) for value in actual],
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 # -- DistillKit -------------------------------------------------------------------------------------------------------

@@ -174,7 +174,6 @@ def test_rows_of_every_endpoint() -> None:
 @pytest.mark.parametrize(
     ("name", "mode", "wanted", "vocabulary", "reason"),
     [
-        ("out.jsonl", Mode.SCORE, None, 0, "scores are written as Parquet"),
         ("out.jsonl", Mode.GENERATE, OutputFormat.PARQUET, 0, "does not go with"),
         ("out.parquet", Mode.GENERATE, OutputFormat.JSONL, 0, "does not go with"),
         ("out.parquet.gz", Mode.GENERATE, None, 0, "leave .gz"),

@@ -231,7 +231,6 @@ def test_what_is_wrong_with_input_is_told_and_nothing_sent(tmp_path: Path) -> No
         (["--limit-requests-per-s", "-3"], "--limit-requests-per-s"),
         (["--defaults", "{"], "--defaults"),
         (["--format", "parquet"], "--format"),
-        (["--mode", "score"], "--output"),
         (["--store-limit-mib", "0"], "--store-limit-mib"),
     ],
 )
@@ -288,6 +287,11 @@ def test_scores(tmp_path: Path) -> None:
         (failed,) = (tmp_path / "out.parquet.errors.jsonl").read_text().splitlines()
         assert "no input_token_logprobs" in json.loads(failed)["error"]["message"]
         assert {headers["x-sgl-priority"] for headers in endpoint.headers} == {"low"}
+        own_store = ["--store", str(tmp_path / "out.parquet.store")]
+        assert run(tmp_path, endpoint.url, *options, *own_store, name="out.jsonl").returncode == 3
+        line, other = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+        assert (line["custom_id"], line["prompt_len"], line["topk_ids"][1]) == ("a", 1, [0, 1, 2, 3])
+        assert (other["topk_ids"], other["token_ids"]) == ([[], [3]], [8, 9])
         kit = ["--format", "distillkit", "--vocabulary", "100", "--store", str(tmp_path / "out.parquet.store")]
         exported = run(tmp_path, endpoint.url, *options, *kit, name="kit.parquet")
         assert "logprob_compressor: " in exported.stdout, exported.stderr

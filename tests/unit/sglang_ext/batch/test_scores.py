@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 
 from sglang_ext.batch.endpoint import Answer, AnswerKind
 from sglang_ext.batch.lines import BatchLine, LineOptions, Mode, parse_line
-from sglang_ext.batch.scores import distillkit_config, distillkit_table, pack_scores, score_table, unpack_scores
+from sglang_ext.batch.scores import (
+    distillkit_config,
+    distillkit_table,
+    pack_scores,
+    score_row,
+    score_table,
+    unpack_scores,
+)
 from support.faulty_endpoint import scores_of
 
 
@@ -122,6 +129,23 @@ def test_a_table_has_a_row_per_sequence() -> None:
     assert (second["prompt_len"], second["topk_ids"], second["actual_logprobs"]) == (None, [[]], [None])
     assert third["topk_ids"] == [[], [3]]
     assert score_table([]).num_rows == 0
+
+
+def test_a_line_of_json_has_the_fields_of_a_row_of_parquet() -> None:
+    line, answer = scored({"token_ids": [5, 6, 7], "prompt_len": 1}, 2)
+    answer.parsed["meta_info"]["input_top_logprobs"][2][1][0] = None  # minus infinity
+    packed = pack_scores(line, answer)
+    row = score_row("a", packed)
+    assert list(row) == score_table([]).column_names
+    assert row == {
+        "custom_id": "a",
+        "token_ids": [5, 6, 7],
+        "prompt_len": 1,
+        "topk_ids": [[], [0, 1], [0, 1]],
+        "topk_logprobs": [[], [-1.0, pytest.approx(-1.001, abs=1e-3)], [-2.0, None]],
+        "actual_logprobs": [None, pytest.approx(-1.006), pytest.approx(-2.007)],
+    }
+    assert orjson.loads(orjson.dumps(row))["topk_ids"] == [[], [0, 1], [0, 1]]
 
 
 def test_distillkit_reads_back_what_was_scored() -> None:
