@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import sys
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,8 +33,11 @@ instance has all KV before it goes to decode ([why](../explanation/long-pool.md#
 does not take a family, an instance refuses to start with the reason that stands below the table; a model that no table
 names is served if SGLang serves it, and has not been compared.
 
-| architecture | two queues | `sglang_ext_tcp` | handshake | long pool | prefill graphs (GPU) |
-|---|---|---|---|---|---|
+A pipeline (`--pp-size`) follows from SGLang's model class and from what the transfers refuse; it has run with Llama
+and DeepSeek V3. No family is refused scores without decode; those of Llama have been compared with Hugging Face's.
+
+| architecture | two queues | `sglang_ext_tcp` | handshake | long pool | pipeline | scores | prefill graphs (GPU) |
+|---|---|---|---|---|---|---|---|
 """
 _ONE_SIZE = "yes, prefill and decode of one tensor parallel size"
 _REASONS = """
@@ -56,6 +62,7 @@ _ARGUMENTS: tuple[dict[str, str], ...] = (
     {"speculative_algorithm": "EAGLE"},
     {"kv_cache_dtype": "fp8_e4m3"},
 )
+_SERVED_AS = {"Olmo3ForCausalLM": "Olmo2ForCausalLM"}  # by SGLang's Olmo3Config
 _PLAIN = {
     "speculative_algorithm": None,
     "kv_cache_dtype": "auto",
@@ -86,6 +93,7 @@ def render() -> str:
             pool += ", on CPUs" if pool == "yes" and not on_gpu else ""
             pool += ", collected" if family.states and pool.startswith("yes") else ""
             cells = ["yes", "yes", _handshake(family, cell), pool]
+            cells += [_pipeline(architecture, family, cell), "yes"]
             cells.append(cell(_graph_refusal(architecture, family)))
             rows.append(f"| {architecture} | {' | '.join(cells)} |\n")
     parts = [_HEAD, *rows, _REASONS]
@@ -123,6 +131,40 @@ def _handshake(family: Family, cell: Any) -> str:
     kv_args = SimpleNamespace(state_types=family.states, num_draft_entries=0, swa_kv_cache_layout="nhd")
     problem = transfer_options.model_conflict(kv_args, 1)
     return _ONE_SIZE if problem is None and family.states else str(cell(problem))
+
+
+def _pipeline(architecture: str, family: Family, cell: Any) -> str:
+    """Return what several stages of a prefill instance go with: SGLang asks the model class, then a transfer its KV."""
+    if not _has_stages(architecture):
+        return str(cell("SGLang's model class has no stages"))
+    kv_args = SimpleNamespace(state_types=family.states, num_draft_entries=0, swa_kv_cache_layout="nhd")
+    return "yes" if transfer_options.model_conflict(kv_args, 2) is None else "not over the handshake; else not run"
+
+
+def _has_stages(architecture: str) -> bool:
+    """Return whether `forward` of SGLang's model class takes what a stage sends, as SGLang asks when it starts.
+
+    The sources are read: importing the models takes half a minute.
+    """
+    node = _model_classes()[_SERVED_AS.get(architecture, architecture)]
+    for item in node.body:
+        if isinstance(item, ast.FunctionDef) and item.name == "forward":
+            return any(argument.arg == "pp_proxy_tensors" for argument in (*item.args.args, *item.args.kwonlyargs))
+    bases = [base.id for base in node.bases if isinstance(base, ast.Name) and base.id in _model_classes()]
+    return any(map(_has_stages, bases))
+
+
+@cache
+def _model_classes() -> dict[str, ast.ClassDef]:
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None
+    assert spec.origin is not None
+    found: dict[str, ast.ClassDef] = {}
+    for path in sorted((Path(spec.origin).parent / "srt" / "models").glob("*.py")):
+        source = path.read_text(encoding="utf-8")
+        if "For" in source or "LMHeadModel" in source:
+            found |= {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
+    return found
 
 
 def _pool_refusal(architecture: str, family: Family) -> str | None:
