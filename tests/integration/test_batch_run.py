@@ -128,10 +128,10 @@ def test_scores_of_the_reference(router: RunningRouter, engines: list[Engine], t
 def test_candidates_of_each_line(router: RunningRouter, tmp_path: Path) -> None:
     prompt = random_prompt(60, seed=900)
     rows = [{"custom_id": "a", "token_ids": prompt, "candidate_ids": [11, 500, 2000]}]
-    output = tmp_path / "scores.parquet"
+    output = tmp_path / "scores.jsonl"
     status, told = run(router, write_lines(tmp_path / "rows.jsonl", rows), output, "--mode", "score")
     assert status == 0, told
-    (row,) = pq.read_table(output).to_pylist()
+    (row,) = read_lines(output)
     truth = logprobs_reference(prompt).numpy()
     for position in range(1, len(prompt)):
         assert row["topk_ids"][position] == [11, 500, 2000]
