@@ -137,14 +137,16 @@ class InstanceModel:
                 return True
         return False
 
-    def round_s(self, now_s: float, waiting: int, cached_tokens: int = 0) -> float:
-        """Time budget of a round whose next chunk of a long prefill follows `cached_tokens`; `waiting` requests with
-        deadlines are queued."""
+    def round_s(self, now_s: float, cached_tokens: int = 0) -> float:
+        """Time budget of a round whose next chunk of a long prefill follows `cached_tokens`."""
         idle_s = self.idle_round_s(cached_tokens)
         if self.options.round_ms is not None or self.limits.stages > 1:  # whose stages wait for their longest chunk
             return idle_s
-        longest_s = self.fit.coefficients.chunk_s(self.limits.max_chunk_tokens, cached_tokens)
-        loaded_s = loaded_round_s(self._fixed_s(cached_tokens), self.short_slo_s, self.offered.load(now_s), waiting)
+        cost = self.fit.coefficients
+        longest_s = cost.chunk_s(self.limits.max_chunk_tokens, cached_tokens)
+        shorts = self.short_offered.load(now_s)
+        short_s = cost.kappa_s + (shorts.utilisation / shorts.requests_per_s if 0 < shorts.requests_per_s < inf else 0.0)
+        loaded_s = loaded_round_s(self._fixed_s(cached_tokens), self.short_slo_s, self.offered.load(now_s), short_s)
         return max(idle_s, min(loaded_s, longest_s))
 
     def idle_round_s(self, cached_tokens: int) -> float:

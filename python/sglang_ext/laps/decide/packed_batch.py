@@ -25,9 +25,8 @@ _LONGEST_OF_SLO: Final = 1 / 2  # that longer one
 _LEAST_ON_STAGES: Final = 2.4  # fixed costs, at any objective: below, next to nothing is computed
 _HELD_OVERHEADS: Final = 16.0  # fixed costs that an objective holds which may cost batches: two batches of eight
 _MOST_LOST: Final = 0.75  # of the time that the load leaves free, for the fixed costs of batches that hold an objective
-_CUT_SHARE: Final = 0.4  # of the time that the load leaves free: most that may be lost with the parts of long prefills
 _LEAST_SPARE: Final = 0.25  # an estimate of the load that is a little too high must not make batches long
-_MIXED_WAITS: Final = 3.0  # halves of a batch that a prefill waits which arrives during one and shares the next
+_BATCH_WAITS: Final = 1.5  # batches that a short prefill waits which arrives during one and shares the next
 _RARE_ARRIVALS: Final = 0.05  # during a batch that is longer than the objective allows
 _LONG_MODE_ROUNDS: Final = 3.0
 _WITHOUT_SHORTS: Final = 1.5  # who arrives meanwhile waits for this batch, and not for a part of it in its own
@@ -57,32 +56,28 @@ def packed_round_s(fixed_s: float, short_slo_s: float, stages: int = 1) -> float
     return max(min(round_s, _MOST_OF_SLO * short_slo_s), _LEAST_ON_STAGES * fixed_s)
 
 
-def loaded_round_s(fixed_s: float, short_slo_s: float, load: OfferedLoad, waiting: int) -> float:
-    """The least time budget of a batch under a load, s; `waiting` requests are queued.
+def loaded_round_s(fixed_s: float, short_slo_s: float, load: OfferedLoad, short_s: float) -> float:
+    """Time budget of a batch under a load, s; a short prefill takes `short_s` by itself.
 
-    With batches of T the fixed cost f takes the share f / T of the time. Of the share 1 - u that the utilisation u
-    leaves free it may take two fifths, under any objective: T >= f / (0.4 (1 - u)). Above u = 0.75 that stays at 10 f:
-    a longer batch saves less than a tenth of the time, and the load is only estimated.
-
-    And cutting a prompt into parts of T costs f for each part, by which all that wait, and those who come before the
-    queue is empty again, are later: N f / (1 - u) in sum. It saves those who arrive meanwhile, r in a second, T / 2
-    until their batch starts, and T as they share it with a long prefill. Per second that is
-    N f / (T (1 - u)) + 3 r T / 2, which is least at T = sqrt(2 N f / (3 r (1 - u))).
+    With batches of T the fixed cost f takes the share f / T of the time. Under the load u, long prefills wait as in an
+    M/G/1 queue of the load u + f / T, as 1 / (1 - u - f / T). A short prefill that arrives during a batch waits for
+    half of it and shares the next one: it takes s + 3 T / 2. By how much each class is slower counts alike, so T is
+    where the product of the two is least: at T = (f + sqrt(f^2 + 2/3 (1 - u) f s)) / (1 - u). The fixed costs take half
+    of the free time there if s is small, else less. Above u = 0.75 a longer batch saves less than an eighth of the
+    time, and the load is only estimated: 1 - u counts as a quarter.
 
     An objective that can be held (`can_hold`) is held: a batch is no longer than a third of it, unless the fixed costs
-    would take more than three quarters of the free time, or in fewer than one of twenty such batches a request arrives:
-    while nothing comes, nothing is cut.
+    would take more than three quarters of the free time. In any case a batch may be as long as the time in which in
+    fewer than one of twenty a request arrives: while nothing comes, nothing is cut.
     """
     spare = max(1.0 - load.utilisation, _LEAST_SPARE)
-    stable_s = fixed_s / (_CUT_SHARE * spare)
     if load.requests_per_s <= 0:
         return inf
-    shared_s = sqrt(2 * max(waiting, 1) * fixed_s / (_MIXED_WAITS * load.requests_per_s * spare))
-    round_s = max(stable_s, shared_s)
+    round_s = (fixed_s + sqrt(fixed_s * fixed_s + spare * fixed_s * short_s / _BATCH_WAITS)) / spare
     if can_hold(fixed_s, short_slo_s) and load.utilisation < 1.0:
         least_s = fixed_s / (_MOST_LOST * (1.0 - load.utilisation))
-        round_s = min(round_s, max(_MOST_OF_SLO * short_slo_s, least_s, _RARE_ARRIVALS / load.requests_per_s))
-    return round_s
+        round_s = min(round_s, max(_MOST_OF_SLO * short_slo_s, least_s))
+    return max(round_s, _RARE_ARRIVALS / load.requests_per_s)
 
 
 def can_hold(fixed_s: float, short_slo_s: float) -> bool:

@@ -163,7 +163,7 @@ def _round_s(
         return round_s
     if group is _OFFLINE:
         return min(round_s, model.yield_s()) if is_online else max(round_s, model.short_slo_s)
-    round_s = model.round_s(now_s, queue.count(_ONLINE), cached_tokens)
+    round_s = model.round_s(now_s, cached_tokens)
     if model.mode is _LONG_MODE:
         head_s = longs[0].total_s - longs[0].remaining_s if longs else 0.0  # what has been computed of it
         return long_mode_round_s(round_s, model.cost.kappa_s, backlog_s + head_s, model.limits.stages)

@@ -56,7 +56,7 @@ class Composition(NamedTuple):
 
 
 def _packed_time_share(model: InstanceModel, queue: PrefillQueue, now_s: float, free_kv_tokens: int) -> TimeShare:
-    return TimeShare(queue.has_longs(), model.max_share(), model.round_s(now_s, queue.count(_ONLINE)))
+    return TimeShare(queue.has_longs(), model.max_share(), model.round_s(now_s))
 
 
 PACKED = Composition(choose_packed, _packed_time_share)
@@ -287,7 +287,7 @@ class Laps:
         if length_class is LengthClass.SHORT and ranked:  # in batches, which share kappa
             kappa_s = self._model.cost.kappa_s
             backlog_s -= kappa_s * len(ranked)
-            rounds = ceil(backlog_s / self._model.round_s(now_s, queue.count(_ONLINE)))
+            rounds = ceil(backlog_s / self._model.round_s(now_s))
             backlog_s += kappa_s * max(ceil(len(ranked) / self._model.max_requests), rounds)
         deviation = self._deviation[length_class]
         return ClassReport(

@@ -236,22 +236,20 @@ def test_the_budget_of_a_batch() -> None:
 
 
 def test_under_load_a_batch_takes_what_its_fixed_costs_leave() -> None:
-    # Half of the time is free: of it 10 ms may take two fifths.
-    assert loaded_round_s(0.01, 1.0, OfferedLoad(1e6, 0.5), 1) == pytest.approx(0.01 / 0.2)
+    # Half of the time is free: of it 10 ms take half, where short prefills take no time by themselves.
+    assert loaded_round_s(0.01, 0.01, OfferedLoad(1e6, 0.5), 0.0) == pytest.approx(0.01 / 0.25)
+    # Short prefills that take 90 ms by themselves wait for longer batches without being much slower.
+    assert loaded_round_s(0.01, 0.01, OfferedLoad(1e6, 0.5), 0.09) == pytest.approx(0.02 * (1 + 2.0))
     # More comes than can be served, and the objective cannot be held.
-    assert loaded_round_s(0.01, 0.01, OfferedLoad(1e6, 1.5), 1) == pytest.approx(0.01 / 0.1)
-    # Cutting costs four that wait, and as many who come while the queue empties, 10 ms each; two come in a second.
-    best_s = (2 * 4 * 0.01 / (3 * 2.0 * 0.5)) ** 0.5
-    assert loaded_round_s(0.01, 1.0, OfferedLoad(2.0, 0.5), 4) == pytest.approx(best_s)
-    assert loaded_round_s(0.01, 0.3, OfferedLoad(2.0, 0.5), 4) == pytest.approx(0.1)  # a third of the objective
-    assert loaded_round_s(0.01, 0.01, OfferedLoad(2.0, 0.5), 4) == pytest.approx(best_s)  # which cannot be held
+    assert loaded_round_s(0.01, 0.01, OfferedLoad(1e6, 1.5), 0.0) == pytest.approx(0.01 / 0.125)
+    assert loaded_round_s(0.01, 0.3, OfferedLoad(1e6, 0.5), 1.0) == pytest.approx(0.1)  # a third of the objective
     # Batches of a third of 0.18 s lose half of the time that is free; of 0.165 s they would lose nine tenths.
-    assert loaded_round_s(0.01, 0.18, OfferedLoad(1e6, 0.67), 1) == pytest.approx(0.06)
-    assert loaded_round_s(0.01, 0.165, OfferedLoad(1e6, 0.8), 1) == pytest.approx(0.01 / 0.15)
-    assert loaded_round_s(0.01, 0.15, OfferedLoad(1e6, 0.8), 1) == pytest.approx(0.01 / 0.1)  # cannot be held
-    assert loaded_round_s(0.01, 0.3, OfferedLoad(0.1, 0.0), 4) == pytest.approx(0.5)  # one comes in twenty of these
-    assert loaded_round_s(0.01, 0.3, OfferedLoad(0.0, 0.0), 1) == inf  # nothing comes: nothing is cut
-    assert loaded_round_s(0.01, 0.3, OfferedLoad(inf, 0.0), 1) == pytest.approx(0.01 / 0.4)
+    assert loaded_round_s(0.01, 0.18, OfferedLoad(1e6, 0.67), 0.0) == pytest.approx(0.06)
+    assert loaded_round_s(0.01, 0.165, OfferedLoad(1e6, 0.8), 0.0) == pytest.approx(0.01 / 0.15)
+    assert loaded_round_s(0.01, 0.15, OfferedLoad(1e6, 0.8), 0.0) == pytest.approx(0.01 / 0.125)  # cannot be held
+    assert loaded_round_s(0.01, 0.3, OfferedLoad(0.1, 0.0), 0.0) == pytest.approx(0.5)  # one comes in twenty of these
+    assert loaded_round_s(0.01, 0.3, OfferedLoad(0.0, 0.0), 0.0) == inf  # nothing comes: nothing is cut
+    assert loaded_round_s(0.01, 0.3, OfferedLoad(inf, 0.0), 0.0) == pytest.approx(0.02)
 
 
 @given(
@@ -259,27 +257,26 @@ def test_under_load_a_batch_takes_what_its_fixed_costs_leave() -> None:
     short_slo_s=st.floats(0.01, 10.0),
     requests_per_s=st.floats(1e-3, 1e3),
     utilisation=st.floats(0.0, 0.7),
-    waiting=st.integers(1, 100),
+    short_s=st.floats(0.0, 3.0),
 )
 def test_fixed_costs_never_fill_the_time(
-    fixed_s: float, short_slo_s: float, requests_per_s: float, utilisation: float, waiting: int
+    fixed_s: float, short_slo_s: float, requests_per_s: float, utilisation: float, short_s: float
 ) -> None:
     load = OfferedLoad(requests_per_s, utilisation)
-    round_s = loaded_round_s(fixed_s, short_slo_s, load, waiting)
+    round_s = loaded_round_s(fixed_s, short_slo_s, load, short_s)
     can_hold = 16 * fixed_s <= short_slo_s
-    assert utilisation + fixed_s / round_s <= 1 - (0.25 if can_hold else 0.6) * (1 - utilisation) + 1e-9
-    assert loaded_round_s(fixed_s, short_slo_s, load, waiting + 1) >= round_s
-    stable_s = fixed_s / (0.4 * (1 - utilisation))
+    assert utilisation + fixed_s / round_s <= 1 - (0.25 if can_hold else 0.5) * (1 - utilisation) + 1e-9
+    assert loaded_round_s(fixed_s, short_slo_s, load, short_s + 0.1) >= round_s
     if can_hold:
         least_s = fixed_s / (0.75 * (1 - utilisation))
         assert round_s <= max(short_slo_s / 3, least_s, 0.05 / requests_per_s) * (1 + 1e-9)
-    elif round_s > 1.001 * stable_s:
+    elif round_s > 0.0501 / requests_per_s:
 
-        def cost(batch_s: float) -> float:
-            """What batches of this length cost in a second, beyond what they must."""
-            return waiting * fixed_s / (batch_s * (1 - utilisation)) + 3 * requests_per_s * batch_s / 2
+        def slowness(batch_s: float) -> float:
+            """Return the product of the times of short and of long prefills with batches of this length."""
+            return (short_s + 1.5 * batch_s) / (1 - utilisation - fixed_s / batch_s)
 
-        assert cost(round_s) <= min(cost(0.9 * round_s), cost(1.1 * round_s)) * (1 + 1e-9)
+        assert slowness(round_s) <= min(slowness(0.99 * round_s), slowness(1.01 * round_s)) * (1 + 1e-9)
 
 
 def test_deadlines_cost_no_time_that_the_load_does_not_leave() -> None:
