@@ -144,8 +144,7 @@ class InstanceModel:
             return idle_s
         cost = self.fit.coefficients
         longest_s = cost.chunk_s(self.limits.max_chunk_tokens, cached_tokens)
-        shorts = self.short_offered.load(now_s)
-        short_s = cost.kappa_s + (shorts.utilisation / shorts.requests_per_s if 0 < shorts.requests_per_s < inf else 0.0)
+        short_s = cost.kappa_s + self.short_offered.load(now_s).mean_work_s
         loaded_s = loaded_round_s(self._fixed_s(cached_tokens), self.short_slo_s, self.offered.load(now_s), short_s)
         return max(idle_s, min(loaded_s, longest_s))
 
@@ -190,8 +189,7 @@ class InstanceModel:
         load = self.offered.load(now_s)
         if load.requests_per_s <= 0 or not isfinite(load.requests_per_s):
             return inf
-        mean_s = load.utilisation / load.requests_per_s
-        return _TURN_SHARE * waiting * mean_s + self.fit.coefficients.kappa_s
+        return _TURN_SHARE * waiting * load.mean_work_s + self.fit.coefficients.kappa_s
 
     def whole_limits(self) -> WholeLimits:
         """Return what a long prefill takes at most to go with short ones when it is due."""

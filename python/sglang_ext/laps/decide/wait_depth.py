@@ -264,6 +264,11 @@ class OfferedLoad(NamedTuple):
     requests_per_s: float
     utilisation: float
 
+    @property
+    def mean_work_s(self) -> float:
+        """Return what a request takes to be computed; 0 before the first one."""
+        return self.utilisation / self.requests_per_s if 0 < self.requests_per_s < inf else 0.0
+
 
 class OfferedWork:
     """The work that arrives: of the latest 256 requests, but of those older than a minute only the latest 32."""
