@@ -192,6 +192,10 @@ class _Member:
     def _offer(self, token_ids: list[int], cached_tokens: int) -> None:
         from support.toy_engine import kv_of
 
+        while not self._member.is_joined:  # the coordinator lists a member before that has read its welcome
+            select.select([self._member.wake_descriptor], [], [], 0.05)
+            for outcome in self._member.take_orders():
+                self._end(outcome)
         prefix = self._pool.allocate(cached_tokens)
         if cached_tokens:
             kv = kv_of(token_ids[:cached_tokens])
