@@ -7,7 +7,6 @@ that came. Exported, it is a row of Parquet or a line of JSON, or a row of the d
 from __future__ import annotations
 
 import base64
-import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -162,22 +161,16 @@ def score_table(rows: Iterable[tuple[str, bytes]]) -> Any:
 
 
 def score_row(custom_id: str, packed: bytes) -> dict[str, object]:
-    """Return a row of `score_table` as JSON has it: null in place of NaN and minus infinity."""
+    """Return a row of `score_table` for JSON, in which NaN and minus infinity become null."""
     scores = unpack_scores(packed)
-    actual = scores.actual_logprobs.tolist()
-    values = scores.topk_logprobs.tolist()
     return {
         "custom_id": custom_id,
         "token_ids": scores.token_ids.tolist(),
         "prompt_len": scores.prompt_len,
         "topk_ids": [[], *scores.topk_ids.tolist()],
-        "topk_logprobs": [[], *([_finite(value) for value in position] for position in values)],
-        "actual_logprobs": [_finite(value) for value in actual],
+        "topk_logprobs": [[], *scores.topk_logprobs.tolist()],
+        "actual_logprobs": scores.actual_logprobs.tolist(),
     }
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 # -- DistillKit -------------------------------------------------------------------------------------------------------

@@ -135,7 +135,7 @@ def test_a_line_of_json_has_the_fields_of_a_row_of_parquet() -> None:
     line, answer = scored({"token_ids": [5, 6, 7], "prompt_len": 1}, 2)
     answer.parsed["meta_info"]["input_top_logprobs"][2][1][0] = None  # minus infinity
     packed = pack_scores(line, answer)
-    row = score_row("a", packed)
+    row = orjson.loads(orjson.dumps(score_row("a", packed)))
     assert list(row) == score_table([]).column_names
     assert row == {
         "custom_id": "a",
@@ -145,7 +145,6 @@ def test_a_line_of_json_has_the_fields_of_a_row_of_parquet() -> None:
         "topk_logprobs": [[], [-1.0, pytest.approx(-1.001, abs=1e-3)], [-2.0, None]],
         "actual_logprobs": [None, pytest.approx(-1.006), pytest.approx(-2.007)],
     }
-    assert orjson.loads(orjson.dumps(row))["topk_ids"] == [[], [0, 1], [0, 1]]
 
 
 def test_distillkit_reads_back_what_was_scored() -> None:

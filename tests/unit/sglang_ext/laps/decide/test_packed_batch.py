@@ -279,6 +279,19 @@ def test_fixed_costs_never_fill_the_time(
         assert slowness(round_s) <= min(slowness(0.99 * round_s), slowness(1.01 * round_s)) * (1 + 1e-9)
 
 
+def test_a_batch_is_longer_where_short_prefills_take_longer() -> None:
+    """Saturated by a long prompt each second, with an objective that cannot be held: a short prefill waits relative to
+    what it takes by itself."""
+    rounds_s = []
+    for short_tokens in (10, 200):
+        laps = policy(COST, short_ttft_slo_ms=10.0)
+        for second in range(20):
+            laps.record_arrival(float(second), LONG, 2000, 0, 1e6)
+            laps.record_arrival(float(second), SHORT, short_tokens, 0, 1e6)
+        rounds_s.append(laps.report(RoundSnapshot(20.0, (), 100_000)).round_s)
+    assert rounds_s[1] > 1.2 * rounds_s[0]
+
+
 def test_deadlines_cost_no_time_that_the_load_does_not_leave() -> None:
     assert can_afford(OfferedLoad(10.0, 0.5), 0.01, 0.4, extra_s=0.049, batch_s=0.1)
     assert not can_afford(OfferedLoad(10.0, 0.5), 0.01, 0.4, extra_s=0.051, batch_s=0.1)
