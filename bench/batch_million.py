@@ -28,7 +28,7 @@ from pathlib import Path
 
 import psutil
 
-from sglang_ext.cluster.ports import pick_free_ports
+from sglang_ext.ports import pick_free_ports
 from support.result import BenchmarkRun, give_up, progress
 
 _FOLDER = Path(__file__).parent

@@ -37,8 +37,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sglang_ext.cluster.fork_client import ForkClient, ForkedProcess
-from sglang_ext.cluster.ports import pick_free_ports
 from sglang_ext.engine.launch_plan import shared_cpu_environment
+from sglang_ext.ports import pick_free_ports
 from support.result import BenchmarkRun, give_up, progress
 from support.rolling_pods import Cluster, Pod, PodError, Process, Service, run_program
 from support.steady_load import Ended, SteadyLoad

@@ -39,7 +39,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 
-from sglang_ext.cluster.ports import pick_free_ports
+from sglang_ext.ports import pick_free_ports
 from support.compiled import use_compiled_modules
 from support.result import BenchmarkRun, give_up, progress
 from support.routers import COMMANDS, OURS, RouterError, RunningRouter, Upstreams

@@ -50,11 +50,11 @@ import gpu.checkout  # noqa: F401
 from gpu.measure import HAS_GPU, Report, parser
 from gpu.model_shapes import SHAPES, prefill_operations, write_model
 from gpu.sglang_runner import default_attention
-from sglang_ext.cluster.ports import pick_free_ports
 from sglang_ext.engine.device import Device
 from sglang_ext.engine.options import ExtensionOptions
 from sglang_ext.graphs.sglang.graph_options import Capture, GraphOptions
 from sglang_ext.laps.decide.options import LapsOptions
+from sglang_ext.ports import pick_free_ports
 from sglang_ext.transfer.sglang.transfer_backend import STAND_IN
 from sglang_ext.types import Role
 

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.cluster.fork_client import ForkClient, ForkedProcess
-from sglang_ext.cluster.ports import pick_free_ports
 from sglang_ext.cluster.process_tree import all_processes
 from sglang_ext.engine.launch_plan import shared_cpu_environment
+from sglang_ext.ports import pick_free_ports
 
 START_TIMEOUT_S = 240.0
 ROUTER_TIMEOUT_S = 60.0

@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.cluster.fork_client import WORKER_COMMAND, ForkClient, ForkedProcess
-from sglang_ext.cluster.ports import pick_free_ports
 from sglang_ext.cluster.process_tree import send_signal, session_processes
 from sglang_ext.engine.launch_plan import shared_cpu_environment
+from sglang_ext.ports import pick_free_ports
 from sglang_ext.types import Role
 from support.tiny_model import STANDARD_SHAPE, TinyModelShape, tiny_model
 
@@ -100,7 +100,6 @@ class Engine:
             *("--bootstrap-port", str(bootstrap_port), "--exit-with-parent", "--threads", "1"),
             *spec.worker_options,
             "--",
-            *("--nccl-port", str(free_port())),  # two engines that start together may draw the same one
             # Which begins with a second of sleep; `wait_ready` does the same without.
             *(() if spec.has_own_imports else ("--skip-server-warmup",)),
             *spec.arguments,

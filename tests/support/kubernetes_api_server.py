@@ -21,7 +21,7 @@ from typing import Any
 import aiohttp
 import yaml
 
-from sglang_ext.cluster.ports import pick_free_ports
+from sglang_ext.ports import pick_free_ports
 
 NAMESPACE = "default"
 SLICES = f"/apis/discovery.k8s.io/v1/namespaces/{NAMESPACE}/endpointslices"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from sglang_ext.cluster.config import LivenessSettings
 from sglang_ext.cluster.plan import ROUTER_NAME, ClusterPlan, Program
-from sglang_ext.cluster.ports import pick_free_ports
 from sglang_ext.cluster.supervisor import Listener, Supervisor
+from sglang_ext.ports import pick_free_ports
 from sglang_ext.types import Role
 
 TESTS = Path(__file__).resolve().parent.parent

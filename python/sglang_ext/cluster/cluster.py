@@ -21,7 +21,6 @@ from sglang_ext.cluster.cluster_file import load_cluster
 from sglang_ext.cluster.config import ClusterConfig, ConfigError
 from sglang_ext.cluster.model import PreparedModel, prepare_model
 from sglang_ext.cluster.plan import ClusterPlan
-from sglang_ext.cluster.ports import is_port_free, pick_free_ports
 from sglang_ext.cluster.state import (
     POOL_KEY_FILE,
     ClusterState,
@@ -32,6 +31,7 @@ from sglang_ext.cluster.state import (
     write_state,
 )
 from sglang_ext.cluster.supervisor import TICK_S, Listener, RefusedArgumentsError, SupervisedProgram, Supervisor
+from sglang_ext.ports import is_port_free, pick_free_ports
 
 
 class Display(Protocol):

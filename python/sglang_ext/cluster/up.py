@@ -17,12 +17,12 @@ from sglang_ext.cluster.cluster_file import load_settings, read_record
 from sglang_ext.cluster.config import ClusterConfig, ConfigError
 from sglang_ext.cluster.display import make_display
 from sglang_ext.cluster.model import DEMONSTRATION_MODEL, prepare_model
-from sglang_ext.cluster.ports import NoFreePortError
 from sglang_ext.cluster.state import STATE_FILE, ClusterInUseError
 from sglang_ext.cluster.supervisor import StartError
 from sglang_ext.cpu.models.smollm2 import ModelError
 from sglang_ext.engine.device import Device, inspect_machine
 from sglang_ext.long_pool.sglang.cdsp_options import architecture_conflict
+from sglang_ext.ports import NoFreePortError
 
 ROLES = ("short", "long", "decode", "plain")
 _KINDS = {"decode": "decode", "plain": "undivided"}  # prefill of a class otherwise

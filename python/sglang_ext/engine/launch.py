@@ -8,6 +8,7 @@ there before SGLang is imported, and each child is bound to its parent's life.
 from __future__ import annotations
 
 import os
+import random
 import signal
 import sys
 from collections.abc import Sequence
@@ -83,6 +84,7 @@ def main(argv: Sequence[str], *, has_imports: bool = False) -> int:
         return _refuse(problem)
     if is_check:
         return 0
+    _reserve_rendezvous(server_args)
     from sglang.srt.entrypoints.http_server import app
 
     from sglang_ext.engine.hooks.shutdown import ShutdownMiddleware
@@ -133,6 +135,18 @@ def _conflict(server_args: ServerArgs, options: ExtensionOptions) -> str | None:
         if problem is None and options.cdsp is not None:
             problem = pool_conflict(server_args)
     return problem or cpu_conflict(server_args)
+
+
+def _reserve_rendezvous(server_args: ServerArgs) -> None:
+    """Give the ranks a port for their rendezvous that no other process here draws before they bind it, in seconds.
+
+    SGLang draws a port that is free now: of several instances that start together one may find it taken. Ranks on
+    several machines meet at the address that they were given.
+    """
+    from sglang_ext.ports import pick_free_ports
+
+    if server_args.nccl_port is None and server_args.dist_init_addr is None:
+        (server_args.nccl_port,) = pick_free_ports("0.0.0.0", 1, draw=random.SystemRandom())
 
 
 def _end_when_asked() -> None:

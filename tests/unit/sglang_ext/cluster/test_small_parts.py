@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.cluster.ports import PORTS, NoFreePortError, is_port_free, pick_free_ports
 from sglang_ext.cluster.process import describe_exit, log_tail
 from sglang_ext.cluster.process_tree import CLUSTER_ID_VARIABLE, cluster_processes, read_stat
 from sglang_ext.cluster.state import (
@@ -28,6 +27,7 @@ from sglang_ext.cluster.state import (
     write_state,
 )
 from sglang_ext.cluster.supervisor import LONGEST_DELAY_S, STEADY_AFTER_S, RestartRecord
+from sglang_ext.ports import PORTS, NoFreePortError, is_port_free, pick_free_ports
 from support.up_process import read_state
 
 
@@ -57,7 +57,7 @@ def test_picked_ports_differ_and_stay_reserved() -> None:
 
 def test_ports_that_another_process_picked_are_not_picked() -> None:
     script = (
-        "import random, sys; from sglang_ext.cluster.ports import pick_free_ports;"
+        "import random, sys; from sglang_ext.ports import pick_free_ports;"
         "print(pick_free_ports('127.0.0.1', 1, draw=random.Random(1))[0], flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
