@@ -72,6 +72,8 @@ PREFILL_INSTANCES = 2
 SIMULATED_PROMPTS = 600
 SIMULATED_LONG_SHARE = 0.1
 WITHOUT_WARM_UP = ("--skip-server-warmup",)  # which begins with a second of sleep, and on a CPU gains nothing
+# All that is asked here fits. Four instances touch every page of their KV memory at their start.
+SMALL_KV = ("--max-total-tokens", "4096")
 
 # Short questions come while documents are computed: when each is sent, in seconds since the first.
 SHORT_QUESTIONS = {
@@ -114,13 +116,14 @@ def cluster_config(arguments: argparse.Namespace, machine: Host) -> ClusterConfi
     gpu_count = 0 if arguments.device == "cpu" else machine.gpu_count
     decode = PoolConfig(count=1, tp=arguments.decode_tp)
     if gpu_count == 0:
+        engine = (*WITHOUT_WARM_UP, *(() if arguments.keep else SMALL_KV))
         shared = PoolConfig(
             count=PREFILL_INSTANCES,
             worker_args=("--cdsp-min-tokens", str(SHARED_FROM_TOKENS)),
-            args=("--chunked-prefill-size", str(PREFILL_CHUNK_TOKENS), *WITHOUT_WARM_UP),
+            args=("--chunked-prefill-size", str(PREFILL_CHUNK_TOKENS), *engine),
         )
-        decode = replace(decode, args=WITHOUT_WARM_UP)
-        stock = PoolConfig(count=1, threads=len(machine.core_ids), args=WITHOUT_WARM_UP)
+        decode = replace(decode, args=engine)
+        stock = PoolConfig(count=1, threads=len(machine.core_ids), args=engine)
         pools = PoolsConfig(both=shared, decode=decode, plain=stock)
     elif gpu_count < 2 + arguments.decode_tp:
         pools = PoolsConfig(both=PoolConfig(count=1), decode=decode)

@@ -43,6 +43,9 @@ CPU_LAPS_CHUNK_TOKENS = 4 * CPU_CHUNK_TOKENS  # the time that a batch may take b
 ROLE_SWITCH_FLAG = "--enable-pd-role-switch"
 ROLE_SWITCH_TRANSFERS = ("mooncake", "mori")  # whose managers of 0.5.23 have `supports_role_switch`
 KV_CHECKSUM_FLAG = "--disaggregation-enable-kv-checksum"
+ACCESS_LOG_FLAG = "--uvicorn-access-log-exclude-prefixes"
+# Routers, supervisors and monitoring ask for these every second, and a line for each buries what an engine says.
+POLLED_PATHS = ("/ping", "/health", "/v1/loads", "/metrics")
 CHUNK_FLAG = "--chunked-prefill-size"
 CPU_MAX_RUNNING_REQUESTS = 32
 MAX_KV_TOKENS = 65536
@@ -168,6 +171,7 @@ def _common_flags(worker: WorkerOptions, machine: MachineFacts) -> Iterable[str]
         yield from ("--disaggregation-transfer-backend", backend)
     if worker.role.is_prefill or ROLE_SWITCH_FLAG in worker.engine_arguments:  # which has a decode instance listen, too
         yield from ("--disaggregation-bootstrap-port", str(worker.bootstrap_port))
+    yield from (ACCESS_LOG_FLAG, *POLLED_PATHS)
     yield from ("--enable-metrics", "--enable-cache-report")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import pytest
@@ -46,6 +47,13 @@ def test_decode_role() -> None:
     assert value_of(argv, "--disaggregation-mode") == "decode"
     assert "--disaggregation-bootstrap-port" not in argv
     assert value_of(argv, "--disaggregation-decode-retraction-backup") == "cpu_tensor"
+
+
+@pytest.mark.parametrize("role", Role)
+def test_what_is_polled_is_not_in_the_access_log(role: Role) -> None:
+    argv = build_launch(replace(SHORT, role=role), CPU).argv
+    paths = argv[argv.index("--uvicorn-access-log-exclude-prefixes") + 1 :]
+    assert list(takewhile(lambda word: word.startswith("/"), paths)) == ["/ping", "/health", "/v1/loads", "/metrics"]
 
 
 def test_cpu_flags_keep_float32_and_stay_off_cuda() -> None:
