@@ -31,9 +31,11 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         sys.modules.pop(name, None)
 
 
-def plan_of(demo: ModuleType, gpu_count: int, device: str = "auto", decode_tp: int = 1) -> ClusterPlan:
+def plan_of(
+    demo: ModuleType, gpu_count: int, device: str = "auto", decode_tp: int = 1, keep: bool = False
+) -> ClusterPlan:
     machine = Host(CORES, gpu_count)
-    config = demo.cluster_config(argparse.Namespace(device=device, decode_tp=decode_tp, port=0), machine)
+    config = demo.cluster_config(argparse.Namespace(device=device, decode_tp=decode_tp, port=0, keep=keep), machine)
     ports = list(range(20000, 20000 + count_ports(config)))
     return make_plan(
         config, model=PreparedModel("/models/m", "m"), machine=machine, free_ports=ports, admin_key="secret"
@@ -83,6 +85,12 @@ def test_a_gpu_for_each_pool(demo: ModuleType) -> None:
     assert gpus_of(plan_of(demo, 4, decode_tp=3)) == {"both-0": "0", "decode-0": "1,2,3"}
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_engines_have_little_memory_unless_they_are_kept(demo: ModuleType, keep: bool) -> None:
+    plan = plan_of(demo, 0, keep=keep)
+    assert all(("--max-total-tokens" in program.command) is not keep for program in plan.instances)
+
+
 def test_a_machine_with_gpus_serves_on_its_cpu_when_asked(demo: ModuleType) -> None:
     plan = plan_of(demo, 2, device="cpu")
     assert options(plan, "--device") == ["cpu"] * 4
@@ -109,7 +117,7 @@ def test_what_is_started_is_described(demo: ModuleType) -> None:
     texts = {}
     for gpu_count in (0, 1, 4):
         machine = Host(CORES, gpu_count)
-        config = demo.cluster_config(argparse.Namespace(device="auto", decode_tp=1, port=0), machine)
+        config = demo.cluster_config(argparse.Namespace(device="auto", decode_tp=1, port=0, keep=False), machine)
         assert resolve_device(config, machine) == ("cuda" if gpu_count else "cpu")
         texts[gpu_count] = demo.describe(config, machine)
     assert texts[0] == "2 both prefill, 1 decode, 1 stock, 1 coordinator, 1 router; SGLang on the CPU"
@@ -149,7 +157,7 @@ def test_while_it_is_kept_the_page_is_named_again(
     demo: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv(ADMIN_KEY_VARIABLE, raising=False)
-    arguments = argparse.Namespace(device="cpu", decode_tp=1, port=0)
+    arguments = argparse.Namespace(device="cpu", decode_tp=1, port=0, keep=True)
     served: list[object] = []
     monkeypatch.setattr(demo.signal, "signal", lambda number, handler: None)
     monkeypatch.setattr(PlannedCluster, "serve", lambda self, is_done: served.append(is_done))
