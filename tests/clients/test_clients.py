@@ -28,6 +28,8 @@ ENGINE_ARGUMENTS = (
     *("--served-model-name", MODEL),
     "--enable-cache-report",
     "--constrained-json-disable-any-whitespace",
+    *("--tool-call-parser", "pythonic"),
+    *("--reasoning-parser", "deepseek-v3"),  # which reads thought only where a request asks for it
 )
 # What every script has; some have more.
 STEPS = {"answer", "stream", "usage", "context_overflow", "bad_field", "models", "abort"}

@@ -183,8 +183,30 @@ def _response_text(body: dict[str, Any]) -> str:
 
 
 def _messages_text(body: dict[str, Any]) -> str:
-    """Return the text of Anthropic's messages: the system's, those of the messages and of what tools have answered."""
-    return "\n".join([_block_text(body.get("system")), _chat_text(body, "messages"), _results_text(body["messages"])])
+    """Return the text of Anthropic's messages in the order in which the prompt has it, so that turns share a prefix."""
+    parts = [_block_text(body.get("system"))]
+    tools = body.get("tools")
+    if tools:
+        parts.append(dump(tools).decode())
+    for message in _message_list(body, "messages"):
+        role, content = message.get("role"), message.get("content")
+        parts.append(role if type(role) is str else "")
+        if type(content) is not list:
+            parts.append(_block_text(content))
+            continue
+        parts += [_any_block_text(part) for part in content if type(part) is dict]
+    return "\n".join(parts)
+
+
+def _any_block_text(block: dict[str, Any]) -> str:
+    """Return the text of one of Anthropic's blocks: of thought, of a call's arguments, of what a tool has answered."""
+    kind = block.get("type")
+    if kind == "tool_use":
+        return f"{block.get('name')}\n{dump(block.get('input')).decode()}"
+    if kind in ("tool_result", "search_result"):
+        return _block_text(block.get("content"))
+    text = block.get("thinking" if kind == "thinking" else "text")
+    return text if type(text) is str else ""
 
 
 def _block_text(content: Any) -> str:
@@ -195,31 +217,26 @@ def _block_text(content: Any) -> str:
     return "\n".join([part["text"] for part in content if type(part) is dict and type(part.get("text")) is str])
 
 
-def _results_text(messages: list[dict[str, Any]]) -> str:
-    parts: list[str] = []
-    for message in messages:
-        content = message.get("content")
-        for part in content if type(content) is list else ():
-            if type(part) is dict and part.get("type") == "tool_result":
-                parts.append(_block_text(part.get("content")))
-            elif type(part) is dict and part.get("type") == "tool_use":
-                parts.append(dump(part.get("input")).decode())
-    return "\n".join(parts)
-
-
-def _chat_text(body: dict[str, Any], field: str) -> str:
-    """Return roles and texts of the messages in `field`, and of the tools, which are part of the prompt too."""
+def _message_list(body: dict[str, Any], field: str) -> list[dict[str, Any]]:
+    """Return the messages in `field`. Raise BadRequestError where it is no list of objects."""
     messages = body.get(field)
     if type(messages) is not list or not messages:
         wanted = "a non-empty list" if field == "messages" else "a string or a non-empty list"
         raise BadRequestError(f"{field} must be {wanted}", field)
+    for message in messages:
+        if type(message) is not dict:
+            raise BadRequestError("each message must be an object", field)
+    return messages
+
+
+def _chat_text(body: dict[str, Any], field: str) -> str:
+    """Return roles and texts of the messages in `field`, and of the tools, which are part of the prompt too."""
+    messages = _message_list(body, field)
     parts: list[str] = []
     tools = body.get("tools")
     if tools:
         parts.append(dump(tools).decode())
     for message in messages:
-        if type(message) is not dict:
-            raise BadRequestError("each message must be an object", field)
         role = message.get("role")
         parts.append(role if type(role) is str else "")
         content = message.get("content")
@@ -250,7 +267,9 @@ def count_media(path: bytes, body: dict[str, Any]) -> tuple[int, int]:
             continue
         for part in content:
             kind = part.get("type") if type(part) is dict else None
-            if kind in _IMAGE_PARTS:
+            if kind == "tool_result" and type(part.get("content")) is list:
+                images += sum(type(item) is dict and item.get("type") == "image" for item in part["content"])
+            elif kind in _IMAGE_PARTS:
                 images += 1
             elif kind in _AUDIO_PARTS:
                 audios += 1

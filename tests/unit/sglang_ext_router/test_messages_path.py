@@ -206,14 +206,34 @@ async def test_tokens_are_counted_by_an_instance() -> None:
         assert json.loads(answer.json["got"])["messages"] == BODY["messages"]
 
 
-def test_all_text_of_a_conversation_counts() -> None:
-    messages = [
-        {"role": "user", "content": [{"type": "text", "text": "a" * 100}, {"type": "image", "source": {}}]},
-        {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {"q": "b" * 200}}]},
+def agent_messages() -> list[dict[str, Any]]:
+    """The beginning of an agent's conversation, in which most text is not the agent's own."""
+    thought = {"type": "thinking", "thinking": "t" * 6400, "signature": "x"}
+    call = {"type": "tool_use", "id": "1", "name": "f", "input": {"q": "b" * 200}}
+    image = {"type": "image", "source": {}}
+    found = {"type": "search_result", "title": "x", "source": "y", "content": [{"type": "text", "text": "g" * 300}]}
+    return [
+        {"role": "user", "content": [{"type": "text", "text": "a" * 100}, image]},
+        {"role": "assistant", "content": [thought, call]},
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "c" * 400}]},
-        {"role": "user", "content": [{"type": "tool_result", "content": [{"type": "text", "text": "d" * 800}]}]},
+        {"role": "user", "content": [{"type": "tool_result", "content": [{"type": "text", "text": "d" * 800}, image]}]},
+        {"role": "user", "content": [found, {"type": "text", "text": None}, "no block"]},
     ]
-    body = {"system": [{"type": "text", "text": "e" * 1600}], "messages": messages, "tools": [{"name": "f" * 3200}]}
+
+
+def test_all_text_of_a_conversation_counts() -> None:
+    system = [{"type": "text", "text": "e" * 1600, "cache_control": {"type": "ephemeral"}}]
+    body = {"system": system, "messages": agent_messages(), "tools": [{"name": "f" * 3200}]}
     prompt = measure(b"/v1/messages", body)
-    assert 6300 <= prompt.text_bytes <= 6500
-    assert count_media(b"/v1/messages", body) == (1, 0)
+    assert 13000 <= prompt.text_bytes <= 13300
+    assert count_media(b"/v1/messages", body) == (2, 0)
+
+
+def test_a_turn_begins_as_the_turn_before_it() -> None:
+    """Answers of tools and thought stand where they were said, so that an agent's turns meet at one prefix cache."""
+    messages = agent_messages()
+    before = measure(b"/v1/messages", {"system": "s", "messages": messages})
+    further = [{"role": "assistant", "content": "h" * 5000}, {"role": "user", "content": "i" * 5000}]
+    after = measure(b"/v1/messages", {"system": "s", "messages": messages + further})
+    assert len(before.hashes) > 30
+    assert after.hashes[: len(before.hashes)] == before.hashes
