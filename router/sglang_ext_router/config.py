@@ -106,6 +106,9 @@ class RouterConfig:
     prefix_index_blocks: int = _option(
         65536, "prefix-cache blocks remembered per prefill instance", section="placement"
     )
+    event_blocks: int = _option(
+        4_000_000, "most KV blocks known of a rank that publishes KV events", section="placement"
+    )
     coordinator_url: str = _option(
         "",
         "HTTP address of the long pool's coordinator: shown by GET /pools, and asked which instance gets a long prompt",
@@ -477,7 +480,7 @@ class RouterConfig:
 
 
 _POSITIVE = (
-    *("port", "processes", "prefix_index_blocks", "max_payload_size"),
+    *("port", "processes", "prefix_index_blocks", "event_blocks", "max_payload_size"),
     *("max_connections", "max_control_payload_size", "max_pipelined_size"),
     *("cb_failure_threshold", "cb_success_threshold", "health_failure_threshold", "retry_backoff_multiplier"),
     *("liveness_failure_threshold", "max_sequences_per_request"),

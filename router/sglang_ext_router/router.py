@@ -24,15 +24,16 @@ from sglang_ext_router.decide.pd_protocol import RetryPolicy
 from sglang_ext_router.decide.retry_budget import RetryBudget
 from sglang_ext_router.group.lease import LeaseHolder
 from sglang_ext_router.group.shared_state import SharedState
-from sglang_ext_router.http.access import FLOW_PATHS, PAGE_PATHS, REPORT_PATHS, STREAM_PATH, Access
+from sglang_ext_router.http.access import GENERATION_PATHS, PAGE_PATHS, REPORT_PATHS, STREAM_PATH, Access
 from sglang_ext_router.http.asgi_bridge import AsgiCall
 from sglang_ext_router.http.client_ports import ClientPorts
 from sglang_ext_router.http.http1 import ClientConnection
-from sglang_ext_router.http.instance_paths import OTHER_NAMES, PUT_PATHS
+from sglang_ext_router.http.instance_paths import OTHER_NAMES
 from sglang_ext_router.http.request_parser import Request
 from sglang_ext_router.http.tls import worker_context
 from sglang_ext_router.instances.discovery import Discovery
 from sglang_ext_router.instances.kubernetes_api import connect_kubernetes, own_namespace
+from sglang_ext_router.instances.kv_events import KvEvents
 from sglang_ext_router.instances.long_pool import LongPoolMonitor
 from sglang_ext_router.instances.online_load import OnlineWaits, SiblingLoad, UnderWay, describe_class, summarise
 from sglang_ext_router.instances.pool_offers import PoolOffers
@@ -43,6 +44,7 @@ from sglang_ext_router.observe.access_log import AccessLog
 from sglang_ext_router.observe.exposition import (
     gauge_families,
     group_families,
+    kv_event_families,
     pool_families,
     process_families,
     process_figures,
@@ -68,6 +70,7 @@ from sglang_ext_router.request.upstream import UpstreamPools
 logger = logging.getLogger(__name__)
 
 SWEEP_INTERVAL_S = 0.25
+RECENT_S = 15.0  # at least so long a prompt counts as cached where it was sent, by an instance that reports its blocks
 DRAIN_POLL_S = 0.02
 DRAIN_FLUSH_S = 1.0  # for aborts and error replies when the grace period is over
 
@@ -91,6 +94,7 @@ class Router:
         self._process_index = process_index
         self.registry = WorkerRegistry(config)
         self.planner = RoutePlanner(config, self.registry, random.random)
+        self.kv_events = KvEvents(loop, self.planner.blocks)
         worker_tls = worker_context(config)
         pools = UpstreamPools(loop, worker_tls)
         self.prober = Prober(
@@ -173,6 +177,7 @@ class Router:
         )
         self._progress_interval_s = min(limits_s) / 20  # not at every sweep, as every request is asked
         self._next_progress_s = 0.0
+        self._next_age_s = 0.0  # when prompts that were just sent have become older
         self._tokenisers = Tokenisers(loop)
         self._warned_boundaries: set[int] = set()  # boundaries of instances that differ from the router's
 
@@ -246,6 +251,7 @@ class Router:
         if self.long_pool is not None:
             await self.long_pool.stop()
         await self.prober.stop()
+        await self.kv_events.stop()
         await self.services.stop()
         self._tokenisers.close()
         if self.access_log is not None:
@@ -254,18 +260,18 @@ class Router:
     # -- requests ---------------------------------------------------------------------------------------
 
     def dispatch(self, connection: ClientConnection, request: Request) -> None:
-        """Serve a request that instances compute with a `RequestFlow`, any other request by the control plane."""
+        """Serve a generation request with a `RequestFlow`, any other request by the control plane."""
         path, method = request.path, request.method
         if path in OTHER_NAMES:
             request.path = path = OTHER_NAMES[path]
-        if path not in FLOW_PATHS:
-            if path.rstrip(b"/") in FLOW_PATHS:  # as SGLang answers
+        if path not in GENERATION_PATHS:
+            if path.rstrip(b"/") in GENERATION_PATHS:  # as SGLang answers
                 where = path.rstrip(b"/") + (b"?" + request.query if request.query else b"")
                 connection.respond(307, b"", b"text/plain", b"location: %b\r\n" % where)
                 return
             self._dispatch_control(connection, request)
             return
-        if method != b"POST" and not (method == b"PUT" and path in PUT_PATHS):
+        if method != b"POST" and not (method == b"PUT" and path == b"/generate"):
             if self.access.is_preflight(request):
                 self._dispatch_control(connection, request)
                 return
@@ -295,8 +301,8 @@ class Router:
             self._dispatch_report(connection, request)
 
     def _methods_of(self, path: bytes) -> list[str]:
-        if path in FLOW_PATHS:
-            return ["POST", "PUT"] if path in PUT_PATHS else ["POST"]
+        if path in GENERATION_PATHS:
+            return ["POST", "PUT"] if path == b"/generate" else ["POST"]
         return methods_of(self.control_plane(), path.decode("latin-1"))
 
     def _dispatch_report(self, connection: ClientConnection, request: Request) -> None:
@@ -373,6 +379,9 @@ class Router:
             if self.config.sse_keep_alive_secs:
                 for waiting in tuple(self.admission.queue):
                     waiting.keep_alive(now_s)
+        if now_s >= self._next_age_s:
+            self._next_age_s = now_s + RECENT_S
+            self.planner.age_recent()
         self.ports.sweep(now_s)
         self.access.reload_keys(now_s)
 
@@ -434,6 +443,7 @@ class Router:
         families: list[Metric] = list(request_families(self.metrics, others))
         families += gauge_families(self._gauges(), others)
         families += worker_families(self.registry, self.loop.time(), others)
+        families += kv_event_families(self.registry, self.kv_events)
         families += pool_families(self.registry, self.controller)
         discovered = None if self.discovery is None else self.discovery.state()
         families += group_families(self.siblings.peer_counts(), self.lease, discovered)
@@ -468,7 +478,8 @@ class Router:
     def drop_worker(self, worker: Worker) -> None:
         """Remove an instance here only; what it is serving runs to its end."""
         self.registry.remove(worker)
-        self.planner.index.remove_worker(worker.id)
+        self.planner.forget_worker(worker)
+        self.kv_events.forget(worker)
         self.prober.forget(worker)
         self.services.pools.drop(worker)
         logger.info("worker %s (%s) removed", worker.url, worker.role)
@@ -496,12 +507,13 @@ class Router:
     def forget_prefixes(self) -> None:
         for worker in self.registry:
             if worker.role.computes_prompts:
-                self.planner.index.clear(worker.id)
+                self.planner.learn_empty(worker)
 
     def _on_worker_lost(self, worker: Worker) -> None:
         worker.rate.forget()
         if worker.role.computes_prompts:
-            self.planner.index.clear(worker.id)
+            self.planner.learn_empty(worker)
+            self.kv_events.on_lost(worker)
 
     def _compare_boundary(self, worker: Worker) -> None:
         """Warn once for each instance boundary that differs from the router's own."""
@@ -521,6 +533,7 @@ class Router:
             self.services.forwarded_headers.add(worker.label_header)
         if worker.role.computes_prompts:  # it may have been a decode instance so far
             self.planner.index.add_worker(worker.id)
+        self.kv_events.follow(worker)
         self.planner.learn_capacity(worker)
         self.planner.learn_boundary(worker)
         self._compare_boundary(worker)

@@ -32,6 +32,7 @@ from sglang_ext_router.decide.pd_actions import FailureReason
 from sglang_ext_router.http import replies
 from sglang_ext_router.http.access import ALIVE_PATHS, READY_PATHS
 from sglang_ext_router.http.instance_paths import INSTANCE_PATHS, Handling
+from sglang_ext_router.instances.kv_events import KvEvents
 from sglang_ext_router.instances.registry import WorkerRegistry, kind_of
 from sglang_ext_router.instances.workers import Worker
 from sglang_ext_router.observe.live_page import read_page
@@ -96,7 +97,7 @@ class Abort(BaseModel):
     abort_all: bool = False
 
 
-def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:
+def describe_worker(worker: Worker, now_s: float, events: KvEvents) -> dict[str, Any]:
     """Return an instance as JSON."""
     described: dict[str, Any] = {
         "id": worker_id(worker),
@@ -120,6 +121,7 @@ def describe_worker(worker: Worker, now_s: float) -> dict[str, Any]:
     if worker.role.computes_prompts:
         described["pending_tokens"] = worker.pending_tokens
         described["prefill_tokens_per_s"] = round(worker.rate.tokens_per_s, 1)
+        described["cached_prefixes"] = events.describe(worker)
     if not worker.role.is_prefill:
         described["free_kv_tokens"] = worker.reported_free_kv_tokens if worker.has_info else None
         described["reserved_kv_tokens"] = worker.virtual_tokens
@@ -386,7 +388,7 @@ def build_app(router: Router) -> FastAPI:
     @app.get("/workers", dependencies=client)
     async def workers() -> dict[str, Any]:
         """List all instances and their state."""
-        return {"workers": [describe_worker(worker, now()) for worker in registry]}
+        return {"workers": [describe_worker(worker, now(), router.kv_events) for worker in registry]}
 
     @app.post(
         "/workers",
@@ -411,7 +413,7 @@ def build_app(router: Router) -> FastAPI:
             raise HTTPException(409, f"{url}: {refusal}")
         if registry.find(url) is not None:  # added while it was probed
             raise HTTPException(409, f"{url} is a worker already")
-        return describe_worker(router.add_worker(address), now())
+        return describe_worker(router.add_worker(address), now(), router.kv_events)
 
     def find(name: str) -> Worker:
         for worker in registry:
@@ -424,7 +426,7 @@ def build_app(router: Router) -> FastAPI:
     @app.get("/workers/{name}", dependencies=client, responses=unknown)
     async def one_worker(name: str) -> dict[str, Any]:
         """Return one instance, named `host:port`."""
-        return describe_worker(find(name), now())
+        return describe_worker(find(name), now(), router.kv_events)
 
     @app.delete("/workers/{name}", dependencies=admin, openapi_extra=ADMIN_ONLY, responses=unknown)
     async def remove_worker(name: str) -> dict[str, str]:
@@ -438,7 +440,7 @@ def build_app(router: Router) -> FastAPI:
         """Stop (or resume) sending new requests to an instance."""
         worker = find(name)
         router.drain_worker(worker, drain.drain)
-        return describe_worker(worker, now())
+        return describe_worker(worker, now(), router.kv_events)
 
     add_pool_routes(app, router, client, admin)
     return app

@@ -326,6 +326,12 @@ class TokenBlocks:
         self.seed = seed
         self._chains: dict[int, BlockChain] = {}
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TokenBlocks) and (self.ids, self.seed) == (other.ids, other.seed)
+
+    def __hash__(self) -> int:
+        return hash((self.ids, self.seed))
+
     @property
     def tokens(self) -> int:
         return len(self.ids) // _ID_BYTES

@@ -340,6 +340,44 @@ class PrefixIndex:
         return size if self._ends is None else bisect_right(self._ends, size)
 
 
+class RecentPrompts:
+    """The prompts that were sent to workers since the call of `age` before the last one."""
+
+    def __init__(self, capacity: int, ends: Sequence[int] | None = None) -> None:
+        self._capacity = capacity
+        self._ends = ends
+        self._newer = PrefixIndex(capacity, ends)
+        self._older = PrefixIndex(capacity, ends)
+
+    def age(self) -> None:
+        """Forget what was recorded before the last call."""
+        self._older = self._newer
+        self._newer = PrefixIndex(self._capacity, self._ends)
+
+    def record(self, worker_id: int, hashes: Sequence[int]) -> None:
+        """A prompt with these blocks goes to this worker."""
+        self._newer.add_worker(worker_id)
+        self._newer.record(worker_id, hashes)
+
+    def forget(self, worker_id: int, hashes: Sequence[int], held: int) -> None:
+        """The worker turned out not to have more of this prompt than its first blocks, of size `held` in all."""
+        for index in (self._newer, self._older):
+            index.forget(worker_id, hashes, held)
+
+    def clear(self, worker_id: int) -> None:
+        """The worker has nothing of what it was sent."""
+        for index in (self._newer, self._older):
+            index.clear(worker_id)
+
+    def matched(self, hashes: Sequence[int]) -> dict[int, int]:
+        """Return the size of a prompt's start that each worker was sent; none: it is left out."""
+        sizes = self._older.matched(hashes)
+        for worker_id, size in self._newer.matched(hashes).items():
+            if size > sizes.get(worker_id, 0):
+                sizes[worker_id] = size
+        return sizes
+
+
 def _ends_a_prompt(worker_id: int, holding: _Holding) -> bool:
     """Return whether the worker has all that comes before, and nothing that builds on it."""
     node = holding.node

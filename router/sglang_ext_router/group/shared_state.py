@@ -319,7 +319,7 @@ class SharedState:
         for url, hashes in prefixes:
             worker = router.registry.find(url)
             if worker is not None and worker.role.computes_prompts:
-                router.planner.index.record(worker.id, hashes)
+                router.planner.learn_sent(worker, hashes)
 
     def _replace_state(self, index: int, state: TellerState | None) -> None:
         known = self._states.get(index)

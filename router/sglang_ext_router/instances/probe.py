@@ -23,7 +23,7 @@ from sglang_ext_router.decide.role_choice import Side
 from sglang_ext_router.decide.served_models import AUTO, PairingFacts, pairing_refusal
 from sglang_ext_router.decide.signs_of_life import FailedChecks, Judgement, Silence, judge_checks, judge_silence
 from sglang_ext_router.instances.registry import WorkerRegistry, kind_of
-from sglang_ext_router.instances.workers import UNKNOWN_CAPACITY_TOKENS, Worker
+from sglang_ext_router.instances.workers import UNKNOWN_CAPACITY_TOKENS, KvEventsAddress, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +34,8 @@ LATE_LOAD_TIMEOUT_S = 1.0  # for the load report of an instance that is late wit
 RETURN_S = 60.0  # for which an ejected instance may come back to the others of its model as it was
 REGISTRATION_TIMEOUT_S = 2.0  # for an instance that is being added to say what it is
 EXTENSION_KEY = "sglang_ext"
+MAX_EVENT_RANKS = 1024
+_ANY_HOST = frozenset({"*", "0.0.0.0", "::"})
 _MODES = {Role.DECODE: "decode", Role.PLAIN: "null"}  # of SGLang's --disaggregation-mode; of other roles prefill
 LAPS_PATH = "/laps"
 MODEL_PATH = "/model_info"  # says the role that the instance has now, `/server_info` that of its start
@@ -191,8 +193,6 @@ class Prober:
                 if reply.status != 200:
                     raise ValueError(f"/health answered {reply.status}")
             if not worker.has_info:
-                if worker.role is Role.PLAIN:
-                    worker.generates = (await self.get_json(worker, MODEL_PATH)).get("is_generation") is not False
                 self._take_info(worker, await self.get_json(worker, "/server_info"))
             if worker.fits_length_boundary:
                 await self._read_boundary(worker)
@@ -259,20 +259,6 @@ class Prober:
             return self._refusal(address.role, read_facts(address.url, info, address.revision), info)
         except _ANSWER_ERRORS:
             return None
-
-    def _task_refusal(self, worker: Worker, facts: PairingFacts) -> str | None:
-        """Return why an instance that generates must not serve a model together with one that embeds; None if it may.
-
-        An instance that embeds ends when it is asked to generate.
-        """
-        for other in self._registry:
-            differs = other.generates is not worker.generates
-            if differs and other is not worker and other.serves_facts and other.model == facts.model:
-                own, others = ("generates", "does not") if worker.generates else ("does not generate", "does")
-                return (
-                    f"it cannot serve {facts.model} together with {other.url}: {worker.url} {own}, {other.url} {others}"
-                )
-        return None
 
     def _refusal(self, role: Role, facts: PairingFacts, info: Mapping[str, Any]) -> str | None:
         """Return why an instance does not fit its role, or the others that serve its model.
@@ -456,7 +442,7 @@ class Prober:
         worker.facts = facts
         worker.model = facts.model
         worker.revision = facts.revision
-        refusal = self._task_refusal(worker, facts) or self._refusal(worker.role, facts, info)
+        refusal = self._refusal(worker.role, facts, info)
         if refusal is not None:
             raise _MisfitError(refusal)
         worker.can_switch_roles = worker.role is not Role.PLAIN and _can_switch_roles(info)
@@ -484,6 +470,7 @@ class Prober:
         worker.aborts_families = isinstance(hooks, list) and ABORT_FAMILY_HOOK in hooks
         worker.length_boundary_tokens = _positive(own.get("length_boundary_tokens"))
         worker.fits_length_boundary = own.get("fits_length_boundary") is True
+        worker.kv_events = read_kv_events(worker.host, info) if worker.role.computes_prompts else None
         worker.has_info = worker.serves_facts = True
         self._registry.refresh()
         self._on_info(worker)
@@ -553,6 +540,31 @@ def read_facts(url: str, info: Mapping[str, Any], given_revision: str | None = N
         stages=_positive(info.get("pp_size")),
         states_of_equal_ranks=tuple(state for state in states if isinstance(state, str)),
         revision=(_text(own.get("revision")) or "") if given_revision is None else given_revision,
+    )
+
+
+def read_kv_events(host: str, info: Mapping[str, Any]) -> KvEventsAddress | None:
+    """Return where an instance on this host publishes its KV events; None where it does not, or cannot be followed.
+
+    Pairs of tokens, which EAGLE's engines hash, are not known here.
+    """
+    given = info.get("kv_events")
+    if not isinstance(given, dict) or given.get("publisher") != "zmq":
+        return None
+    if info.get("speculative_algorithm") not in (None, "NGRAM", "STANDALONE"):
+        return None
+    port, block_tokens = _positive(given.get("endpoint_port_base")), _positive(given.get("block_size"))
+    if port is None or block_tokens is None:
+        return None
+    bound = (_text(given.get("endpoint_host")) or "*").strip("[]")
+    topic = given.get("topic")
+    return KvEventsAddress(
+        host if bound in _ANY_HOST else bound,
+        port,
+        _positive(given.get("replay_endpoint_port_base")),
+        topic.encode() if isinstance(topic, str) else b"",
+        block_tokens,
+        min(_positive(given.get("dp_size")) or 1, MAX_EVENT_RANKS),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from sglang_ext.types import DecodeLoad, PrefillLoad, Role
@@ -69,6 +70,26 @@ def blended_rate(tokens: float, busy_s: float, expected_tokens_per_s: float) -> 
     return (tokens + PRIOR_BUSY_S * expected_tokens_per_s) / (busy_s + PRIOR_BUSY_S)
 
 
+class KvEventsAddress(NamedTuple):
+    """Where an instance publishes its KV events; the ports of rank r are r higher."""
+
+    host: str
+    port: int
+    replay_port: int | None
+    topic: bytes
+    block_tokens: int
+    ranks: int
+
+
+class HeldBlocks:
+    """What an instance with events holds: its sources in the index of blocks, and the size of a block."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self.sources: tuple[int, ...] = ()  # by rank
+        self.is_whole = False  # the index has all that it holds
+
+
 class Worker:
     """One instance. Plain attributes: the data path reads and adjusts them on every request."""
 
@@ -110,9 +131,10 @@ class Worker:
         self.max_running: int | None = None  # requests that its scheduler runs at once
         self.label_header = b""  # of clients, from which it takes labels of its metrics
         self.serves_parallel_samples = False
-        self.generates = True  # text; else it embeds, classifies or ranks
         self.takes_output = False  # a request may bring the output so far, and goes on behind it
         self.aborts_families = False  # the id of a batch aborts all of its sequences
+        self.kv_events: KvEventsAddress | None = None
+        self.held_blocks: HeldBlocks | None = None  # while its events are followed
         self.has_info = False
         # Health
         self.is_healthy = False

@@ -15,6 +15,7 @@ from prometheus_client.utils import floatToGoString
 
 from sglang_ext import __version__
 from sglang_ext.types import LengthClass, Role
+from sglang_ext_router.decide.block_index import Tier
 from sglang_ext_router.decide.circuit_breaker import CircuitState
 from sglang_ext_router.observe.histograms import Histogram
 from sglang_ext_router.observe.metrics import Labels, MetricsSnapshot, RouterMetrics
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from sglang_ext_router.group.lease import LeaseHolder
     from sglang_ext_router.group.shared_state import PeerCounts
     from sglang_ext_router.instances.discovery import DiscoveryState
+    from sglang_ext_router.instances.kv_events import KvEvents
     from sglang_ext_router.instances.registry import WorkerRegistry
 
 PREFIX = "sglang_ext_router_"
@@ -97,6 +99,39 @@ def worker_families(registry: WorkerRegistry, now_s: float, siblings: Sequence[M
         sent.add_metric((worker.url,), worker.sent_legs + sum(leg[0] for leg in legs))
         failed.add_metric((worker.url,), worker.failed_legs + sum(leg[1] for leg in legs))
     yield from (up, load, tokens, rate, circuit, sent, failed)
+
+
+def kv_event_families(registry: WorkerRegistry, events: KvEvents) -> Iterator[Metric]:
+    """Yield what this process knows by KV events, of the instances that publish some."""
+    known = GaugeMetricFamily(
+        PREFIX + "kv_events_known", "1 while all that an instance holds is known by its KV events", labels=("worker",)
+    )
+    blocks = GaugeMetricFamily(
+        PREFIX + "kv_events_blocks", "KV blocks that an instance holds by its events", labels=("worker", "tier")
+    )
+    lag = GaugeMetricFamily(
+        PREFIX + "kv_events_lag_seconds", "Time between a batch's making and its coming", labels=("worker",)
+    )
+    batches = CounterMetricFamily(PREFIX + "kv_events_batches", "Batches of KV events received", labels=("worker",))
+    gaps = CounterMetricFamily(
+        PREFIX + "kv_events_gaps", "Gaps in an instance's batches, by what came of them", labels=("worker", "result")
+    )
+    for worker in registry:
+        ranks, held = events.ranks(worker), worker.held_blocks
+        if held is None:
+            continue
+        known.add_metric((worker.url,), float(held.is_whole))
+        for tier in Tier:
+            count = sum(events.index.held_blocks(rank.source, tier) for rank in ranks)
+            blocks.add_metric((worker.url, tier.name.lower()), count)
+        lags_s = [rank.lag_s for rank in ranks if rank.lag_s is not None]
+        if lags_s:
+            lag.add_metric((worker.url,), max(lags_s))
+        batches.add_metric((worker.url,), sum(rank.batches for rank in ranks))
+        losses = sum(rank.sequence.losses for rank in ranks)
+        gaps.add_metric((worker.url, "lost"), losses)
+        gaps.add_metric((worker.url, "replayed"), max(0, sum(rank.sequence.gaps for rank in ranks) - losses))
+    yield from (known, blocks, lag, batches, gaps)
 
 
 def pool_families(registry: WorkerRegistry, controller: PoolController) -> Iterator[Metric]:

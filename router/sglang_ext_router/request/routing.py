@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from math import inf
 from typing import NamedTuple
 
 from sglang_ext.types import LengthClass, PrefillLoad, Role, RouteDecision
 from sglang_ext_router.config import RouterConfig
+from sglang_ext_router.decide.block_index import BlockIndex, TokenBlocks
 from sglang_ext_router.decide.decode_choice import decode_policy
 from sglang_ext_router.decide.pairing import choose_revision, nearest
 from sglang_ext_router.decide.pool_choice import FixedBoundary, PoolChoice, choose_pool, classify, is_in_doubt
 from sglang_ext_router.decide.prefill_choice import choose_helper, predicted_wait_s, prefill_policy
-from sglang_ext_router.decide.prefix_index import BLOCK_BYTES, BLOCK_ENDS, PrefixIndex
+from sglang_ext_router.decide.prefix_index import BLOCK_BYTES, BLOCK_ENDS, PrefixIndex, RecentPrompts
 from sglang_ext_router.decide.way_choice import PlainLoad, choose_plain, common_rate, way_costs_s
-from sglang_ext_router.instances.registry import PLAIN_KIND, ModelPools, WorkerRegistry
+from sglang_ext_router.instances.registry import ModelPools, WorkerRegistry
 from sglang_ext_router.instances.workers import Worker
 from sglang_ext_router.request.prompt import Prompt
 
@@ -113,6 +114,8 @@ class RoutePlanner:
         self._use_breakers = not config.disable_circuit_breaker
         self._replies_seen = 0
         self.index = PrefixIndex(config.prefix_index_blocks * BLOCK_BYTES, BLOCK_ENDS)
+        self.blocks = BlockIndex(config.event_blocks)  # of the instances that report them
+        self._recent = RecentPrompts(config.prefix_index_blocks * BLOCK_BYTES, BLOCK_ENDS)
         for worker in registry:
             if worker.role.computes_prompts:
                 self.index.add_worker(worker.id)
@@ -191,17 +194,6 @@ class RoutePlanner:
         is_held = self._holds(divided, prompt_tokens) or prompt_tokens > largest
         alternative = divided if is_held else None
         return self._sooner_way(model, prompt, prompt_tokens, prefill_excluded, now_s, alternative) or divided
-
-    def route_undivided(
-        self, model: ModelPools, prompt: Prompt, prompt_tokens: int, excluded: Set[int], now_s: float
-    ) -> Route:
-        """Choose an undivided instance for what no pair can serve; NoInstanceError if there is none."""
-        route = None
-        if model.ready_plain:
-            route = self._sooner_way(model, prompt, prompt_tokens, excluded, now_s, None)
-        if route is None:
-            raise NoInstanceError(model.lacks(PLAIN_KIND), PLAIN_KIND)
-        return route
 
     def _sooner_way(
         self,
@@ -396,8 +388,10 @@ class RoutePlanner:
         )
 
     def _cached_tokens(self, prompt: Prompt, prompt_tokens: int, prefills: Sequence[Worker]) -> list[int]:
-        """Return how many of the prompt's tokens each instance is believed to hold."""
+        """Return how many of the prompt's tokens each instance holds, by its events, or is believed to hold."""
         matched = self.index.matched(prompt.hashes)
+        if prompt.blocks is not None:
+            return self._reported_tokens(prompt, prompt.blocks, prompt_tokens, prefills, matched)
         if not matched:
             return [0] * len(prefills)
         per_byte = _tokens_per_byte(prompt, prompt_tokens)
@@ -410,6 +404,41 @@ class RoutePlanner:
             else:
                 tokens = int(size_bytes * per_byte)
                 cached.append(tokens if tokens < max_tokens else max_tokens)
+        return cached
+
+    def _reported_tokens(
+        self,
+        prompt: Prompt,
+        blocks: TokenBlocks,
+        prompt_tokens: int,
+        prefills: Sequence[Worker],
+        matched: Mapping[int, int],
+    ) -> list[int]:
+        """Return the same of a prompt whose token ids are known: what an instance reports, and was sent just now.
+
+        What it was sent at any time (`matched`) counts where its events leave out what it held before.
+        """
+        per_byte = _tokens_per_byte(prompt, prompt_tokens)
+        max_tokens = prompt_tokens - 1
+        recent: Mapping[int, int] | None = None
+        reported: dict[int, dict[int, int]] = {}  # blocks of each source, by their size
+        cached = []
+        for worker in prefills:
+            held = worker.held_blocks
+            size_bytes = matched.get(worker.id, 0)
+            tokens = 0
+            if held is not None:
+                sizes = reported.get(held.block_tokens)
+                if sizes is None:
+                    sizes = reported[held.block_tokens] = self.blocks.matched(blocks.of(held.block_tokens))
+                if sizes:
+                    tokens = held.block_tokens * max([sizes.get(source, 0) for source in held.sources], default=0)
+                if held.is_whole and size_bytes:
+                    if recent is None:
+                        recent = self._recent.matched(prompt.hashes)
+                    size_bytes = recent.get(worker.id, 0)
+            tokens = max(tokens, int(size_bytes * per_byte))
+            cached.append(tokens if tokens < max_tokens else max_tokens)
         return cached
 
     def _that_hold(self, ready: Sequence[Worker], prompt_tokens: int) -> Sequence[Worker]:
@@ -464,13 +493,34 @@ class RoutePlanner:
 
     def learn_route(self, prompt: Prompt, prefill: Worker) -> None:
         """Record that the prompt's prefix will be in this instance's cache."""
-        self.index.record(prefill.id, prompt.hashes)
+        self.learn_sent(prefill, prompt.hashes)
+
+    def learn_sent(self, prefill: Worker, hashes: Sequence[int]) -> None:
+        """Record that a prompt with these hashes was sent there, by this router or another."""
+        self.index.record(prefill.id, hashes)
+        if prefill.held_blocks is not None:
+            self._recent.record(prefill.id, hashes)
 
     def learn_not_prefilled(self, prompt: Prompt, prefill: Worker, held_tokens: int, prompt_tokens: int) -> None:
         """Forget the part of the prompt that the instance did not hold before: its prefill did not end."""
         if prompt.hashes and self._registry.contains(prefill):
             held_bytes = (held_tokens + 1) / _tokens_per_byte(prompt, max(1, prompt_tokens))  # tokens were rounded down
             self.index.forget(prefill.id, prompt.hashes, int(held_bytes) if held_tokens else 0)
+            self._recent.forget(prefill.id, prompt.hashes, int(held_bytes) if held_tokens else 0)
+
+    def learn_empty(self, prefill: Worker) -> None:
+        """Its prefix cache is empty, or will be when it comes back."""
+        self.index.clear(prefill.id)
+        self._recent.clear(prefill.id)
+
+    def forget_worker(self, worker: Worker) -> None:
+        """The instance is not one of the router's any more."""
+        self.index.remove_worker(worker.id)
+        self._recent.clear(worker.id)
+
+    def age_recent(self) -> None:
+        """What was sent in the time before the last call counts as reported, if the instance has it."""
+        self._recent.age()
 
     def wants_token_count(self) -> bool:
         """Return whether to read this reply's token count: that of every reply at first, then of a sample."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 from typing import Any
 
@@ -9,11 +10,12 @@ import pytest
 
 from sglang_ext.types import LengthClass, Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress
+from sglang_ext_router.decide.block_index import TokenBlocks, salt_seed
 from sglang_ext_router.decide.pool_choice import FixedBoundary
 from sglang_ext_router.decide.prefill_choice import PREFILL_POLICIES
 from sglang_ext_router.decide.prefix_index import BLOCK_BYTES
 from sglang_ext_router.instances.registry import WorkerRegistry
-from sglang_ext_router.instances.workers import Worker
+from sglang_ext_router.instances.workers import HeldBlocks, Worker
 from sglang_ext_router.request.prompt import Prompt, measure
 from sglang_ext_router.request.routing import NoInstanceError, Route, RoutePlanner
 from support.router_process import cluster
@@ -563,3 +565,101 @@ def test_tokens_are_counted_where_the_reply_leaves_the_context_in_doubt() -> Non
     pools.workers[2].context_tokens = (low + high) // 2 + 10_000
     pools.registry.refresh()
     assert not pools.planner.needs_exact_count(pools.model, prompt)
+
+
+class TestReportedBlocks:
+    """Instances that report their blocks, and one that does not."""
+
+    IDS = tuple(range(1000, 2000))
+
+    def pools(self) -> Pools:
+        pools = Pools(BOTH, BOTH, BOTH, DECODE)
+        for worker in pools.workers[:2]:
+            worker.held_blocks = HeldBlocks(16)
+            worker.held_blocks.sources = (pools.planner.blocks.add_source(), pools.planner.blocks.add_source())
+            worker.held_blocks.is_whole = True
+        return pools
+
+    def store(self, pools: Pools, number: int, rank: int, tokens: int, ids: tuple[int, ...] = IDS) -> None:
+        held = pools.workers[number].held_blocks
+        assert held is not None
+        blocks = TokenBlocks(array("q", ids).tobytes()).of(16)
+        pools.planner.blocks.store(held.sources[rank], [blocks.key(at) for at in range(tokens // 16)])
+
+    def cached(self, pools: Pools, **fields: Any) -> list[int]:
+        prompt = measure(b"/generate", {"input_ids": list(self.IDS), **fields})
+        return pools.planner._cached_tokens(prompt, len(self.IDS), pools.workers[:3])
+
+    def test_the_rank_that_holds_most_counts(self) -> None:
+        pools = self.pools()
+        self.store(pools, 0, 0, 320)
+        self.store(pools, 0, 1, 480)
+        self.store(pools, 1, 0, 16)
+        assert self.cached(pools) == [480, 16, 0]
+        assert pools.route(measure(b"/generate", {"input_ids": list(self.IDS)}), 1000).prefill is pools.workers[0]
+
+    def test_the_last_token_is_always_computed(self) -> None:
+        pools = self.pools()
+        self.store(pools, 0, 0, 1000, self.IDS)
+        ids = self.IDS[:16]
+        prompt = measure(b"/generate", {"input_ids": list(ids)})
+        assert pools.planner._cached_tokens(prompt, 16, pools.workers[:1]) == [15]
+
+    def test_what_was_sent_long_ago_counts_only_where_events_do_not_say_all(self) -> None:
+        pools = self.pools()
+        prompt = measure(b"/generate", {"input_ids": list(self.IDS)})
+        for worker in pools.workers[:3]:
+            pools.planner.learn_route(prompt, worker)
+        just_sent = self.cached(pools)
+        assert just_sent[0] == just_sent[1] == just_sent[2] > 900
+        pools.planner.age_recent()
+        assert self.cached(pools) == just_sent
+        pools.planner.age_recent()
+        assert self.cached(pools) == [0, 0, just_sent[2]]
+        held = pools.workers[1].held_blocks
+        assert held is not None
+        held.is_whole = False
+        assert self.cached(pools) == [0, just_sent[1], just_sent[2]]
+        self.store(pools, 0, 0, 160)
+        assert self.cached(pools)[0] == 160
+
+    def test_what_was_not_computed_or_is_flushed_does_not_count(self) -> None:
+        pools = self.pools()
+        prompt = measure(b"/generate", {"input_ids": list(self.IDS)})
+        for worker in pools.workers[:3]:
+            pools.planner.learn_route(prompt, worker)
+        pools.planner.learn_not_prefilled(prompt, pools.workers[0], 0, 1000)
+        pools.planner.learn_empty(pools.workers[1])
+        pools.planner.forget_worker(pools.workers[2])
+        assert self.cached(pools) == [0, 0, 0]
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"extra_key": "tenant"},
+            {"lora_path": "adapter"},
+            {"model": "base:adapter"},
+            {"image_data": "x"},
+            {"cache_salt": "s"},
+            {"cache_salt": 7},
+        ],
+    )
+    def test_a_prompt_with_a_cache_of_its_own_finds_nothing_of_others(self, fields: dict[str, Any]) -> None:
+        pools = self.pools()
+        self.store(pools, 0, 0, 480)
+        assert self.cached(pools) == [480, 0, 0]
+        assert self.cached(pools, **fields) == [0, 0, 0]
+
+    def test_a_salt_has_blocks_of_its_own(self) -> None:
+        pools = self.pools()
+        held = pools.workers[0].held_blocks
+        assert held is not None
+        blocks = TokenBlocks(array("q", self.IDS).tobytes(), salt_seed("s")).of(16)
+        pools.planner.blocks.store(held.sources[0], [blocks.key(at) for at in range(5)])
+        assert self.cached(pools, cache_salt="s") == [80, 0, 0]
+
+    def test_texts_and_batches_go_by_what_was_sent(self) -> None:
+        assert measure(b"/generate", {"text": "x" * 999}).blocks is None
+        assert measure(b"/generate", {"input_ids": [[1, 2], [3, 4]]}).blocks is None
+        assert measure(b"/v1/completions", {"prompt": [1, 2, 3]}).blocks is not None
+        assert measure(b"/generate", {"input_embeds": [[0.5], [0.5]]}).blocks is None

@@ -1,0 +1,395 @@
+"""Follows the KV events of every instance that publishes some, into the router's index of blocks.
+
+For each rank there are two connections: one brings batches as they are published, the other brings replays. What
+follows from a batch, a gap or a lost connection is decided in `decide/event_sequence.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+
+from sglang_ext_router.decide.block_index import BlockIndex, Tier
+from sglang_ext_router.decide.event_sequence import ApplyBatch, AskReplay, EventSequence, SequenceAction
+from sglang_ext_router.decide.zmtp import (
+    GREETING,
+    SocketKind,
+    ZmtpError,
+    ZmtpReader,
+    message,
+    ready,
+    subscription,
+)
+from sglang_ext_router.instances.workers import HeldBlocks, KvEventsAddress, Worker
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.1
+QUIET_S = 0.3  # without a batch, after which the last one is looked at once more
+RECHECK_S = 30.0  # between two such looks while nothing comes
+REPLAY_TIMEOUT_S = 5.0  # without a part of a replay
+CONNECT_TIMEOUT_S = 2.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 3.0  # before a connection is tried again
+MAX_WHOLE_REPLAYS = 8  # at once, as each brings up to 10,000 batches
+SWEPT_SHARDS = 64  # of the index, at a tick
+_END = (-1).to_bytes(8, "big", signed=True)  # the number behind a replay's last batch
+_NUMBER_BYTES = 8
+_TIERS = {None: Tier.DEVICE, "GPU": Tier.DEVICE, "CPU_PINNED": Tier.HOST}  # any other medium is storage
+
+
+class StoredBlocks(msgspec.Struct, tag="BlockStored", gc=False):
+    """Blocks that an engine holds from now on; its other fields, the tokens among them, are not read."""
+
+    block_hashes: list[int]
+    medium: str | None = None
+
+
+class RemovedBlocks(msgspec.Struct, tag="BlockRemoved", gc=False):
+    """Blocks that an engine does not hold any more."""
+
+    block_hashes: list[int]
+    medium: str | None = None
+
+
+class ClearedBlocks(msgspec.Struct, tag="AllBlocksCleared", gc=False):
+    """An engine holds nothing any more."""
+
+
+class EventsOfBatch(msgspec.Struct, array_like=True, gc=False):
+    """One message of a publisher: when it was made, and what has changed."""
+
+    made_at_s: float
+    events: list[StoredBlocks | RemovedBlocks | ClearedBlocks]
+
+
+_read_batch = msgspec.msgpack.Decoder(EventsOfBatch).decode
+
+
+class KvEvents:
+    """Keeps the index as the instances report it; it follows the instances that are given to `follow`."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, index: BlockIndex) -> None:
+        self.index = index
+        self.loop = loop
+        self._ranks: dict[int, list[_RankEvents]] = {}  # by worker
+        self._timer: asyncio.TimerHandle | None = None
+        self._whole_replays: set[_RankEvents] = set()
+        self._waiting: deque[_RankEvents] = deque()  # for one of these
+
+    def follow(self, worker: Worker) -> None:
+        """Connect to what an instance says that it publishes; give up what it published before, if that is another."""
+        known = self._ranks.get(worker.id)
+        address = worker.kv_events
+        if known is not None and known[0].address == address:
+            return
+        self.forget(worker)
+        if address is None:
+            return
+        held = worker.held_blocks = HeldBlocks(address.block_tokens)
+        ranks = [_RankEvents(self, worker, held, address, rank) for rank in range(address.ranks)]
+        held.sources = tuple(rank.source for rank in ranks)
+        self._ranks[worker.id] = ranks
+        if self._timer is None:
+            self._timer = self.loop.call_later(TICK_S, self._tick)
+
+    def forget(self, worker: Worker) -> None:
+        """Follow an instance no more, and forget what it holds."""
+        for rank in self._ranks.pop(worker.id, ()):
+            rank.stop()
+            self.on_replay_over(rank)
+        worker.held_blocks = None
+
+    def on_lost(self, worker: Worker) -> None:
+        """An instance is gone, or was started again: what it held is not there."""
+        for rank in self._ranks.get(worker.id, ()):
+            rank.on_instance_lost()
+
+    def ranks(self, worker: Worker) -> list[_RankEvents]:
+        """Return what comes from each rank of an instance; empty for an instance without events."""
+        return self._ranks.get(worker.id, [])
+
+    def describe(self, worker: Worker) -> dict[str, Any]:
+        """Return where the cached prefixes of an instance are known from, as JSON."""
+        ranks, held = self.ranks(worker), worker.held_blocks
+        if held is None:
+            return {"from": "estimate"}
+        lags_s = [rank.lag_s for rank in ranks if rank.lag_s is not None]
+        return {
+            "from": "events" if held.is_whole else "estimate",
+            "connected": all(rank.is_connected for rank in ranks),
+            "blocks": sum(self.index.held_blocks(rank.source) for rank in ranks),
+            "host_blocks": sum(self.index.held_blocks(rank.source, Tier.HOST) for rank in ranks),
+            "lag_s": round(max(lags_s), 3) if lags_s else None,
+            "gaps": sum(rank.sequence.gaps for rank in ranks),
+            "losses": sum(rank.sequence.losses for rank in ranks),
+            "restarts": sum(rank.sequence.restarts for rank in ranks),
+        }
+
+    async def stop(self) -> None:
+        """Close all connections."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        tasks = [task for ranks in self._ranks.values() for rank in ranks for task in rank.stop()]
+        self._ranks.clear()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- replays of all that a publisher keeps ----------------------------------------------------------------
+
+    def may_replay(self, rank: _RankEvents) -> bool:
+        """Return whether a rank may ask for all now; if not, its `ask` is called again later."""
+        if len(self._whole_replays) < MAX_WHOLE_REPLAYS or rank in self._whole_replays:
+            self._whole_replays.add(rank)
+            return True
+        if rank not in self._waiting:
+            self._waiting.append(rank)
+        return False
+
+    def on_replay_over(self, rank: _RankEvents) -> None:
+        if rank in self._waiting:
+            self._waiting.remove(rank)
+        if rank in self._whole_replays:
+            self._whole_replays.remove(rank)
+            if self._waiting:
+                self._waiting.popleft().ask()
+
+    def _tick(self) -> None:
+        self._timer = self.loop.call_later(TICK_S, self._tick)
+        self.index.sweep(SWEPT_SHARDS)
+        now_s = self.loop.time()
+        for ranks in tuple(self._ranks.values()):
+            for rank in ranks:
+                rank.check(now_s)
+
+
+class _RankEvents:
+    """The events of one rank of an instance: its connections, its sequence, and its source in the index."""
+
+    def __init__(self, events: KvEvents, worker: Worker, held: HeldBlocks, address: KvEventsAddress, rank: int) -> None:
+        self.address = address
+        self.source = events.index.add_source()
+        self.sequence = EventSequence(can_replay=address.replay_port is not None)
+        self.batches = 0
+        self.unreadable = 0
+        self.lag_s: float | None = None  # between a batch's making and its coming, by the clocks of two machines
+        self._events = events
+        self._index = events.index
+        self._loop = events.loop
+        self._worker = worker
+        self._held = held
+        self._rank = rank
+        self._wanted: int | None = None  # a replay from this number on, which was not asked for yet
+        self._heard_s = self._loop.time()  # when the last batch came
+        self._checked_s = float("-inf")  # when a look at the last batch was taken
+        self._replay_s = float("inf")  # when a replay was asked for, or a part of it came
+        self._live: _PublisherConnection | None = None
+        self._replay: _PublisherConnection | None = None
+        self._tasks = [self._loop.create_task(self._keep_live(address.port + rank))]
+        if address.replay_port is not None:
+            self._tasks.append(self._loop.create_task(self._keep_replay(address.replay_port + rank)))
+
+    @property
+    def is_connected(self) -> bool:
+        return self._live is not None
+
+    def stop(self) -> list[asyncio.Task[None]]:
+        for task in self._tasks:
+            task.cancel()
+        for connection in (self._live, self._replay):
+            if connection is not None:
+                connection.close()
+        self._index.remove_source(self.source)
+        return self._tasks
+
+    def on_instance_lost(self) -> None:
+        self._act(self.sequence.on_instance_lost())
+        self._checked_s = float("-inf")
+
+    def check(self, now_s: float) -> None:
+        """Take a look at the last batch where nothing has come for a while; give up a replay that does not come."""
+        if self.sequence.is_replaying:
+            if now_s - self._replay_s > REPLAY_TIMEOUT_S:
+                logger.warning("no replay of KV events from %s (rank %d)", self._worker.url, self._rank)
+                if self._replay is not None:
+                    self._replay.close()
+                self._on_replay_failed()
+        elif self._replay is not None and self._live is not None:
+            is_quiet = now_s - self._heard_s > QUIET_S and self._checked_s < self._heard_s + QUIET_S
+            if is_quiet or now_s - self._checked_s > RECHECK_S:
+                self._checked_s = now_s
+                self._act(self.sequence.on_quiet())
+
+    def ask(self) -> None:
+        """Ask for the replay that is wanted, once there is a connection and not too many others ask for all."""
+        if self._wanted is None or self._replay is None:
+            return
+        if self._wanted == 0 and not self._events.may_replay(self):
+            return
+        self._replay.send(message(b"", self._wanted.to_bytes(_NUMBER_BYTES, "big")))
+        self._wanted = None
+        self._replay_s = self._loop.time()
+
+    # -- connections ----------------------------------------------------------------------------------------
+
+    async def _keep_live(self, port: int) -> None:
+        topic = self.address.topic
+        async for connection in self._connections(port, SocketKind.SUB, self._on_live):
+            connection.send(subscription(topic))
+            self._live = connection
+            self._checked_s = self._loop.time()
+            self._act(self.sequence.on_connected())
+            await connection.closed
+            self._live = None
+
+    async def _keep_replay(self, port: int) -> None:
+        async for connection in self._connections(port, SocketKind.DEALER, self._on_replay):
+            self._replay = connection
+            self.ask()
+            await connection.closed
+            self._replay = None
+            if self._wanted is None:
+                self._on_replay_failed()
+
+    async def _connections(
+        self, port: int, kind: SocketKind, on_message: Callable[[list[bytes]], None]
+    ) -> AsyncIterator[_PublisherConnection]:
+        pause_s = FIRST_PAUSE_S
+        while True:
+            connection = _PublisherConnection(self._loop, kind, on_message)
+            try:
+                async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                    await self._loop.create_connection(lambda made=connection: made, self.address.host, port)  # type: ignore[misc]
+                    await connection.opened
+            except (OSError, ZmtpError) as error:  # TimeoutError is an OSError
+                connection.close()
+                logger.debug("no KV events from %s, port %d: %s", self._worker.url, port, error)
+            else:
+                pause_s = FIRST_PAUSE_S
+                yield connection
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    # -- messages -------------------------------------------------------------------------------------------
+
+    def _on_live(self, parts: list[bytes]) -> None:
+        if len(parts) != 3 or len(parts[1]) != _NUMBER_BYTES:
+            self._on_unreadable("a message of another shape")
+            return
+        self._heard_s = self._loop.time()
+        self.batches += 1
+        self._act(self.sequence.on_batch(int.from_bytes(parts[1], "big"), parts[2]))
+
+    def _on_replay(self, parts: list[bytes]) -> None:
+        if len(parts) != 4 or len(parts[2]) != _NUMBER_BYTES:
+            self._on_unreadable("a replay of another shape")
+            return
+        self._replay_s = self._loop.time()
+        if parts[2] == _END:
+            actions = self.sequence.on_replay_end()
+            if not self.sequence.is_replaying:
+                self._events.on_replay_over(self)
+            self._act(actions)
+        else:
+            self._act(self.sequence.on_replayed(int.from_bytes(parts[2], "big"), parts[3]))
+
+    def _on_replay_failed(self) -> None:
+        self._wanted = None
+        self._events.on_replay_over(self)
+        self._act(self.sequence.on_replay_failed())
+
+    def _act(self, actions: list[SequenceAction]) -> None:
+        for action in actions:
+            if type(action) is ApplyBatch:
+                self._apply(action.payload)
+            elif type(action) is AskReplay:
+                self._wanted = action.first
+                self._replay_s = self._loop.time() if self._replay is None else float("inf")
+                self.ask()
+            else:
+                self._index.clear(self.source)
+        self._held.is_whole = all(rank.sequence.is_whole for rank in self._events.ranks(self._worker))
+
+    def _apply(self, payload: bytes) -> None:
+        index, source = self._index, self.source
+        try:
+            batch = _read_batch(payload)
+            for event in batch.events:
+                if type(event) is StoredBlocks:
+                    index.store(source, event.block_hashes, _TIERS.get(event.medium, Tier.STORAGE))
+                elif type(event) is RemovedBlocks:
+                    index.remove(source, event.block_hashes, _TIERS.get(event.medium, Tier.STORAGE))
+                else:
+                    index.clear(source)
+                    self.sequence.on_cleared()
+        except (msgspec.DecodeError, OverflowError) as error:
+            self._on_unreadable(str(error))
+            return
+        if not self.sequence.is_replaying:
+            self.lag_s = max(0.0, time.time() - batch.made_at_s)
+
+    def _on_unreadable(self, reason: str) -> None:
+        """A message says something that is not known here: what the rank holds is not known either."""
+        if not self.unreadable:
+            logger.warning("KV events of %s cannot be read: %s", self._worker.url, reason)
+        self.unreadable += 1
+        self._index.clear(self.source)
+        self.sequence.is_whole = self._held.is_whole = False
+
+
+class _PublisherConnection(asyncio.Protocol):
+    """One connection to a publisher. `opened` is done when messages may be sent, `closed` when no more come."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, kind: SocketKind, on_message: Callable[[list[bytes]], None]
+    ) -> None:
+        self.opened: asyncio.Future[None] = loop.create_future()
+        self.closed: asyncio.Future[None] = loop.create_future()
+        self._kind = kind
+        self._on_message = on_message
+        self._reader = ZmtpReader()
+        self._transport: asyncio.Transport | None = None
+
+    def send(self, data: bytes) -> None:
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.write(GREETING + ready(self._kind))
+
+    def data_received(self, data: bytes) -> None:
+        reader = self._reader
+        try:
+            messages = reader.feed(data)
+        except ZmtpError as error:
+            if not self.opened.done():
+                self.opened.set_exception(error)
+            else:
+                logger.warning("a publisher of KV events is left: %s", error)
+            self.close()
+            return
+        if reader.replies:
+            self.send(reader.replies)
+            reader.replies = b""
+        if reader.is_ready and not self.opened.done():
+            self.opened.set_result(None)
+        for parts in messages:
+            self._on_message(parts)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        if not self.opened.done():
+            self.opened.set_exception(ConnectionResetError("closed during the handshake"))
+        if not self.closed.done():
+            self.closed.set_result(None)

@@ -1,0 +1,192 @@
+"""The index of blocks against real engines: before every request it says how much of the prompt the engine then finds.
+
+Random traffic with shared beginnings over a KV cache that is too small, flushes, events that are lost, and a restart
+on the same ports; after each of them the index is right within a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from sglang_ext.types import Role
+from sglang_ext_router.config import RouterConfig, WorkerAddress
+from sglang_ext_router.decide.block_index import BlockIndex, TokenBlocks
+from sglang_ext_router.decide.event_sequence import SequenceAction
+from sglang_ext_router.instances.kv_events import KvEvents
+from sglang_ext_router.instances.probe import read_kv_events
+from sglang_ext_router.instances.workers import Worker
+from sglang_ext_router.request.prompt import measure
+from support.engines import Engine, EngineSpec, free_port
+
+pytestmark = pytest.mark.integration
+
+PAGE_TOKENS = 16
+KV_TOKENS = 2048
+SETTLED_S = 1.0
+# Undivided, as requests without a peer leave nothing in the cache of a prefill instance.
+SMALL = ("--page-size", str(PAGE_TOKENS), "--max-total-tokens", str(KV_TOKENS))
+
+
+def publishing(options: tuple[str, ...] = ()) -> EngineSpec:
+    """Return an engine that publishes its events, on ports of its own."""
+    config = {
+        "publisher": "zmq",
+        "endpoint": f"tcp://*:{free_port()}",
+        "replay_endpoint": f"tcp://*:{free_port()}",
+        "buffer_steps": 200,
+    }
+    arguments = (*SMALL, "--kv-events-config", json.dumps(config))
+    return EngineSpec(Role.PLAIN, arguments=arguments, worker_options=options)
+
+
+class Traffic:
+    """Prompts that share beginnings of any length, and what an engine finds of them in its cache."""
+
+    def __init__(self, engine: Engine, seed: int) -> None:
+        self.engine = engine
+        self.draws = random.Random(seed)
+        self._sent: list[list[int]] = []
+        self.is_losing = False
+        self.lost = 0
+
+    def prompt(self) -> list[int]:
+        beginning: list[int] = []
+        if self._sent and self.draws.random() < 0.7:
+            known = self.draws.choice(self._sent[-12:])
+            beginning = known[: self.draws.randint(1, len(known))]
+        made = beginning + [self.draws.randint(10, 400) for _ in range(self.draws.randint(1, 150))]
+        self._sent.append(made)
+        return made
+
+    def cached_tokens(self, prompt: list[int]) -> int:
+        """Have the engine compute a prompt; return how many of its tokens it found."""
+        body = {
+            "input_ids": prompt,
+            "sampling_params": {"temperature": 0, "max_new_tokens": 1},
+        }
+        reply = self.engine.post("/generate", body)
+        assert reply.status == 200, reply
+        return int(reply.body["meta_info"]["cached_tokens"])
+
+
+class FollowedEngine:
+    def __init__(self, engine: Engine) -> None:
+        self.index = BlockIndex(100_000)
+        self.events = KvEvents(asyncio.get_running_loop(), self.index)
+        self.worker = Worker(1, WorkerAddress(engine.url, Role.BOTH, None), RouterConfig())
+        self.worker.kv_events = read_kv_events(self.worker.host, engine.get("/server_info").body)
+        assert self.worker.kv_events is not None
+        assert self.worker.kv_events.block_tokens == PAGE_TOKENS
+        self.events.follow(self.worker)
+        (self.rank,) = self.events.ranks(self.worker)
+
+    def found_tokens(self, prompt: list[int]) -> int:
+        blocks = measure(b"/generate", {"input_ids": prompt}).blocks
+        assert isinstance(blocks, TokenBlocks)
+        found = self.index.matched(blocks.of(PAGE_TOKENS)).get(self.rank.source, 0) * PAGE_TOKENS
+        return min(found, (len(prompt) - 1) // PAGE_TOKENS * PAGE_TOKENS)
+
+    async def settle(self) -> None:
+        """Wait as long as the index may take to be right."""
+        await asyncio.sleep(SETTLED_S)
+        held = self.worker.held_blocks
+        assert held is not None
+        assert held.is_whole, self.events.describe(self.worker)
+
+
+@pytest.fixture(params=["off", pytest.param("both", marks=pytest.mark.full)])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    started = Engine.start(publishing(("--laps-mode", request.param)))
+    try:
+        started.wait_ready()
+        yield started
+    finally:
+        started.stop()
+
+
+async def follow(engine: Engine) -> None:
+    traffic = Traffic(engine, seed=1)
+    for _ in range(3):  # before anything follows it
+        await asyncio.to_thread(traffic.cached_tokens, traffic.prompt())
+    followed = FollowedEngine(engine)
+    take = followed.rank.sequence.on_batch
+
+    def lose_some(number: int, payload: bytes) -> list[SequenceAction]:
+        if traffic.is_losing and traffic.draws.random() < 0.5:
+            traffic.lost += 1
+            return []
+        return take(number, payload)
+
+    followed.rank.sequence.on_batch = lose_some  # type: ignore[method-assign]
+    try:
+        await followed.settle()
+        found_any = 0
+        for step in range(40):
+            traffic.is_losing = 15 <= step < 30
+            if step in (10, 20):
+                await asyncio.to_thread(engine.wait_idle)
+                assert (await asyncio.to_thread(engine.post, "/flush_cache", {})).status == 200
+            for _ in range(traffic.draws.randint(0, 2)):  # which the index has to follow meanwhile
+                await asyncio.to_thread(traffic.cached_tokens, traffic.prompt())
+            prompt = traffic.prompt()
+            await followed.settle()
+            found = followed.found_tokens(prompt)
+            assert await asyncio.to_thread(traffic.cached_tokens, prompt) == found, f"step {step}"
+            found_any += found > 0
+        assert found_any > 10
+        assert traffic.lost
+        described = followed.events.describe(followed.worker)
+        assert described["gaps"] > 0
+        assert (described["losses"], described["restarts"]) == (0, 0)
+        assert described["blocks"] <= KV_TOKENS // PAGE_TOKENS
+        assert sum(len(prompt) for prompt in traffic._sent) > 3 * KV_TOKENS  # there were evictions
+    finally:
+        await followed.events.stop()
+
+
+def test_the_index_is_what_the_engine_holds(engine: Engine) -> None:
+    asyncio.run(follow(engine))
+
+
+def test_an_engine_that_is_started_again_holds_nothing() -> None:
+    spec = publishing(("--laps-mode", "off"))
+    first = Engine.start(spec)
+    second: Engine | None = None
+
+    async def check() -> None:
+        nonlocal second
+        first.wait_ready()
+        traffic = Traffic(first, seed=2)
+        prompt = [20 + number for number in range(100)]
+        await asyncio.to_thread(traffic.cached_tokens, prompt)
+        followed = FollowedEngine(first)
+        try:
+            await followed.settle()
+            assert followed.found_tokens(prompt) == 96
+            first.stop()
+            second = Engine.start(spec, (first.port, first.bootstrap_port))
+            await asyncio.to_thread(second.wait_ready)
+            ready_s = time.monotonic()
+            while followed.found_tokens(prompt) or not followed.rank.is_connected:
+                assert time.monotonic() < ready_s + 4
+                await asyncio.sleep(0.05)
+            traffic.engine = second
+            assert await asyncio.to_thread(traffic.cached_tokens, prompt) == 0
+            await followed.settle()
+            assert followed.found_tokens(prompt) == 96
+            assert followed.events.describe(followed.worker)["restarts"] == 1
+        finally:
+            await followed.events.stop()
+
+    try:
+        asyncio.run(check())
+    finally:
+        first.stop()
+        if second is not None:
+            second.stop()
