@@ -1,6 +1,6 @@
 """Goodput of one pool against every other system, on traces that nothing was tuned on: all simulated.
 
-    python bench/goodput.py [--traces NAME ...] [--engines NAME ...] [--host-ms MS ...] [--full] [--seeds N ...]
+    python bench/goodput.py [--traces NAME ...] [--engines NAME ...] [--hosts none fitted] [--full] [--seeds N ...]
                             [--requests N] [--instances N] [--data FOLDER] [--out FILE.json] [--picture FILE.png]
 
 A system is good at a load where 99% of the short prompts have their first token within 0.4 s and 95% of the long ones
@@ -15,7 +15,8 @@ at most 8,192 tokens for LLaMA3-8B and 2,048 for Qwen2.5-32B.
 | `sharegpt` | turns of ShareGPT sessions, 2 s between an answer and the next turn | blocks of 64 |
 | `tetris-short`, `-medium`, `-long` | lengths of these three, half of the prompts chats of LMSYS; Poisson | none |
 
-8 H200 by operator times (32 with --full), host time of an iteration or chunk 0 and 8 ms. The first tenth warms up.
+8 H200 by operator times (32 with --full), without the host's time and with the one that was fitted to others' runs
+(`planner/simulation/host_times.py`), a request's way to prefill and back included. The first tenth warms up.
 
 | system | what it is |
 |---|---|
@@ -68,6 +69,7 @@ from sglang_ext.planner.simulation.events import EventLoop, PrefillListener, Ser
 from sglang_ext.planner.simulation.instances import InstancePool, InstancesSpec, router_policy
 from sglang_ext.planner.simulation.iteration_policies import ChunkedPrefill, LapsPolicy, QueueOrder
 from sglang_ext.planner.simulation.one_pool import OnePool, OnePoolOptions
+from sglang_ext.planner.simulation.operator_engine import BARE
 from sglang_ext.planner.simulation.pool_controller import SimulatedController
 from sglang_ext.planner.simulation.run import RecordedStage
 from sglang_ext.planner.simulation.workload import WorkloadError, load_workload, poisson_s, scaled, session_requests
@@ -80,7 +82,7 @@ DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 TRACES = ("mooncake", "azure", "sharegpt", "tetris-short", "tetris-medium", "tetris-long")
 SHARED_PREFIXES = ("mooncake", "sharegpt")
 SHORT_TOKENS = {"h200-llama3-8b": 8192, "h200-qwen2.5-32b": 2048}
-HOST_MS = (0.0, 8.0)
+HOSTS = {"none": BARE, "fitted": ""}  # what the engine's name ends with
 LOADS = (0.5, 0.8, 1.0)
 SHORT_SLO_S = 0.4
 LONG_SLO_S, LONG_STRETCH = 1.0, 5.0
@@ -101,11 +103,11 @@ class Setting(NamedTuple):
 
     trace: str
     engine: str
-    host_ms: float
+    host: str  # of HOSTS
     instances: int
 
     def __str__(self) -> str:
-        return f"{self.trace} {self.engine} host {self.host_ms:g} ms"
+        return f"{self.trace} {self.engine} host {self.host}"
 
 
 class Variant(NamedTuple):
@@ -119,7 +121,7 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True)
 class Scene:
-    """The engine of a setting, with the host's time in it."""
+    """The engine of a setting."""
 
     setting: Setting
     engine: SimEngine
@@ -137,6 +139,13 @@ class Scene:
         if prompt_tokens <= self.short_tokens:
             return SHORT_SLO_S
         return max(LONG_SLO_S, LONG_STRETCH * fastest_s(self.candidates, 0, prompt_tokens))
+
+    def outside_s(self, prompt_tokens: int) -> float:
+        """Return how long a request is on its way to prefill and back."""
+        front_end = self.engine.front_end
+        if front_end is None:
+            return 0.0
+        return front_end.entry_delay_s(prompt_tokens) + front_end.return_delay_s(prompt_tokens)
 
     def laps(self, composition: Composition | None = None) -> Callable[[Role], LapsPolicy]:
         limits = InstanceLimits(
@@ -159,28 +168,24 @@ class Scene:
 
 
 def scene_of(setting: Setting) -> Scene:
-    """Return the engine with the host's time added to every iteration and chunk.
+    """Return the engine of a setting.
 
     A prompt takes as long in a batch of an instance as in a chunk on SP 1: systems are compared, and not two fits.
     """
-    engine = load_engine(setting.engine, min(8, setting.instances))
-    host_s = setting.host_ms / 1e3
-    candidates = []
-    for candidate in engine.candidates:
-        assert isinstance(candidate.cost, SpCost)
-        candidates.append(SpCandidate(candidate.size, replace(candidate.cost, a_s=candidate.cost.a_s + host_s)))
-    coefficients = engine.coefficients._replace(kappa_s=engine.coefficients.kappa_s + host_s)
-    alone = next(candidate.cost for candidate in candidates if candidate.size == 1)
+    engine = load_engine(setting.engine + HOSTS[setting.host], min(8, setting.instances))
+    alone = next(candidate.cost for candidate in engine.candidates if candidate.size == 1)
+    assert isinstance(alone, SpCost)
+    request_s = engine.coefficients.request_s
     iteration = IterationCost(
-        fixed_s=alone.a_s,
-        request_s=0.0,
+        fixed_s=alone.a_s - request_s,
+        request_s=request_s,
         token_s=alone.b_s_per_token,
         read_s=0.0,
         cached2_s=0.0,
         cached_new_s=alone.c_s_per_token2,
         new2_s=alone.d_s_per_token2,
     )
-    return Scene(setting, engine._replace(candidates=tuple(candidates), coefficients=coefficients, iteration=iteration))
+    return Scene(setting, engine._replace(iteration=iteration))
 
 
 # ---- systems ----
@@ -349,8 +354,9 @@ class Run:
         request = served.request
         if request.key >= self.first:
             is_short = request.prompt_tokens <= self.scene.short_tokens
-            self.times_s[is_short].append(served.ttft_s)
-            if served.ttft_s > self.scene.objective_s(request.prompt_tokens):
+            ttft_s = served.ttft_s + self.scene.outside_s(request.prompt_tokens)
+            self.times_s[is_short].append(ttft_s)
+            if ttft_s > self.scene.objective_s(request.prompt_tokens):
                 self._count_late(is_short)
 
     def on_refused(self, request: SimRequest) -> None:
@@ -581,7 +587,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Goodput of one pool against every other system.")
     parser.add_argument("--traces", nargs="+", choices=TRACES, default=list(TRACES))
     parser.add_argument("--engines", nargs="+", choices=list(SHORT_TOKENS), default=list(SHORT_TOKENS))
-    parser.add_argument("--host-ms", nargs="+", type=float, default=list(HOST_MS))
+    parser.add_argument("--hosts", nargs="+", choices=list(HOSTS), default=list(HOSTS))
     parser.add_argument("--instances", nargs="+", type=int, help="default: 8; with --full 8 and 32")
     parser.add_argument("--requests", type=int, help="of a run (default: 600; with --full 4000), more of short traces")
     parser.add_argument("--seeds", nargs="+", type=int, help="of the loads (default: 0 1 2)")
@@ -597,11 +603,11 @@ def main() -> int:
     seeds = tuple(args.seeds or (0, 1, 2))
     began_s = time.monotonic()
     tasks = [
-        Task(Setting(trace, engine, host_ms, instances), args.data, requests, seeds)
+        Task(Setting(trace, engine, host, instances), args.data, requests, seeds)
         for instances in (args.instances or ([8, 32] if args.full else [8]))
         for engine in args.engines
         for trace in args.traces
-        for host_ms in args.host_ms
+        for host in args.hosts
     ]
     results = []
     with get_context("spawn").Pool(args.processes) as pool:

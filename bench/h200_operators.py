@@ -7,8 +7,9 @@ here does. Only entries that a shape needs are kept: matrix products of one laye
 attention over a prompt without a prefix (FlashAttention 3, batch 1), NCCL's all-gather of 2-byte elements, and SGLang's
 own all-reduce of them, as captured graphs have it.
 
-A matrix or a number of heads that was not measured lies on the straight line between the nearest two that were; the
-numbers of rows and of tokens are measured ones.
+A matrix or a number of heads that was not measured lies on the straight line between the nearest two that were; fewer
+heads than were measured take as long as the fewest measured. Rows and tokens take no longer than more of them, to
+which they could be padded. The numbers of rows and of tokens are measured ones.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from pathlib import Path
 
 ROWS = (1, 16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384, 32768)
 PROMPT_TOKENS = (1, 16, 32, 64, 128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 10240, 12288, 16384)
-HEAD_SIZE = 128
-# hidden, intermediate, layers, heads, KV heads, vocabulary of one device, and among how many a model is divided
+# hidden, intermediate, layers, heads, KV heads, vocabulary of one device, among how many a model is divided, head size
 SHAPES = {
-    "llama3-8b": (4096, 14336, 32, 32, 8, 128_256, 1),
-    "qwen2.5-7b": (3584, 18944, 28, 28, 4, 152_064, 1),
-    "qwen2.5-14b": (5120, 13824, 48, 40, 8, 152_064, 1),
-    "qwen2.5-32b": (5120, 27648, 64, 40, 8, 152_064, 1),
-    "qwen2.5-72b-tp2": (8192, 14784, 80, 32, 4, 76_032, 2),
+    "llama3-8b": (4096, 14336, 32, 32, 8, 128_256, 1, 128),
+    "qwen2.5-0.5b": (896, 4864, 24, 14, 2, 151_936, 1, 64),
+    "qwen2.5-7b": (3584, 18944, 28, 28, 4, 152_064, 1, 128),
+    "qwen2.5-14b": (5120, 13824, 48, 40, 8, 152_064, 1, 128),
+    "qwen2.5-32b": (5120, 27648, 64, 40, 8, 152_064, 1, 128),
+    "qwen2.5-72b-tp2": (8192, 14784, 80, 32, 4, 76_032, 2, 128),
 }
 
 
-HEADER = f'''"""Operator times measured on an H200, and the model shapes that they are of; by bench/h200_operators.py.
+HEADER = '''"""Operator times measured on an H200, and the model shapes that they are of; by bench/h200_operators.py.
 
 Source: NVIDIA aiconfigurator (Apache-2.0), SGLang 0.5.14, bfloat16, and its `h200_sxm.yaml`. Matrices and numbers of
 heads that were not measured are interpolated between measured ones. Times in milliseconds.
@@ -54,9 +55,9 @@ class ModelShape(NamedTuple):
     product_ms: tuple[float, ...]  # the four matrix products of a layer, by ROWS
     attention_ms: tuple[float, ...]  # of a layer, a whole prompt by PROMPT_TOKENS
     tp: int = 1  # devices that it is divided among
+    head_size: int = 128
 
 
-HEAD_SIZE = {HEAD_SIZE}
 MEMORY_BYTES_PER_S = 0.8 * 4.8e12  # what is reached of it
 KERNEL_S = 3e-6  # minimum time of an operation on memory'''
 
@@ -92,10 +93,10 @@ def main() -> int:
     }
     sizes = sorted({n for _, n, _ in gemm})
     attention = {
-        (row["num_heads"], row["num_key_value_heads"], row["isl"]): row["latency"]
+        (row["head_dim"], row["num_heads"], row["num_key_value_heads"], row["isl"]): row["latency"]
         for row in read_table(folder / "attention/sglang/0.5.14/context_attention_perf.parquet").to_pylist()
-        if (row["attn_dtype"], row["kv_cache_dtype"], row["window_size"], row["head_dim"], row["batch_size"])
-        == ("bfloat16", "bfloat16", 0, HEAD_SIZE, 1)
+        if (row["attn_dtype"], row["kv_cache_dtype"], row["window_size"], row["batch_size"])
+        == ("bfloat16", "bfloat16", 0, 1)
     }
     gather = {
         (row["num_gpus"], row["message_size"]): row["latency"]
@@ -115,31 +116,35 @@ def main() -> int:
 
         return between(sizes, columns, of_columns)
 
-    def attention_ms(heads: int, kv_heads: int, tokens: int) -> float:
-        known = sorted(h for h, kv, isl in attention if kv == kv_heads and isl == tokens)
-        return between(known, heads, lambda h: attention[h, kv_heads, tokens])
+    def attention_ms(head_size: int, heads: int, kv_heads: int, tokens: int) -> float:
+        known = sorted(h for size, h, kv, isl in attention if (size, kv, isl) == (head_size, kv_heads, tokens))
+        return between(known, max(heads, known[0]), lambda h: attention[head_size, h, kv_heads, tokens])
 
     print(HEADER)
     print(f"ROWS = {ROWS}")
     print(f"PROMPT_TOKENS = {PROMPT_TOKENS}")
     print("# fmt: off")
     print("SHAPES = {")
-    for name, (hidden, intermediate, layers, heads, kv_heads, vocabulary, tp) in SHAPES.items():
-        attended = HEAD_SIZE * heads
+    for name, (hidden, intermediate, layers, heads, kv_heads, vocabulary, tp, head_size) in SHAPES.items():
+        attended = head_size * heads
         matrices = (
-            (attended + 2 * HEAD_SIZE * kv_heads, hidden),
+            (attended + 2 * head_size * kv_heads, hidden),
             (hidden, attended),
             (2 * intermediate, hidden),
             (hidden, intermediate),
         )
-        products = [sum(product_ms(rows, *matrix) for matrix in matrices) for rows in ROWS]
-        attentions = [attention_ms(heads, kv_heads, tokens) for tokens in PROMPT_TOKENS]
+        measured = [sum(product_ms(rows, *matrix) for matrix in matrices) for rows in ROWS]
+        products = [min(measured[at:]) for at in range(len(ROWS))]
+        attended_ms = [attention_ms(head_size, heads, kv_heads, tokens) for tokens in PROMPT_TOKENS]
+        attentions = [min(attended_ms[at:]) for at in range(len(PROMPT_TOKENS))]
         print(f'    "{name}": ModelShape(')
         print(f"        {hidden}, {intermediate}, {layers}, {heads}, {kv_heads}, {vocabulary},")
         print_tuple(8, "", products)
         print_tuple(8, "", attentions)
         if tp > 1:
             print(f"        {tp},")
+        if head_size != 128:
+            print(f"        head_size={head_size},")
         print("    ),")
     print("}")
     elements = sorted({size for _, size in gather})
@@ -151,7 +156,7 @@ def main() -> int:
     elements = sorted({size for _, size in reduce})
     print_tuple(0, "REDUCED_ELEMENTS = ", elements)
     print("REDUCE_MS = {  # all-reduce of this many 2-byte elements on each device, by devices of one node")
-    for devices in sorted({shape[-1] for shape in SHAPES.values()} - {1}):
+    for devices in sorted({shape[-2] for shape in SHAPES.values()} - {1}):
         print_tuple(4, f"{devices}: ", [reduce[devices, size] for size in elements])
     print("}")
     print("# fmt: on")

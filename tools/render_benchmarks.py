@@ -32,6 +32,7 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "s": lambda value: f"{value:.2f} s",
     "s1": lambda value: f"{value:.1f} s",
     "ms": lambda value: f"{value:.3f} ms",
+    "ms1": lambda value: f"{value:.1f} ms",
     "ms_of_s": lambda value: f"{value * 1e3:.0f} ms",
     "s_of_ms": lambda value: f"{value / 1e3:.2f} s",
     "us": lambda value: f"{value:,.0f} µs",

@@ -12,8 +12,9 @@ sys.path.append(str(Path(__file__).resolve().parents[3] / "bench"))
 import goodput
 from goodput import Figures, Run, Setting, Variant, ratios, run, scene_of, systems, worst
 from sglang_ext.planner.simulation.events import EventLoop, ServedPrefill, SimRequest
+from sglang_ext.planner.simulation.host_times import H200_HOST
 
-SETTING = Setting("tetris-short", "h200-llama3-8b", 8.0, 4)
+SETTING = Setting("tetris-short", "h200-llama3-8b", "fitted", 4)
 
 
 def served(key: int, prompt_tokens: int, ttft_s: float) -> ServedPrefill:
@@ -21,10 +22,13 @@ def served(key: int, prompt_tokens: int, ttft_s: float) -> ServedPrefill:
 
 
 def test_host_time_is_in_every_iteration_and_chunk() -> None:
-    plain, with_host = scene_of(SETTING._replace(host_ms=0.0)), scene_of(SETTING)
-    assert with_host.engine.coefficients.kappa_s - plain.engine.coefficients.kappa_s == pytest.approx(0.008)
-    for before, after in zip(plain.candidates, with_host.candidates, strict=True):
-        assert after.cost.predict_s(0, 1000) - before.cost.predict_s(0, 1000) == pytest.approx(0.008)
+    plain, with_host = scene_of(SETTING._replace(host="none")), scene_of(SETTING)
+    each_s = H200_HOST.replayed_s + H200_HOST.request_s
+    longer_s = with_host.candidates[0].cost.predict_s(0, 8192) - plain.candidates[0].cost.predict_s(0, 8192)
+    assert 0.5 * each_s < longer_s < 1.5 * each_s  # of two fits, 2% apart
+    assert (plain.engine.iteration.request_s, with_host.engine.iteration.request_s) == (0.0, H200_HOST.request_s)
+    assert plain.outside_s(1000) == 0.0
+    assert with_host.outside_s(2000) > with_host.outside_s(1000) > H200_HOST.way_s + H200_HOST.front_s
 
 
 @pytest.mark.parametrize("tokens", [500, 3000, 8000])
@@ -33,7 +37,7 @@ def test_a_prompt_takes_as_long_in_a_batch_as_in_a_chunk_on_one_instance(tokens:
     requests = [SimRequest(key, 100.0 * key, tokens, 1) for key in range(10)]
     done = run(scene, systems()["fcfs"][3], requests, stops_early=False)
     times_s = [*done.times_s[True], *done.times_s[False]]
-    assert times_s == pytest.approx([scene.candidates[0].cost.predict_s(0, tokens)] * 9)
+    assert times_s == pytest.approx([scene.candidates[0].cost.predict_s(0, tokens) + scene.outside_s(tokens)] * 9)
 
 
 def test_one_late_short_prompt_in_a_hundred_is_good_and_two_are_not() -> None:
@@ -98,7 +102,7 @@ def test_the_worst_setting_counts() -> None:
         "long_p90_over_best": 0.5,
         "long_p50_over_best": 0.5,
     }
-    assert least["no_other_is_good"] == ["mooncake h200-llama3-8b host 8 ms"]
+    assert least["no_other_is_good"] == ["mooncake h200-llama3-8b host fitted"]
 
 
 @pytest.mark.parametrize("name", systems())

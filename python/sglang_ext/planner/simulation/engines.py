@@ -20,11 +20,12 @@ from sglang_ext.costs.flow_shop import NO_HOP, Hop, Stages
 from sglang_ext.laps.decide.cost_model import CostCoefficients
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
 from sglang_ext.long_pool.decide.table1 import fitted_candidates
-from sglang_ext.planner.simulation.operator_engine import OPERATOR_MODELS, OPERATOR_PREFIX
+from sglang_ext.planner.simulation.host_times import NO_HOST
+from sglang_ext.planner.simulation.operator_engine import BARE, EAGER, OPERATOR_MODELS, operator_model
 
 TABLE1 = "table1"
 TABLE1_MODEL, TABLE1_LAYERS = "LLaMA3-8B", 32
-ENGINE_NAMES = ", ".join([TABLE1, *OPERATOR_MODELS])
+ENGINE_NAMES = ", ".join([TABLE1, *OPERATOR_MODELS]) + f" (these also with {EAGER} or {BARE})"
 
 
 class EngineError(ValueError):
@@ -70,7 +71,7 @@ class SimEngine(NamedTuple):
 def load_engine(name: str, largest_size: int = 16, *, model: str | None = None) -> SimEngine:
     """Return `table1` (LLaMA3-8B on A100), one of OPERATOR_MODELS or the profile in the file `name`.
 
-    The first two have the SP sizes that are powers of two up to `largest_size` (operators: 8 at most).
+    The first two have the SP sizes that are powers of two up to `largest_size` (operators: 8 devices at most).
 
     A profile with only one of the two parts gives the other: Eq. 1 of Tetris with c = 2d is LAPS's model on SP 1. Of
     a profile of only pipelines, one instance takes what all stages of the shortest take together.
@@ -81,16 +82,20 @@ def load_engine(name: str, largest_size: int = 16, *, model: str | None = None) 
         candidates = fitted_candidates(largest_size)
         title = f"Tetris Table 1 fit, {TABLE1_MODEL} on A100"
         return SimEngine(title, candidates, _single(candidates), layers=TABLE1_LAYERS)
-    operators = OPERATOR_MODELS.get(name)
+    operators = operator_model(name)
     if operators is not None:
-        _check_model(name, name.removeprefix(OPERATOR_PREFIX), model)
-        title = f"{name.removeprefix(OPERATOR_PREFIX)} on H200, from operator times"
+        shape = operators.shape
+        _check_model(name, operators.name.removesuffix(f"-tp{shape.tp}"), model)
+        host = "" if operators.host == NO_HOST else " and host times"
+        if operators.is_eager:
+            host += " without graphs"
         return SimEngine(
-            title,
+            f"{operators.name} on H200, from operator times{host}",
             operators.candidates(largest_size),
             operators.coefficients(),
-            activation_bytes_per_token=4 * operators.shape.hidden_size,
-            layers=operators.shape.layers,
+            front_end=operators.front_end(),
+            activation_bytes_per_token=4 * shape.hidden_size,
+            layers=shape.layers,
         )
     path = Path(name)
     if not path.exists():

@@ -23,6 +23,7 @@ from sglang_ext import settings
 from sglang_ext.cluster.config import ConfigError
 from sglang_ext.costs.engine_profile import MeasuredServer, ProfileError, load_measured_server
 from sglang_ext.planner.simulation.engines import ENGINE_NAMES, EngineError, load_engine
+from sglang_ext.planner.simulation.operator_engine import operator_model
 from sglang_ext.planner.simulation.pictures import PicturesError, check_pictures, draw_cost
 from sglang_ext.planner.simulation.scenario import (
     LAPS,
@@ -290,7 +291,10 @@ def sized_engine(name: str, kv_tokens: int | None = None, chunk_tokens: int | No
 
 def _server(name: str) -> MeasuredServer:
     path = Path(name)
-    return load_measured_server(path) if path.is_file() else MeasuredServer(None, None, None, False)
+    if path.is_file():
+        return load_measured_server(path)
+    operators = operator_model(name)
+    return MeasuredServer(None if operators is None else operators.shape.tp, None, None, False)
 
 
 def _families(args: argparse.Namespace, setup: TrialSetup, decode_tp: int) -> tuple[LayoutFamily, ...]:
