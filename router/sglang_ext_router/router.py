@@ -24,11 +24,11 @@ from sglang_ext_router.decide.pd_protocol import RetryPolicy
 from sglang_ext_router.decide.retry_budget import RetryBudget
 from sglang_ext_router.group.lease import LeaseHolder
 from sglang_ext_router.group.shared_state import SharedState
-from sglang_ext_router.http.access import GENERATION_PATHS, PAGE_PATHS, REPORT_PATHS, STREAM_PATH, Access
+from sglang_ext_router.http.access import FLOW_PATHS, PAGE_PATHS, REPORT_PATHS, STREAM_PATH, Access
 from sglang_ext_router.http.asgi_bridge import AsgiCall
 from sglang_ext_router.http.client_ports import ClientPorts
 from sglang_ext_router.http.http1 import ClientConnection
-from sglang_ext_router.http.instance_paths import OTHER_NAMES
+from sglang_ext_router.http.instance_paths import OTHER_NAMES, PUT_PATHS
 from sglang_ext_router.http.request_parser import Request
 from sglang_ext_router.http.tls import worker_context
 from sglang_ext_router.instances.discovery import Discovery
@@ -260,18 +260,18 @@ class Router:
     # -- requests ---------------------------------------------------------------------------------------
 
     def dispatch(self, connection: ClientConnection, request: Request) -> None:
-        """Serve a generation request with a `RequestFlow`, any other request by the control plane."""
+        """Serve a request that instances compute with a `RequestFlow`, any other request by the control plane."""
         path, method = request.path, request.method
         if path in OTHER_NAMES:
             request.path = path = OTHER_NAMES[path]
-        if path not in GENERATION_PATHS:
-            if path.rstrip(b"/") in GENERATION_PATHS:  # as SGLang answers
+        if path not in FLOW_PATHS:
+            if path.rstrip(b"/") in FLOW_PATHS:  # as SGLang answers
                 where = path.rstrip(b"/") + (b"?" + request.query if request.query else b"")
                 connection.respond(307, b"", b"text/plain", b"location: %b\r\n" % where)
                 return
             self._dispatch_control(connection, request)
             return
-        if method != b"POST" and not (method == b"PUT" and path == b"/generate"):
+        if method != b"POST" and not (method == b"PUT" and path in PUT_PATHS):
             if self.access.is_preflight(request):
                 self._dispatch_control(connection, request)
                 return
@@ -301,8 +301,8 @@ class Router:
             self._dispatch_report(connection, request)
 
     def _methods_of(self, path: bytes) -> list[str]:
-        if path in GENERATION_PATHS:
-            return ["POST", "PUT"] if path == b"/generate" else ["POST"]
+        if path in FLOW_PATHS:
+            return ["POST", "PUT"] if path in PUT_PATHS else ["POST"]
         return methods_of(self.control_plane(), path.decode("latin-1"))
 
     def _dispatch_report(self, connection: ClientConnection, request: Request) -> None:

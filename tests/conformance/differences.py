@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from conformance.answers import Answer
 from conformance.cases import Case
-from sglang_ext_router.http.instance_paths import INSTANCE_PATHS, Handling
+from sglang_ext_router.http.instance_paths import INSTANCE_PATHS, UNDIVIDED_PATHS, Handling
 
 Applies = Callable[[Case, Answer, Answer], bool]
 
@@ -47,6 +47,7 @@ def _content(path: str) -> Applies:
 
 def _is_not_served(case: Case, plain: Answer, router: Answer) -> bool:
     paths = {entry.path for entry in INSTANCE_PATHS if entry.handling is Handling.NOT_SERVED}
+    paths |= {path.decode() for path in UNDIVIDED_PATHS}
     return router.status == 404 and case.path in paths and "not served here" in router.message
 
 
@@ -74,7 +75,7 @@ DIFFERENCES: tuple[Difference, ...] = (
         _refused_by_both,
     ),
     Difference(
-        "a path that the router does not serve",
+        "a path that the router does not serve, or not for a model that has prefill and decode instances only",
         "what the path answers",
         "404 with the reason",
         "see the table below",
@@ -294,6 +295,10 @@ FATAL = (
         "its scheduler ends at an `id` that is a list or an object",
     ),
     ("`lora_id`, `positional_embed_overrides` and other fields that are SGLang's own", "its tokenizer process ends"),
+    (
+        "`embed_overrides`, `query_embed_overrides` and their like",
+        "it ends at embeddings of another size than its model's, or answers 500",
+    ),
     (
         "a list of `top_logprobs_num`, `return_hidden_states`, `logprob_start_len` that does not fit the batch",
         "it may end",

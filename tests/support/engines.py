@@ -143,7 +143,9 @@ class Engine:
             if all(line in log for line in READY_LINES):
                 if not self.spec.has_own_imports:
                     # SGLang's own health check, which a router may ask for at this moment, has room 0.
-                    reply = self.post("/generate", {**WARM_UP, "bootstrap_room": random.getrandbits(62)})
+                    embeds = "--is-embedding" in self.spec.arguments  # and ends when it is asked to generate
+                    warm_up = {"input": "x"} if embeds else {**WARM_UP, "bootstrap_room": random.getrandbits(62)}
+                    reply = self.post("/v1/embeddings" if embeds else "/generate", warm_up)
                     assert reply.status == 200, reply
                 return
             time.sleep(0.1)

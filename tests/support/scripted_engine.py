@@ -22,6 +22,7 @@ from sglang_ext.types import Role
 from support.running_time import pause, running_s
 
 GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/generate"})
+GENERATION_PATHS |= {"/v1/embeddings", "/v1/rerank", "/v1/score", "/v1/classify"}
 MODEL = "m"
 CONTEXT_TOKENS = 8192
 BOOTSTRAP_PORT = 8998
@@ -270,6 +271,7 @@ class ScriptedEngine:
             "disaggregation_bootstrap_port": BOOTSTRAP_PORT,
             "sglang_ext": {"hooks": ["parallel-samples"]},
         }
+        self.is_generation = True  # by its /model_info; else it embeds
         self.loads: object = {"loads": [{"num_running_reqs": 0, "num_used_tokens": 0, "max_total_num_tokens": 1 << 20}]}
         self.pages: dict[str, Script] = {}  # path → answer to what is no generation, in place of an echo
         self.connections_made = 0
@@ -394,6 +396,8 @@ class ScriptedEngine:
         self.control.append(request)
         if request.path == "/server_info":
             return reply(self.info)
+        if request.path == "/model_info" and not self.is_generation:
+            return reply({"is_generation": False})
         if request.path == "/abort_request":
             return self._abort(request)
         if request.path in self.pages:

@@ -166,7 +166,10 @@ def test_a_second_cluster_of_a_name_is_refused(
 
 def test_no_gpu_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sglang_ext.cluster.plan.cuda_device_count", lambda: 0)
-    assert cli.main(["up", "smollm2", "--dry-run", "--prefill", "1", "--set", "device=cuda"]) == 2
+    assert (
+        cli.main(["up", "smollm2", "--dry-run", "--prefill", "1", "--set", "device=cuda", "--set", "router.port=0"])
+        == 2
+    )
     message = "device: is cuda, but no GPU can be used here (driver, or torch without CUDA)"
     assert message in capsys.readouterr().err
     row_of(message)

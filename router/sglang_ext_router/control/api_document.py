@@ -112,6 +112,19 @@ _MESSAGE = _object(
     stop_reason=_TEXT_OR_NULL,
     usage=_object("input_tokens output_tokens", input_tokens=_INTEGER, output_tokens=_INTEGER),
 )
+_LIST_OF_OBJECTS: Schema = {"type": "array", "items": _object("")}
+_DATA = _object("object data model usage", object={"const": "list"}, data=_LIST_OF_OBJECTS, model=_TEXT, usage=_USAGE)
+# Path, summary and reply of what an undivided instance answers without generating anything.
+_UNDIVIDED: tuple[tuple[str, str, Schema], ...] = (
+    ("/v1/embeddings", "The embeddings of texts.", _DATA),
+    ("/v1/classify", "The classes of texts.", _DATA),
+    ("/v1/rerank", "Documents in the order in which they fit a query.", _LIST_OF_OBJECTS),
+    (
+        "/v1/score",
+        "How likely each label follows a query and an item.",
+        _object("object scores model", object={"const": "scoring"}, scores={"type": "array"}),
+    ),
+)
 # Path, summary and reply (without streaming) of each generation path; the body's schema is in `BODIES`.
 _GENERATION: tuple[tuple[str, str, Schema], ...] = (
     (
@@ -172,7 +185,7 @@ def describe_api(app: FastAPI, needs_client_key: bool) -> dict[str, Any]:
         elif needs_client_key and not operation.pop("x-open", False):
             operation["security"] = [_NEEDS_KEY]
         operation.pop("x-open", None)
-    for path, summary, reply in _GENERATION:
+    for path, summary, reply in (*_GENERATION, *_UNDIVIDED):
         paths[path] = {"post": _generation(path, summary, reply, needs_client_key)}
     return document
 
@@ -206,6 +219,10 @@ def _generation(path: str, summary: str, reply: Schema, needs_client_key: bool) 
             }
         },
     }
+    if (path, summary, reply) in _UNDIVIDED:
+        operation["description"] = "Needs an undivided instance of the model: 404 where it has prefill and decode only."
+        operation["responses"]["200"]["description"] = "the reply"
+        del operation["responses"]["200"]["content"]["text/event-stream"]
     for status, text in (_EVERYWHERE | _GENERATION_ERRORS).items():
         operation["responses"][str(status)] = _error_answer(text, "InstanceError")
     if needs_client_key:

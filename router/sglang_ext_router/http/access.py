@@ -8,7 +8,7 @@ import re
 from sglang_ext.shared_key import bearer_key
 from sglang_ext_router.config import RouterConfig
 from sglang_ext_router.http.api_keys import ApiKeys
-from sglang_ext_router.http.instance_paths import OTHER_NAMES, PASSED_ON_PATHS
+from sglang_ext_router.http.instance_paths import OTHER_NAMES, PASSED_ON_PATHS, UNDIVIDED_PATHS
 from sglang_ext_router.http.request_parser import Request, RequestRefusal
 from sglang_ext_router.observe.metrics import RouterMetrics
 
@@ -23,7 +23,8 @@ STREAM_PATH = b"/ui/stream"
 _OPEN_PATHS = PROBE_PATHS | {PAGE_PATH}
 PAGE_PATHS = frozenset({PAGE_PATH, STREAM_PATH})  # may have a port of their own
 REPORT_PATHS = frozenset({b"/metrics", b"/docs", b"/openapi.json"})  # may have a port of their own
-_PROMPT_PATHS = GENERATION_PATHS | PASSED_ON_PATHS | frozenset(OTHER_NAMES)
+FLOW_PATHS = GENERATION_PATHS | UNDIVIDED_PATHS  # whose requests go through admission and routing
+_PROMPT_PATHS = FLOW_PATHS | PASSED_ON_PATHS | frozenset(OTHER_NAMES)
 _HEADER_NAMES = re.compile(rb"[A-Za-z0-9_, -]*")
 _EXPOSED = b"x-request-id, retry-after, x-sglang-ext-class, x-sglang-ext-prefill, x-sglang-ext-decode, " + (
     b"x-sglang-ext-queue-ms"

@@ -27,8 +27,8 @@ class InstancePath(NamedTuple):
     reason: str = ""
 
 
-_GENERATES = "the instances behind this router generate text"
-_SCORES = "ask /v1/completions with prompt_logprobs and prompt_logprob_token_ids, or /generate with token_ids_logprob"
+_AUDIO = "it takes no JSON, and the instances behind this router work on text; ask an instance that transcribes"
+_SCORES = "ask /v1/score, or /v1/completions with prompt_logprobs and prompt_logprob_token_ids"
 _ONE_INSTANCE = "it reads or changes one instance; ask the instances, whose addresses GET /workers lists"
 _WEIGHTS = "weights are changed at every instance by itself; ask the instances, whose addresses GET /workers lists"
 _SESSIONS = "a session lives in one instance, and requests go to two; send the conversation with every request"
@@ -36,6 +36,7 @@ _SESSIONS = "a session lives in one instance, and requests go to two; send the c
 _SERVED = (
     *("POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses", "POST PUT /generate"),
     *("POST /v1/messages", "POST /invocations", "POST /abort_request", "GET POST /flush_cache"),
+    *("POST /v1/embeddings", "POST PUT /v1/rerank", "POST /v1/score", "POST /v1/classify"),  # where undivided
     *("GET HEAD /", "GET /health", "GET /health_generate", "GET /ready", "GET /ping", "GET /metrics"),
     *("GET /v1/models", "GET /v1/models/{model:path}", "GET /v1/loads", "GET /api/tags"),
     *("GET /model_info", "GET /get_model_info", "GET /server_info", "GET /get_server_info"),
@@ -46,11 +47,10 @@ _PASSED_ON = (
     *("/parse_function_call", "/separate_reasoning", "/api/show"),
 )
 _NOT_SERVED: dict[str, tuple[str, ...]] = {
-    _GENERATES: (
-        *("POST /v1/embeddings", "POST PUT /v1/rerank", "POST /v1/classify", "POST PUT /classify", "POST PUT /encode"),
-        *("POST /v1/audio/transcriptions", "WEBSOCKET /v1/realtime"),
-    ),
-    _SCORES: ("POST /v1/score", "POST /v1/decisions", "POST /v1/systemone"),
+    _AUDIO: ("POST /v1/audio/transcriptions", "WEBSOCKET /v1/realtime"),
+    "send the input to /v1/classify": ("POST PUT /classify",),
+    "send the input to /v1/embeddings": ("POST PUT /encode",),
+    _SCORES: ("POST /v1/decisions", "POST /v1/systemone"),
     "send every member of its instances to /generate": ("POST /vertex_generate",),
     "send the messages to /v1/chat/completions": ("POST /api/chat",),
     "send the prompt to /v1/completions or /generate": ("POST /api/generate",),
@@ -89,5 +89,8 @@ INSTANCE_PATHS: tuple[InstancePath, ...] = (
     *(_listed(line, Handling.NOT_SERVED, reason) for reason, lines in _NOT_SERVED.items() for line in lines),
 )
 PASSED_ON_PATHS = frozenset(path.encode() for path in _PASSED_ON)
+# What is made of a prompt without generating anything: an undivided instance does all of it.
+UNDIVIDED_PATHS = frozenset({b"/v1/embeddings", b"/v1/rerank", b"/v1/score", b"/v1/classify"})
+PUT_PATHS = frozenset({b"/generate", b"/v1/rerank"})  # which take PUT as they take POST
 # Other names of the paths that generate: requests for them are served, and recorded, as requests for these.
 OTHER_NAMES = {b"/invocations": b"/v1/chat/completions"}

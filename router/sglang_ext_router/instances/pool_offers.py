@@ -89,6 +89,8 @@ class PoolOffers:
         It is asked about a long prompt that members may share, and of which no instance holds half.
         """
         prompt, planner = request.prompt, self._planner
+        if request.is_undivided:
+            return False
         if request.prompt_tokens <= planner.boundary(request.model).limit_tokens:
             return False
         if prompt.sequence_count != 1 or request.scores.is_prefill_only or request.scores.entries_per_token:

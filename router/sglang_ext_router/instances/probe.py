@@ -193,6 +193,8 @@ class Prober:
                 if reply.status != 200:
                     raise ValueError(f"/health answered {reply.status}")
             if not worker.has_info:
+                if worker.role is Role.PLAIN:
+                    worker.generates = (await self.get_json(worker, MODEL_PATH)).get("is_generation") is not False
                 self._take_info(worker, await self.get_json(worker, "/server_info"))
             if worker.fits_length_boundary:
                 await self._read_boundary(worker)
@@ -259,6 +261,20 @@ class Prober:
             return self._refusal(address.role, read_facts(address.url, info, address.revision), info)
         except _ANSWER_ERRORS:
             return None
+
+    def _task_refusal(self, worker: Worker, facts: PairingFacts) -> str | None:
+        """Return why an instance that generates must not serve a model together with one that embeds; None if it may.
+
+        An instance that embeds ends when it is asked to generate.
+        """
+        for other in self._registry:
+            differs = other.generates is not worker.generates
+            if differs and other is not worker and other.serves_facts and other.model == facts.model:
+                own, others = ("generates", "does not") if worker.generates else ("does not generate", "does")
+                return (
+                    f"it cannot serve {facts.model} together with {other.url}: {worker.url} {own}, {other.url} {others}"
+                )
+        return None
 
     def _refusal(self, role: Role, facts: PairingFacts, info: Mapping[str, Any]) -> str | None:
         """Return why an instance does not fit its role, or the others that serve its model.
@@ -442,7 +458,7 @@ class Prober:
         worker.facts = facts
         worker.model = facts.model
         worker.revision = facts.revision
-        refusal = self._refusal(worker.role, facts, info)
+        refusal = self._task_refusal(worker, facts) or self._refusal(worker.role, facts, info)
         if refusal is not None:
             raise _MisfitError(refusal)
         worker.can_switch_roles = worker.role is not Role.PLAIN and _can_switch_roles(info)

@@ -39,6 +39,7 @@ class ModelPools:
         self.prefill_roles: tuple[Role, ...] = ()
         self.has_revisions = False  # ready instances are of several
         self.silent_kinds: frozenset[str] = frozenset()  # of which an instance is silent and keeps its place
+        self.generates = True  # by its instances; those of a model that embeds end when they are asked to
         self.is_undivided = False  # all its instances, ready or not, are undivided ones
         # Prompts up to the first fit every ready instance of the kind, beyond the second none.
         self.shortest_decode_tokens = 0
@@ -57,6 +58,8 @@ class ModelPools:
         Where there is no pair at all, none is left out: requests without a decode leg can be served.
         """
         self.ready_plain = tuple(worker for worker in ready if worker.role is Role.PLAIN)
+        if ready:
+            self.generates = all(worker.generates for worker in ready)
         ready = [worker for worker in ready if worker.role is not Role.PLAIN]
         decode_revisions = {worker.revision for worker in ready if not worker.role.is_prefill}
         pairs = {worker.revision for worker in ready if worker.role.is_prefill and worker.revision in decode_revisions}
@@ -244,6 +247,13 @@ class WorkerRegistry:
             and not worker.is_refused
             and worker.model in ("", model.name)
             and (kind in ("", kind_of(worker.role)) or worker.role is Role.PLAIN)
+            for worker in self._by_id.values()
+        )
+
+    def may_be_undivided(self, model: ModelPools) -> bool:
+        """Return whether the model has an undivided instance, ready or not, or one may turn out to serve it."""
+        return any(
+            worker.role is Role.PLAIN and not worker.is_refused and worker.model in ("", model.name)
             for worker in self._by_id.values()
         )
 

@@ -131,6 +131,7 @@ class Worker:
         self.max_running: int | None = None  # requests that its scheduler runs at once
         self.label_header = b""  # of clients, from which it takes labels of its metrics
         self.serves_parallel_samples = False
+        self.generates = True  # text; else it embeds, classifies or ranks
         self.takes_output = False  # a request may bring the output so far, and goes on behind it
         self.aborts_families = False  # the id of a batch aborts all of its sequences
         self.kv_events: KvEventsAddress | None = None

@@ -146,7 +146,7 @@ class Attempt:
             self._record.room_id,
             prompt.sequence_count,
             prompt.samples_per_prompt,
-            worker.aborts_families,
+            worker.aborts_families and not self._request.is_undivided,  # which has a list of ids
         )
         self._services.aborter.abort(worker, ids)
 
@@ -211,6 +211,8 @@ class Attempt:
         end = leg.end_of_body()
         if services.access_log is not None and prompt.sequence_count == 1:
             record.known_prompt_tokens = find_int(end, b'"prompt_tokens":')
+        if request.is_undivided:  # nothing is generated
+            return
         metrics = services.metrics.of(self.route.decision.length_class)
         if not prompt.is_stream:
             tokens = None

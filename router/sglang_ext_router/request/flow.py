@@ -174,13 +174,33 @@ class RequestFlow:
         request.may_migrate = request.may_migrate and services.max_migrations > 0
         self._request = self.record.request = request
         self._unread.body = b""  # the prepared request has what is needed of it
+        if not self._is_for_model():
+            return
         sequences, limit = request.prompt.sequence_count, services.config.max_sequences_per_request
-        if sequences > limit:
+        if sequences > limit and not request.is_undivided:  # whose inputs take no rooms
             field = "n" if request.prompt.samples_per_prompt > limit else None
             message = f"the request makes {sequences} sequences (prompts × n), more than the {limit} that are allowed"
             self._refuse(400, message, "too_many_sequences", field)
             return
         self._count()
+
+    def _is_for_model(self) -> bool:
+        """Refuse what the model's instances cannot do: generate, or serve a path that only undivided ones serve.
+
+        An instance of a model that embeds ends when it is asked to generate.
+        """
+        request, registry = self._request, self._services.registry
+        model, path = request.model, request.path.decode()
+        shown = f"the model {model.name!r}" if model.name else "the model"
+        if not request.is_undivided and not model.generates:
+            message = f"{shown} does not generate: ask /v1/embeddings, /v1/rerank, /v1/score or /v1/classify"
+            self._refuse(400, message, "bad_request", "model")
+        elif request.is_undivided and not registry.may_be_undivided(model):
+            message = f"it needs an undivided instance (--plain URL), and {shown} has prefill and decode instances only"
+            self._refuse(404, f"{path} of SGLang is not served here: {message}", "bad_request")
+        else:
+            return True
+        return False
 
     # -- count ------------------------------------------------------------------------------------------
 
@@ -188,7 +208,8 @@ class RequestFlow:
         """Estimate the prompt's tokens; a tokenizer counts them where the estimate leaves the length class in doubt."""
         planner, request = self._services.planner, self._request
         tokeniser = request.model.tokeniser
-        if tokeniser is not None and request.prompt.texts and self._needs_exact_count():
+        is_undivided = request.is_undivided  # which instances hold it is theirs to say
+        if tokeniser is not None and request.prompt.texts and not is_undivided and self._needs_exact_count():
             self._services.metrics.tokenised += 1
             tokeniser.count(request.prompt.texts, self._on_counted)
         else:
@@ -325,17 +346,22 @@ class RequestFlow:
         excluded = self._excluded or _NONE_EXCLUDED
         place, self._place = self._place, None
         try:
-            route = services.planner.route(
-                request.model,
-                prompt,
-                request.prompt_tokens,
-                excluded[0],
-                excluded[1],
-                now_s,
-                not request.scores.is_prefill_only,
-                place,
-                not (request.scores.is_prefill_only or request.scores.is_joined),
-            )
+            if request.is_undivided:
+                route = services.planner.route_undivided(
+                    request.model, prompt, request.prompt_tokens, excluded[0], now_s
+                )
+            else:
+                route = services.planner.route(
+                    request.model,
+                    prompt,
+                    request.prompt_tokens,
+                    excluded[0],
+                    excluded[1],
+                    now_s,
+                    not request.scores.is_prefill_only,
+                    place,
+                    not (request.scores.is_prefill_only or request.scores.is_joined),
+                )
         except NoInstanceError as error:
             self._lacking = str(error)
             if self._wait_for_instance(error, now_s):

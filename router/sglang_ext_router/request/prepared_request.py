@@ -6,11 +6,12 @@ from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING, NamedTuple
 
 from sglang_ext.token_marks import MARKS_HEADER
+from sglang_ext_router.http.instance_paths import UNDIVIDED_PATHS
 from sglang_ext_router.http.request_parser import Request
 from sglang_ext_router.instances.online_load import OFFLINE_PRIORITY
 from sglang_ext_router.observe.trace_spans import TraceContext
 from sglang_ext_router.request.migration import Delivered, may_migrate
-from sglang_ext_router.request.prompt import BadRequestError, Prompt, dump, measure, parse_body
+from sglang_ext_router.request.prompt import BadRequestError, Prompt, dump, list_size, measure, parse_body
 from sglang_ext_router.request.request_body import (
     PRIORITIES,
     CleanBody,
@@ -102,6 +103,9 @@ def read_body(path: bytes, raw: bytes | bytearray, has_hints: bool) -> ReadBody:
         raise BadRequestError("model must be a string", "model")
     prompt = measure(path, body)
     target: bytes | None = None
+    if path in UNDIVIDED_PATHS:  # where a client's own ids name nothing that is in the reply
+        clean = clean_body(raw, body, has_id=False)._replace(list_size=list_size(body))
+        return ReadBody(model, prompt, NO_SCORES, clean, target, None)
     scores: ScorePlan = NO_SCORES if SCORE_FIELDS.isdisjoint(body) else plan_scores(path, body)
     asked = scores.body
     if asked is not None:  # SGLang is asked in its own words
@@ -126,6 +130,7 @@ class PreparedRequest:
         "_hints",
         "headers",
         "is_online",
+        "is_undivided",
         "may_migrate",
         "model",
         "output_tokens",
@@ -144,6 +149,7 @@ class PreparedRequest:
         self.model = model
         self.is_online = headers.priority != OFFLINE_PRIORITY
         self.path = request.path
+        self.is_undivided = request.path in UNDIVIDED_PATHS  # only an undivided instance can serve it
         own_target = request.path + b"?" + request.query if request.query else request.path
         self.target = body.target or own_target
         self.started_s = started_s

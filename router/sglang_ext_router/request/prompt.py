@@ -10,6 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from sglang_ext_router.decide.block_index import TokenBlocks, salt_seed
 from sglang_ext_router.decide.prefix_index import BLOCK_ENDS, block_hashes
+from sglang_ext_router.http.instance_paths import UNDIVIDED_PATHS
 
 ID_BYTES = 8  # of a token id where hashes are made
 MAX_SEQUENCES = 4096  # of one request: each takes a bootstrap room on both instances
@@ -75,6 +76,8 @@ def measure(path: bytes, body: dict[str, Any]) -> Prompt:
         items = [_messages_text(body)]
     elif path == b"/v1/completions":
         items = _items(body.get("prompt"), "prompt")
+    elif path in UNDIVIDED_PATHS:
+        items = _undivided_items(path, body)
     else:
         given = [name for name in ("text", "input_ids") if body.get(name) is not None]
         if len(given) > 1:
@@ -106,7 +109,8 @@ def measure(path: bytes, body: dict[str, Any]) -> Prompt:
                     blocks = _token_blocks(body, encoded)
         if index == 0:
             hashes = block_hashes(encoded)
-    images, audios = count_media(path, body) if len(items) == 1 and texts else (0, 0)
+    is_undivided = path in UNDIVIDED_PATHS
+    images, audios = count_media(path, body) if texts and (len(items) == 1 or is_undivided) else (0, 0)
     return Prompt(
         sum(sizes),
         sum(counts) if counts else None,
@@ -115,7 +119,7 @@ def measure(path: bytes, body: dict[str, Any]) -> Prompt:
         hashes,
         sequences,
         samples,
-        body.get("stream") is True,
+        body.get("stream") is True and not is_undivided,
         tuple(texts),
         images,
         audios,
@@ -142,7 +146,7 @@ _TOKEN_IDS: Any = TypeAdapter(list[int])
 def _items(value: Any, name: str) -> list[str | list[int]]:
     """Return the prompts of a batch: `value` is a string, a list of token ids, or a list of either."""
     items = _plain_items(value)
-    if items is None and name == "prompt":  # SGLang takes `"1"`, `1.0` and `true` as token ids there
+    if items is None and name in ("prompt", "input"):  # SGLang takes `"1"`, `1.0` and `true` as token ids there
         try:
             items = _plain_items(_PROMPT.validate_python(value))
         except ValidationError:
@@ -192,6 +196,38 @@ def _depth(value: Any) -> int:
         depth += 1
         value = value[0] if value else None
     return depth
+
+
+def _undivided_items(path: bytes, body: dict[str, Any]) -> list[str | list[int]]:
+    """Return the prompts of a request that generates nothing: inputs, or the query with each document or item."""
+    if path == b"/v1/rerank":
+        documents = body.get("documents")
+        if type(documents) is not list or not documents:
+            raise BadRequestError("documents must be a non-empty list", "documents")
+        query = _block_text(body.get("query"))
+        return [f"{query}\n{_block_text(document)}" for document in documents]
+    if path == b"/v1/score":
+        asked = body.get("query")
+        return [_joined(asked, item) for item in _items(body.get("items"), "items")]
+    given = body.get("input")
+    if type(given) is list and given and type(given[0]) is dict:  # text, image and video
+        return [str(item.get("text") or "") if type(item) is dict else "" for item in given]
+    return _items(given, "input")
+
+
+def _joined(query: Any, item: str | list[int]) -> str | list[int]:
+    """Return a query with an item behind it, where both are texts or both token ids; otherwise the item."""
+    if isinstance(item, str):
+        return query + item if type(query) is str else item
+    return [*query, *item] if type(query) is list else item
+
+
+def list_size(body: dict[str, Any]) -> int:
+    """Return how many request ids SGLang wants for the `input` of a body; 0: one that is not in a list."""
+    given = body.get("input")
+    if type(given) is not list or not given or isinstance(given[0], (int, float)):
+        return 0
+    return 0 if len(given) == 1 and type(given[0]) is dict else len(given)
 
 
 def _response_text(body: dict[str, Any]) -> str:
@@ -276,6 +312,8 @@ def count_media(path: bytes, body: dict[str, Any]) -> tuple[int, int]:
             _media_count(body.get("image_data")) + IMAGES_OF_VIDEO * _media_count(body.get("video_data")),
             _media_count(body.get("audio_data")),
         )
+    if path in UNDIVIDED_PATHS:
+        return _undivided_images(body), 0
     images = audios = 0
     messages = body.get("input" if path == b"/v1/responses" else "messages")
     if type(messages) is not list:
@@ -297,6 +335,25 @@ def count_media(path: bytes, body: dict[str, Any]) -> tuple[int, int]:
     return images, audios
 
 
+def _undivided_images(body: dict[str, Any]) -> int:
+    """Return the most images of one input, or of the query with one document."""
+    inputs = body.get("input")
+    if type(inputs) is list:
+        shown = [item for item in inputs if type(item) is dict]
+        return max(
+            [(item.get("image") is not None) + IMAGES_OF_VIDEO * (item.get("video") is not None) for item in shown],
+            default=0,
+        )
+    documents = body.get("documents")
+    of_documents = [_part_images(document) for document in documents] if type(documents) is list else []
+    return _part_images(body.get("query")) + max(of_documents, default=0)
+
+
+def _part_images(content: Any) -> int:
+    kinds = [part.get("type") for part in content if type(part) is dict] if type(content) is list else []
+    return kinds.count("image_url") + IMAGES_OF_VIDEO * kinds.count("video_url")
+
+
 def _media_count(data: Any) -> int:
     """Return the number of items in one of SGLang's media fields: a single item, a list, or a list of lists."""
     if type(data) is not list:
@@ -307,6 +364,8 @@ def _media_count(data: Any) -> int:
 def max_new_tokens(path: bytes, body: dict[str, Any]) -> int:
     """Return how many tokens the client asks for at most in one sequence; 0 where it leaves that to the instance."""
     limit: Any
+    if path in UNDIVIDED_PATHS:
+        return 0
     if path == b"/generate":
         parameters = body.get("sampling_params")
         if type(parameters) is list:
@@ -327,7 +386,7 @@ def _limit(parameters: Any) -> int:
 
 def _samples(path: bytes, body: dict[str, Any]) -> int:
     """Return how many sequences the request asks for per prompt."""
-    if path in (b"/v1/responses", b"/v1/messages"):  # which have no `n`
+    if path in (b"/v1/responses", b"/v1/messages") or path in UNDIVIDED_PATHS:  # which have no `n`
         return 1
     if path == b"/generate":
         parameters = body.get("sampling_params")

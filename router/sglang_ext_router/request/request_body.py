@@ -26,6 +26,7 @@ class CleanBody(NamedTuple):
     is_empty: bool
     request_ids: str | list[str] | None  # the client's own, which appear in its reply
     id_field: bytes = b"rid"
+    list_size: int = 0  # above 0: the instances take a list of as many ids
 
 
 def clean_response_body(raw: bytes | bytearray, body: dict[str, Any]) -> CleanBody:
@@ -67,7 +68,10 @@ def body_end(clean: CleanBody, own: bytes, bootstrap_json: bytes, room: int, mad
         start += own + b","
     given = clean.request_ids
     if not bootstrap_json:
-        ids = b'"%b"' % made_id if given is None else dump(unique_ids(given, made_id))
+        if clean.list_size:
+            ids = dump([f"{made_id.decode()}_{i}" for i in range(clean.list_size)])
+        else:
+            ids = b'"%b"' % made_id if given is None else dump(unique_ids(given, made_id))
         return b'%b"%b":%b}' % (start, clean.id_field, ids)
     if given is None:
         return b'%b%b%d,"%b":"%b"}' % (start, bootstrap_json, room, clean.id_field, made_id)

@@ -16,6 +16,7 @@ from typing import Any, Union
 
 from pydantic import TypeAdapter, ValidationError
 
+from sglang_ext_router.http.instance_paths import UNDIVIDED_PATHS
 from sglang_ext_router.request.prompt import BadRequestError
 from sglang_ext_router.request.scores import MAX_TOP_LOGPROBS
 
@@ -151,6 +152,15 @@ _ANTHROPIC: dict[str, Schema] = {
     ),
     "system": {"anyOf": [*_CONTENT, _NULL]},
 }
+_SAID: Schema = {**_TEXT, "pattern": r"\S"}
+_SAID_PARTS: list[Schema] = [_SAID, _list_of({**_PART, "properties": {"type": {"const": "text"}, "text": _SAID}})]
+_OF_MODEL: dict[str, Schema] = {
+    "model": {"type": "string", "description": "a name from /v1/models; default: what the instances serve"},
+    "user": _or_null(_TEXT),
+    "priority": _or_null(_integer(-MAX_INT32, MAX_INT32, description="of SGLang's scheduler")),
+}
+# An instance ends at embeddings of another size than its model's, or answers 500.
+OVERRIDES = ("embed_overrides", "embed_override_token_id", "query_embed_overrides", "item_embed_overrides")
 # The schema of every body that goes to the instances, by its path.
 BODIES: dict[str, Schema] = {
     "/v1/chat/completions": _body(
@@ -216,6 +226,42 @@ BODIES: dict[str, Schema] = {
             **_all_or_null({name: _SAMPLING[name] for name in ("temperature", "top_p", "top_k")}),
         },
         required=["model", "messages", "max_tokens"],
+    ),
+    "/v1/embeddings": _body(
+        {
+            "input": {"anyOf": [_SAID, _list_of(_SAID), *_IDS]},
+            "encoding_format": {"type": "string", "enum": ["float", "base64"]},
+            "dimensions": _or_null(_integer(1, MAX_INT32, description="of models that can shorten what they answer")),
+            **_OF_MODEL,
+        },
+        required=["input"],
+    ),
+    "/v1/classify": _body({"input": {"anyOf": [_SAID, _list_of(_SAID), _TOKEN_IDS]}, **_OF_MODEL}, required=["input"]),
+    "/v1/rerank": _body(
+        {
+            "query": {"anyOf": _SAID_PARTS},
+            "documents": _list_of({"anyOf": _SAID_PARTS}),
+            "instruct": _or_null(_TEXT),
+            "top_n": _or_null(_integer(1, MAX_INT64)),
+            "return_documents": _FLAG,
+            "model": _OF_MODEL["model"],
+        },
+        required=["query", "documents"],
+    ),
+    "/v1/score": _body(
+        {
+            "query": {"anyOf": [_SAID, _TOKEN_IDS]},
+            "items": {"anyOf": [_SAID, _list_of(_SAID), _list_of(_TOKEN_IDS)]},
+            "label_token_ids": {"type": "array", "items": {"anyOf": [_integer(0, MAX_INT32), _TOKEN_IDS]}},
+            "apply_softmax": _FLAG,
+            "temperature": {"type": "number", "exclusiveMinimum": 0, "description": "with apply_softmax"},
+            "return_token_logprobs": _FLAG,
+            "item_first": _FLAG,
+            "return_pooled_hidden_states": _FLAG,
+            "score_extraction_token": _or_null(_TEXT),
+            "model": _OF_MODEL["model"],
+        },
+        required=["query", "items"],
     ),
     "/parse_function_call": _body(
         {"text": _TEXT, "tools": {"type": "array"}, "tool_call_parser": _or_null(_TEXT)}, required=["text"]
@@ -344,6 +390,7 @@ _CHECKS = {
     b"/v1/completions": _checks_of("/v1/completions", max_tokens={**_COUNT, "minimum": 0}),
     b"/v1/responses": _checks_of("/v1/responses"),
     b"/v1/messages": _checks_of("/v1/messages"),
+    **{path: _checks_of(path.decode()) for path in UNDIVIDED_PATHS},
 }
 _PATHS_WITH_BIAS = (b"/v1/chat/completions", b"/v1/completions")
 _GENERATE_CHECKS = FieldChecks({"stream": _FLAG}, is_lax=False)
@@ -360,6 +407,10 @@ def read_fields(path: bytes, body: dict[str, Any]) -> None:
         checks.read(body)
         if path in _PATHS_WITH_BIAS:
             _check_bias(body, "")
+        elif path in UNDIVIDED_PATHS:
+            for name in OVERRIDES:
+                if body.get(name) is not None:
+                    raise BadRequestError(f"{name} is not taken from clients: an instance may end at it", name)
     else:
         _GENERATE_CHECKS.read(body)
         _check_internal(body)

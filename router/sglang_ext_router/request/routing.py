@@ -16,7 +16,7 @@ from sglang_ext_router.decide.pool_choice import FixedBoundary, PoolChoice, choo
 from sglang_ext_router.decide.prefill_choice import choose_helper, predicted_wait_s, prefill_policy
 from sglang_ext_router.decide.prefix_index import BLOCK_BYTES, BLOCK_ENDS, PrefixIndex, RecentPrompts
 from sglang_ext_router.decide.way_choice import PlainLoad, choose_plain, common_rate, way_costs_s
-from sglang_ext_router.instances.registry import ModelPools, WorkerRegistry
+from sglang_ext_router.instances.registry import PLAIN_KIND, ModelPools, WorkerRegistry
 from sglang_ext_router.instances.workers import Worker
 from sglang_ext_router.request.prompt import Prompt
 
@@ -194,6 +194,17 @@ class RoutePlanner:
         is_held = self._holds(divided, prompt_tokens) or prompt_tokens > largest
         alternative = divided if is_held else None
         return self._sooner_way(model, prompt, prompt_tokens, prefill_excluded, now_s, alternative) or divided
+
+    def route_undivided(
+        self, model: ModelPools, prompt: Prompt, prompt_tokens: int, excluded: Set[int], now_s: float
+    ) -> Route:
+        """Choose an undivided instance for what no pair can serve; NoInstanceError if there is none."""
+        route = None
+        if model.ready_plain:
+            route = self._sooner_way(model, prompt, prompt_tokens, excluded, now_s, None)
+        if route is None:
+            raise NoInstanceError(model.lacks(PLAIN_KIND), PLAIN_KIND)
+        return route
 
     def _sooner_way(
         self,
