@@ -95,6 +95,9 @@ class Attempt:
         else:
             room = services.rooms.take(request.prompt.sequence_count)
             services.learn_prefix(request.prompt, route.prefill)
+        if request.session:
+            hashes = request.prompt.hashes
+            services.planner.sessions.record(request.session, route.prefill.id, request.prompt_tokens, hashes)
         self._record.room_id = made_id = request.made_id(room)
         decode_worker = route.decode
         bootstrap_json = route.prefill.bootstrap_json
@@ -299,4 +302,6 @@ class Attempt:
         if leg is _PREFILL and not (self._has_first_byte and self.route.is_plain):
             request = self._request
             held_tokens = self.route.decision.cached_tokens
-            self._services.planner.learn_not_prefilled(request.prompt, worker, held_tokens, request.prompt_tokens)
+            self._services.planner.learn_not_prefilled(
+                request.prompt, worker, held_tokens, request.prompt_tokens, request.session
+            )

@@ -361,6 +361,7 @@ class RequestFlow:
                     not request.scores.is_prefill_only,
                     place,
                     not (request.scores.is_prefill_only or request.scores.is_joined),
+                    request.session,
                 )
         except NoInstanceError as error:
             self._lacking = str(error)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_ext.token_marks import MARKS_HEADER
+from sglang_ext_router.decide.session_hints import NO_SESSION, session_key
 from sglang_ext_router.http.instance_paths import UNDIVIDED_PATHS
 from sglang_ext_router.http.request_parser import Request
 from sglang_ext_router.instances.online_load import OFFLINE_PRIORITY
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 SLO_HEADER = b"x-sgl-ttft-slo-ms"
 PRIORITY_HEADER = b"x-sgl-priority"
+SESSION_HEADER = b"x-session-id"
+# Fields that name a conversation, or its user; the first that is given counts. (Anthropic's is in `metadata`.)
+SESSION_FIELDS = ("prompt_cache_key", "safety_identifier", "user")
 MAX_REQUEST_ID_BYTES = 256
 MARKS_LINE = f"{MARKS_HEADER}: 1\r\n".encode()
 COPIED_BYTES = 16384  # beyond it a system call with several parts costs less than one more copy
@@ -49,6 +53,7 @@ class ClientHeaders(NamedTuple):
     ttft_slo_s: float | None
     priority: str | None  # one of PRIORITIES
     trace: TraceContext | None = None  # of one whose spans are wanted
+    session: bytes = b""  # the client's name of its conversation
 
 
 def read_headers(
@@ -64,7 +69,10 @@ def read_headers(
     request_id = b""
     slo_s: float | None = None
     priority: str | None = None
+    session = b""
     for name, value in headers:
+        if name == SESSION_HEADER:
+            session = value
         if name in forwarded_names:
             forwarded += b"%b: %b\r\n" % (name, value)
             if name == SLO_HEADER:
@@ -76,7 +84,7 @@ def read_headers(
             request_id = value
         elif name == PRIORITY_HEADER:
             priority = _priority(value)
-    return ClientHeaders(forwarded, request_id, slo_s, priority)
+    return ClientHeaders(forwarded, request_id, slo_s, priority, session=session)
 
 
 class ReadBody(NamedTuple):
@@ -89,6 +97,7 @@ class ReadBody(NamedTuple):
     target: bytes | None  # where the instances are asked, if not where the client asks
     hint_field: HintField | None
     may_migrate: bool = False  # the stream that it asks for can go on on other instances
+    session: str = ""  # the client's name of its conversation, or of its user
 
 
 def read_body(path: bytes, raw: bytes | bytearray, has_hints: bool) -> ReadBody:
@@ -112,13 +121,27 @@ def read_body(path: bytes, raw: bytes | bytearray, has_hints: bool) -> ReadBody:
         body, raw, path = asked, dump(asked), b"/generate"
         target = path
         scores = scores._replace(body=None)
+    session = named_session(path, body)
     if path == b"/v1/responses":  # which has no place for hints
-        return ReadBody(model, prompt, scores, clean_response_body(raw, body), target, None)
+        return ReadBody(model, prompt, scores, clean_response_body(raw, body), target, None, session=session)
     if path == b"/v1/messages":  # which has no place for hints either, nor for an id
-        return ReadBody(model, prompt, scores, clean_body(raw, body, has_id=False), target, None)
+        return ReadBody(model, prompt, scores, clean_body(raw, body, has_id=False), target, None, session=session)
     clean = clean_body(raw, body)
     hints = hint_field(path, body, clean) if has_hints else None
-    return ReadBody(model, prompt, scores, clean, target, hints, may_migrate(path, body, prompt))
+    return ReadBody(model, prompt, scores, clean, target, hints, may_migrate(path, body, prompt), session)
+
+
+def named_session(path: bytes, body: dict[str, Any]) -> str:
+    """Return the name of the conversation, or else of its user, that a body gives; empty where it gives none."""
+    if path == b"/v1/messages":
+        metadata = body.get("metadata")
+        given = metadata.get("user_id") if type(metadata) is dict else None
+        return given if type(given) is str else ""
+    for name in SESSION_FIELDS:
+        given = body.get(name)
+        if type(given) is str and given:
+            return given
+    return ""
 
 
 class PreparedRequest:
@@ -138,6 +161,7 @@ class PreparedRequest:
         "prompt",
         "prompt_tokens",
         "scores",
+        "session",
         "started_s",
         "target",
     )
@@ -156,6 +180,9 @@ class PreparedRequest:
         self.prompt = body.prompt
         self.prompt_tokens = 0  # of the longest single prompt; known once the request is offered for admission
         self.scores = body.scores
+        self.session = NO_SESSION
+        if (headers.session or body.session) and not self.is_undivided:
+            self.session = session_key(headers.session or body.session)
         self.may_migrate = body.may_migrate
         self.output_tokens = 0  # that other instances have generated
         self._continued: RequestHints | None = None  # for instances that take the output so far

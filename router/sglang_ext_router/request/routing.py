@@ -15,11 +15,13 @@ from sglang_ext_router.decide.pairing import choose_revision, nearest
 from sglang_ext_router.decide.pool_choice import FixedBoundary, PoolChoice, choose_pool, classify, is_in_doubt
 from sglang_ext_router.decide.prefill_choice import choose_helper, predicted_wait_s, prefill_policy
 from sglang_ext_router.decide.prefix_index import BLOCK_BYTES, BLOCK_ENDS, PrefixIndex, RecentPrompts
+from sglang_ext_router.decide.session_hints import NO_SESSION, SessionHints
 from sglang_ext_router.decide.way_choice import PlainLoad, choose_plain, common_rate, way_costs_s
 from sglang_ext_router.instances.registry import PLAIN_KIND, ModelPools, WorkerRegistry
 from sglang_ext_router.instances.workers import Worker
 from sglang_ext_router.request.prompt import Prompt
 
+MAX_SESSIONS = 65_536  # whose last turn is remembered: 20 MB
 TOKEN_ID_BYTES = 8  # in the text over which prompts of token ids are hashed
 
 
@@ -113,6 +115,7 @@ class RoutePlanner:
         self._prefers_near = config.prefer_same_topology
         self._use_breakers = not config.disable_circuit_breaker
         self._replies_seen = 0
+        self.sessions = SessionHints(MAX_SESSIONS)
         self.index = PrefixIndex(config.prefix_index_blocks * BLOCK_BYTES, BLOCK_ENDS)
         self.blocks = BlockIndex(config.event_blocks)  # of the instances that report them
         self._recent = RecentPrompts(config.prefix_index_blocks * BLOCK_BYTES, BLOCK_ENDS)
@@ -169,22 +172,24 @@ class RoutePlanner:
         needs_decode: bool = True,
         place: PoolPlace | None = None,
         may_be_plain: bool = True,
+        session: int = NO_SESSION,
     ) -> Route:
         """Choose pool, prefill instance and, if it is needed, decode instance; NoInstanceError if there is none.
 
         Excluded instances (by id) have failed this request before: they are used only if nothing else is left.
         The prefill instance of a `place` in the long pool is taken if it is a candidate. An undivided instance is the
         `prefill` of the route: it is taken where the request cannot be divided, and with `may_be_plain` also where it
-        is the better way.
+        is the better way. A `session` is a hint: of the instances that may get the request, that of the turn before is
+        taken to hold it.
         """
         try:
             divided = self._divided(
-                model, prompt, prompt_tokens, prefill_excluded, decode_excluded, now_s, needs_decode, place
+                model, prompt, prompt_tokens, prefill_excluded, decode_excluded, now_s, needs_decode, place, session
             )
         except NoInstanceError:
             plain = None
             if model.ready_plain:
-                plain = self._sooner_way(model, prompt, prompt_tokens, prefill_excluded, now_s, None)
+                plain = self._sooner_way(model, prompt, prompt_tokens, prefill_excluded, now_s, None, session)
             if plain is None:
                 raise
             return plain
@@ -214,6 +219,7 @@ class RoutePlanner:
         excluded: Set[int],
         now_s: float,
         divided: Route | None,
+        session: int = NO_SESSION,
     ) -> Route | None:
         """Return the route to an undivided instance, or `divided` where that is sooner; None where there is neither.
 
@@ -234,6 +240,9 @@ class RoutePlanner:
             return divided
         cached = self._cached_tokens(prompt, prompt_tokens, plains)
         loads = [worker.prefill_load(tokens, now_s) for worker, tokens in zip(plains, cached, strict=True)]
+        shown_loads: Sequence[PrefillLoad] = loads
+        if session and divided is None:
+            shown_loads = self.sessions.hinted(session, loads, prompt.hashes, prompt_tokens)
         boundary = self.boundary(model)
         max_local_tokens = self._max_local_tokens or boundary.new_tokens_limit(max(cached))
         divided_load: PrefillLoad | None = None
@@ -245,7 +254,7 @@ class RoutePlanner:
                 divided = divided._replace(compared_rate=rate)
         plain_cost_s, divided_cost_s = way_costs_s(model.plain_cost, model.divided_cost, now_s)
         chosen = choose_plain(
-            [PlainLoad(load, worker.reported_free_kv_tokens) for worker, load in zip(plains, loads, strict=True)],
+            [PlainLoad(load, worker.reported_free_kv_tokens) for worker, load in zip(plains, shown_loads, strict=True)],
             divided_load,
             prompt_tokens,
             prompt.max_new_tokens,
@@ -279,6 +288,7 @@ class RoutePlanner:
         now_s: float,
         needs_decode: bool,
         place: PoolPlace | None,
+        session: int,
     ) -> Route:
         """Choose a prefill and, if it is needed, a decode instance; NoInstanceError if there is none."""
         ready_prefill: Sequence[Worker] = model.ready_prefill
@@ -325,13 +335,16 @@ class RoutePlanner:
         if needs_decode and model.has_revisions:
             pool, decodes = self._of_one_revision(pool, prefills, cached, prompt_tokens, decodes)
         prefill_loads = [prefills[i].prefill_load(cached[i], now_s) for i in pool.candidates]
-        chosen = self._prefill_policy.choose(prefill_loads, prompt_tokens, self._draw())
+        shown_loads: Sequence[PrefillLoad] = prefill_loads
+        if session:
+            shown_loads = self.sessions.hinted(session, prefill_loads, prompt.hashes, prompt_tokens)
+        chosen = self._prefill_policy.choose(shown_loads, prompt_tokens, self._draw())
         load = prefill_loads[chosen]
         prefill = prefills[pool.candidates[chosen]]
         is_spilled = pool.is_spilled
         wait_s = predicted_wait_s(load)
         if wait_s > self._longest_wait_s[pool.length_class] and len(pool.candidates) < len(prefills):
-            helper = self._helper(pool, prefills, cached, load, prefill, prompt_tokens, now_s)
+            helper = self._helper(pool, prefills, cached, shown_loads[chosen], prefill, prompt_tokens, now_s)
             if helper is not None:
                 prefill, load = helper
                 wait_s, is_spilled = predicted_wait_s(load), True
@@ -512,8 +525,12 @@ class RoutePlanner:
         if prefill.held_blocks is not None:
             self._recent.record(prefill.id, hashes)
 
-    def learn_not_prefilled(self, prompt: Prompt, prefill: Worker, held_tokens: int, prompt_tokens: int) -> None:
+    def learn_not_prefilled(
+        self, prompt: Prompt, prefill: Worker, held_tokens: int, prompt_tokens: int, session: int = NO_SESSION
+    ) -> None:
         """Forget the part of the prompt that the instance did not hold before: its prefill did not end."""
+        if session:
+            self.sessions.forget(session, prefill.id)
         if prompt.hashes and self._registry.contains(prefill):
             held_bytes = (held_tokens + 1) / _tokens_per_byte(prompt, max(1, prompt_tokens))  # tokens were rounded down
             self.index.forget(prefill.id, prompt.hashes, int(held_bytes) if held_tokens else 0)
@@ -523,6 +540,7 @@ class RoutePlanner:
         """Its prefix cache is empty, or will be when it comes back."""
         self.index.clear(prefill.id)
         self._recent.clear(prefill.id)
+        self.sessions.forget_worker(prefill.id)
 
     def forget_worker(self, worker: Worker) -> None:
         """The instance is not one of the router's any more."""
