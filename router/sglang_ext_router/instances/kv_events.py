@@ -11,7 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -364,9 +364,8 @@ class _PublisherConnection(asyncio.Protocol):
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.write(GREETING + ready(self._kind))
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are of no common class
+        self._transport.write(GREETING + ready(self._kind))
 
     def data_received(self, data: bytes) -> None:
         reader = self._reader

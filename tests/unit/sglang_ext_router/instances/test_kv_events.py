@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import uvloop
 
 from sglang_ext.types import Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress
@@ -75,7 +76,8 @@ async def following(publisher: EventPublisher, has_replay: bool = True) -> Async
 
 
 def run(test: Any) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))
+    """On the event loop that routers run on."""
+    uvloop.run(asyncio.wait_for(test, 60))
 
 
 def test_what_was_published_before_and_what_comes(publisher: EventPublisher) -> None:
