@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+
+PLAIN = (
+    "the router could not be compiled: a compiler is there, but it, mypyc or an import failed as above"
+    " (Python.h is in Debian's python3-dev); SGLANG_EXT_PURE_PYTHON=1 makes a wheel that runs as plain Python"
+)
 
 
 class CompileHotPath(BuildHookInterface):  # type: ignore[type-arg]
@@ -35,7 +42,10 @@ class CompileHotPath(BuildHookInterface):  # type: ignore[type-arg]
             return []
         from compile_hot_path import compile_in
 
-        return compile_in(Path(self._folder))
+        try:
+            return compile_in(Path(self._folder))
+        except subprocess.CalledProcessError as error:
+            raise RuntimeError(f"{error.stdout[-4000:]}\n{PLAIN}") from error
 
     def _native_modules(self) -> list[Path]:
         from build_native import NATIVE_MODULES, build, compiler

@@ -46,15 +46,18 @@ def run(*command: str | Path, timeout_s: float = INSTALL_WITHIN_S) -> str:
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source distribution, and the wheel that pip makes of it in an environment of the build's own."""
     folder = tmp_path_factory.mktemp("dist")
     built = subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-d", str(folder)],
+        [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(folder)],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=INSTALL_WITHIN_S,
     )
     assert built.returncode == 0, built.stdout + built.stderr
+    (source,) = folder.glob("*.tar.gz")
+    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, source)
     return folder
 
 
