@@ -45,7 +45,7 @@ ROLE_SWITCH_TRANSFERS = ("mooncake", "mori")  # whose managers of 0.5.23 have `s
 KV_CHECKSUM_FLAG = "--disaggregation-enable-kv-checksum"
 ACCESS_LOG_FLAG = "--uvicorn-access-log-exclude-prefixes"
 # Routers, supervisors and monitoring ask for these every second, and a line for each buries what an engine says.
-POLLED_PATHS = ("/ping", "/health", "/v1/loads", "/metrics")
+POLLED_PATHS = ("/ping", "/health", "/v1/loads", "/laps", "/metrics")
 CHUNK_FLAG = "--chunked-prefill-size"
 CPU_MAX_RUNNING_REQUESTS = 32
 MAX_KV_TOKENS = 65536
