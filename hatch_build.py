@@ -12,7 +12,6 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-
 PLAIN = (
     "the router could not be compiled: a compiler is there, but it, mypyc or an import failed as above"
     " (Python.h is in Debian's python3-dev); SGLANG_EXT_PURE_PYTHON=1 makes a wheel that runs as plain Python"

@@ -79,13 +79,15 @@ def compile_in(folder: Path, change: Callable[[Path], None] = lambda folder: Non
     change(folder)
     environment = {**os.environ, "MYPYPATH": ".", "MYPYC_DEBUG_LEVEL": "0", "MYPY_CACHE_DIR": str(folder / "cache")}
     compiling = ("-m", "mypyc", "--ignore-missing-imports", "--follow-imports=silent", *HOT_MODULES)
+    # In pip's own environment for a build the variable leads to what was installed there.
+    paths = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
     importing = ("-c", "import " + ", ".join(name.removesuffix(".py").replace("/", ".") for name in HOT_MODULES))
     for command in (compiling, importing):
         subprocess.run(
             [sys.executable, *command],
             cwd=folder,
             check=True,
-            env={**environment, "PYTHONPATH": str(folder)} if command is importing else environment,
+            env={**environment, "PYTHONPATH": paths} if command is importing else environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -46,8 +46,9 @@ def run(*command: str | Path, timeout_s: float = INSTALL_WITHIN_S) -> str:
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The source distribution, and the wheel that pip makes of it in an environment of the build's own."""
-    folder = tmp_path_factory.mktemp("dist")
+    """The source distribution, and the wheel that the pip of an empty environment makes of it."""
+    folder, empty = tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("empty")
+    venv.create(empty, with_pip=True)
     built = subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", str(folder)],
         cwd=ROOT,
@@ -57,7 +58,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert built.returncode == 0, built.stdout + built.stderr
     (source,) = folder.glob("*.tar.gz")
-    run(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, source)
+    run(empty / "bin/pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", folder, source)
     return folder
 
 

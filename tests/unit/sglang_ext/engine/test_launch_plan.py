@@ -53,7 +53,13 @@ def test_decode_role() -> None:
 def test_what_is_polled_is_not_in_the_access_log(role: Role) -> None:
     argv = build_launch(replace(SHORT, role=role), CPU).argv
     paths = argv[argv.index("--uvicorn-access-log-exclude-prefixes") + 1 :]
-    assert list(takewhile(lambda word: word.startswith("/"), paths)) == ["/ping", "/health", "/v1/loads", "/laps", "/metrics"]
+    assert list(takewhile(lambda word: word.startswith("/"), paths)) == [
+        "/ping",
+        "/health",
+        "/v1/loads",
+        "/laps",
+        "/metrics",
+    ]
 
 
 def test_cpu_flags_keep_float32_and_stay_off_cuda() -> None:
