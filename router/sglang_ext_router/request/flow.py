@@ -522,15 +522,22 @@ class RequestFlow:
             self._act(protocol.on_leg_head(leg.kind, leg.attempt, leg.status))
         attempt.forget_leg(leg)
         self._services.prober.check_now(leg.worker)
-        if self._can_go_on(leg):
-            self._act(protocol.on_stream_lost(leg.kind, leg.attempt))
-            return
-        # One that has not been heard of since is lost once: it may accept a connection until it is gone.
-        worker, lost = leg.worker, self._lost
-        is_gone = lost is not None and lost[0] == worker.id and worker.heard_s < lost[1]
-        self._lost = worker.id, self._services.loop.time()
-        event = protocol.on_leg_lost if leg.has_connected and not is_gone else protocol.on_leg_connect_failed
+        is_gone = self._lose(leg)
+        if leg.has_connected and not is_gone:
+            event = protocol.on_stream_lost if self._can_go_on(leg) else protocol.on_leg_lost
+        else:
+            event = protocol.on_leg_connect_failed
         self._act(event(leg.kind, leg.attempt))
+
+    def _lose(self, leg: UpstreamConnection) -> bool:
+        """Note that a leg's instance was lost; return whether this is a loss that was noted before.
+
+        An instance that was killed may accept connections until it is gone: one that has neither been heard of since
+        its last loss nor begun an answer is lost once.
+        """
+        worker, lost = leg.worker, self._lost
+        self._lost = worker.id, self._services.loop.time()
+        return lost is not None and lost[0] == worker.id and worker.heard_s < lost[1] and not leg.status
 
     def _can_go_on(self, leg: UpstreamConnection) -> bool:
         """Return whether the stream of a lost leg can go on on other instances, and prepare for that."""
@@ -547,7 +554,7 @@ class RequestFlow:
         assert attempt is not None
         assert protocol is not None
         attempt.forget_leg(leg)
-        # An instance that was killed may accept a connection until it is gone, and would lose the request twice.
+        self._lose(leg)
         self._avoid(leg.kind, attempt)
         self._act(protocol.on_leg_stale(leg.kind, leg.attempt))
 

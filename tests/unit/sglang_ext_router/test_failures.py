@@ -262,6 +262,15 @@ async def test_an_only_instance_that_accepts_while_it_is_dying_is_lost_once(monk
         assert (await served.ask("POST", "/generate", PROMPT)).status == 200
 
 
+async def test_an_only_instance_that_dies_with_a_kept_connection_is_lost_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with cluster(health_check_interval_secs=60.0) as served:
+        assert (await served.ask("POST", "/generate", PROMPT)).status == 200
+        monkeypatch.setattr(served.router.prober, "check_now", lambda worker: None)  # it would be answered
+        served.decode[0].plan(cut(), cut(), cut(), reply())
+        assert (await served.ask("POST", "/generate", PROMPT)).status == 200
+        assert [request.is_reused for request in served.decode[0].requests] == [False, True, False, False, False]
+
+
 async def test_an_instance_that_dies_and_comes_back() -> None:
     async with cluster(queue_timeout_secs=0.2) as served:
         await served.decode[0].stop()

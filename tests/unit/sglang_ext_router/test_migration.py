@@ -17,6 +17,7 @@ from support.scripted_engine import (
     ScriptedEngine,
     Turn,
     chunk,
+    cut,
     event,
     hang,
     raw,
@@ -97,6 +98,19 @@ async def test_a_stream_goes_on_behind_what_its_client_has() -> None:
         metrics = served.router.metrics
         assert (metrics.migrated, metrics.retries) == (1, {"decode": 1})
         assert [(key[2], key[3]) for key in metrics.requests] == [(200, "ok")]
+
+
+async def test_an_only_instance_that_accepts_while_it_is_dying_loses_a_stream_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with cluster(health_check_interval_secs=60.0) as served:
+        marked(served)
+        monkeypatch.setattr(served.router.prober, "check_now", lambda worker: None)  # it would be answered
+        rest = stream(*tokens(["one two three", " four"], "r2", end="stop"))
+        served.decode[0].plan(lost_after(TEXTS[:2]), cut(), rest)
+        answer = await served.ask("POST", PATH, BODY)
+        assert text_of(answer.body) == "".join(TEXTS)
+        assert b"error" not in answer.body
 
 
 async def test_the_clients_own_id_stays_in_all_events() -> None:
