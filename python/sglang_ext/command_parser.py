@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
@@ -25,10 +26,23 @@ def any_of(kind: type[Choice]) -> Callable[[str], Choice]:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Print `PROGRAM: error: …`, one line, and exit with status 2 where the words cannot be parsed."""
+    """Print `PROGRAM: error: …`, one line, and exit with status 2 where the words cannot be parsed.
+
+    Options have no abbreviations: one that is misspelt would be taken for another.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, **settings})
 
     def error(self, message: str) -> NoReturn:
-        self.exit(USAGE_ERROR, f"{self.prog}: error: {_one_line(message)}\n")
+        self.exit(USAGE_ERROR, f"{self.prog}: error: {_one_line(message)}{self._meant(message)}\n")
+
+    def _meant(self, message: str) -> str:
+        """Return a hint at the option that is spelt like an unknown one."""
+        _, is_unknown, words = message.partition("unrecognized arguments: ")
+        option = words.split()[0].partition("=")[0] if is_unknown else ""
+        near = difflib.get_close_matches(option, self._option_string_actions, n=1, cutoff=0.8)
+        return f"; did you mean {near[0]}?" if near and option.startswith("--") else ""
 
 
 class RaisingParser(argparse.ArgumentParser):

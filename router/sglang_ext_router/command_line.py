@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pd-disaggregation",
         action="store_true",
-        help="accepted for compatibility with sglang_router; this router always serves prefill and decode apart",
+        help="accepted for compatibility with sglang_router; --prefill, --decode and --plain say what each instance is",
     )
     parser.add_argument(
         "--policy",

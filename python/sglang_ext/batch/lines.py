@@ -23,6 +23,13 @@ MAX_TOP_LOGPROBS = 256
 MAX_CUSTOM_ID_BYTES = 512
 _PLAIN = {"prompt": COMPLETIONS, "messages": CHAT, "text": GENERATE, "token_ids": GENERATE, "input_ids": GENERATE}
 _REQUIRED = {CHAT: ("messages",), COMPLETIONS: ("prompt",), GENERATE: ("text", "input_ids", "input_embeds")}
+# Of /generate they stand in `sampling_params`; SGLang says nothing of those elsewhere, and samples by its defaults.
+_SAMPLING_FIELDS = {
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_new_tokens"), "max_new_tokens"),
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "n", "ignore_eos")},
+    **{name: name for name in ("frequency_penalty", "presence_penalty", "repetition_penalty", "regex", "json_schema")},
+    "seed": "sampling_seed",
+}
 _SCORE_FIELDS = frozenset({"custom_id", "text", "token_ids", "input_ids", "prompt_len", "candidate_ids"})
 
 
@@ -159,7 +166,9 @@ def _parse_plain_line(content: dict[str, object], options: LineOptions, file: st
 def _parse_score_line(content: dict[str, object], options: LineOptions, file: str, number: int) -> BatchLine:
     unknown = [name for name, value in content.items() if name not in _SCORE_FIELDS and value is not None]
     if unknown:
-        raise LineError(unknown[0], f"is no field of a line to score; those are {', '.join(sorted(_SCORE_FIELDS))}")
+        hint = "; did you mean custom_id?" if unknown[0] == "id" else ""
+        fields = ", ".join(sorted(_SCORE_FIELDS))
+        raise LineError(unknown[0], f"is no field of a line to score; those are {fields}{hint}")
     given = [name for name in ("token_ids", "input_ids", "text") if content.get(name) is not None]
     if len(given) != 1:
         raise LineError("token_ids", "give token_ids or text" if not given else f"{given[1]} is there, too")
@@ -206,7 +215,11 @@ def _checked(
         body.setdefault(name, value)
     if body.get("stream"):
         raise LineError(f"{within}stream", "batches are not streamed; leave it out")
-    if path != GENERATE:
+    if path == GENERATE:
+        for name, wanted in _SAMPLING_FIELDS.items():
+            if name in body:
+                raise LineError(within + name, f"{GENERATE} takes it as sampling_params.{wanted} only")
+    else:
         if body.get("model") is None:
             if options.model is None:
                 raise LineError(f"{within}model", "is missing; name it in the line or with --model")

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_ext.cluster.config import ClusterConfig, ConfigError
-from sglang_ext.cpu.models.smollm2 import MODEL_NAME, ensure_smollm2
+from sglang_ext.cpu.models.smollm2 import MODEL_NAME, SHORT_NAME, ensure_smollm2
 
-DEMONSTRATION_MODEL = "smollm2"
 # Variables that let an engine look for models where this process does not.
 ELSEWHERE = ("HF_", "HUGGINGFACE_", "SGLANG_USE_MODELSCOPE")
 HUB_TIMEOUT_S = 10.0
@@ -32,7 +31,7 @@ def prepare_model(config: ClusterConfig) -> PreparedModel:
     path = Path(model).expanduser()
     if (path / "config.json").is_file():
         return PreparedModel(str(path.resolve()), path.resolve().name)
-    if model == DEMONSTRATION_MODEL:
+    if model == SHORT_NAME:
         return PreparedModel(str(ensure_smollm2()), MODEL_NAME)
     if path.exists() or model.startswith((".", "/", "~")):
         raise ConfigError("model", f"{model} is not a folder with a config.json")

@@ -16,10 +16,10 @@ from sglang_ext.cluster.cluster import Cluster, check_cluster, plan_cluster
 from sglang_ext.cluster.cluster_file import load_settings, read_record
 from sglang_ext.cluster.config import ClusterConfig, ConfigError
 from sglang_ext.cluster.display import make_display
-from sglang_ext.cluster.model import DEMONSTRATION_MODEL, prepare_model
+from sglang_ext.cluster.model import prepare_model
 from sglang_ext.cluster.state import STATE_FILE, ClusterInUseError
 from sglang_ext.cluster.supervisor import StartError
-from sglang_ext.cpu.models.smollm2 import ModelError
+from sglang_ext.cpu.models.smollm2 import SHORT_NAME, ModelError
 from sglang_ext.engine.device import Device, inspect_machine
 from sglang_ext.long_pool.sglang.cdsp_options import architecture_conflict
 from sglang_ext.ports import NoFreePortError
@@ -28,6 +28,7 @@ ROLES = ("short", "long", "decode", "plain")
 _KINDS = {"decode": "decode", "plain": "undivided"}  # prefill of a class otherwise
 # What options of SGLang's server and of other commands are here.
 _INSTEAD = {
+    "--model": "MODEL as a word of its own",
     "--model-path": "MODEL as a word of its own",
     "--name": "--set name=NAME",
     "--host": "--set router.host=ADDRESS",
@@ -120,7 +121,7 @@ def config_from_arguments(args: argparse.Namespace) -> ClusterConfig:
         pools = settings["pools"]
         if isinstance(pools, dict) and pools.keys() - {"plain"}:
             pools.setdefault("decode", {}).setdefault("count", 1)
-    settings.setdefault("model", DEMONSTRATION_MODEL)
+    settings.setdefault("model", SHORT_NAME)
     return read_record(ClusterConfig, settings)
 
 
@@ -128,7 +129,7 @@ def _share_long_prompts(settings: dict[str, object]) -> None:
     """Start a coordinator, unless the settings say otherwise or several instances cannot compute this model."""
     coordinator = settings.setdefault("coordinator", {})
     if isinstance(coordinator, dict) and _can_be_shared(
-        str(settings.get("model", DEMONSTRATION_MODEL)), str(settings.get("device", "auto"))
+        str(settings.get("model", SHORT_NAME)), str(settings.get("device", "auto"))
     ):
         coordinator.setdefault("enabled", True)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from sglang_ext import settings
 from sglang_ext.command_parser import USAGE_ERROR, any_of
 from sglang_ext.cpu import unserved_models
+from sglang_ext.cpu.models import smollm2
 from sglang_ext.engine.device import Device, MachineFacts, inspect_machine
 from sglang_ext.engine.launch_plan import (
     PIPELINE_PARALLEL_FLAGS,
@@ -43,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--role", type=any_of(Role), choices=list(Role), required=True, help="what this instance serves"
     )
-    parser.add_argument("--model-path", required=True, help="local folder or Hugging Face name of the model")
+    parser.add_argument(
+        "--model-path", required=True, help="local folder or Hugging Face name of the model; smollm2: a small one"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=_port, default=30000, help="HTTP port")
     parser.add_argument(
@@ -145,6 +148,8 @@ def launch_command(arguments: argparse.Namespace) -> LaunchCommand:
 
     With --dry-run this machine may lack what the engine needs.
     """
+    if arguments.model_path == smollm2.SHORT_NAME and not Path(smollm2.SHORT_NAME).exists():
+        arguments = _with_small_model(arguments)
     machine = inspect_machine(None if arguments.device == "auto" else Device(arguments.device))
     arguments = settings.with_settings(arguments, SETTINGS)
     options = _worker_options(arguments, machine.device)
@@ -152,6 +157,17 @@ def launch_command(arguments: argparse.Namespace) -> LaunchCommand:
     if problem is not None:
         raise ValueError(problem)
     return build_launch(options, machine, read_model_facts(options.model_path))
+
+
+def _with_small_model(arguments: argparse.Namespace) -> argparse.Namespace:
+    """Return the arguments with the small model's folder, made first where it is not there, and its name in the API."""
+    try:
+        folder = smollm2.ensure_smollm2()
+    except smollm2.ModelError as error:
+        raise ValueError(f"--model-path {smollm2.SHORT_NAME}: {error}") from None
+    names = ("--served-model-name", smollm2.MODEL_NAME)
+    given = {**vars(arguments), "model_path": str(folder), "engine_arguments": (*names, *arguments.engine_arguments)}
+    return argparse.Namespace(**given)
 
 
 def _worker_options(arguments: argparse.Namespace, device: Device) -> WorkerOptions:

@@ -25,6 +25,9 @@ BAD_VALUES = [
     (["worker", "--role", "short", "--model-path", "m", "--port", "0"], "argument --port: 0 is not a port"),
     (["coordinator", "--port"], "argument --port: expected one argument"),
     (["up", "--short", "two"], "argument --short: invalid int value: 'two'"),
+    (["up", "m", "--prefil", "2"], "unrecognized arguments: --prefil 2; did you mean --prefill?"),
+    (["router", "--plan=http://a"], "unrecognized arguments: --plan=http://a; did you mean --plain?"),
+    (["up", "--model", "m"], "unrecognized arguments: --model; give MODEL as a word of its own"),
     (["batch"], "the following arguments are required: WHAT"),
     (["batch", "walk"], "argument WHAT: invalid choice: 'walk'"),
 ]

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
+SHORT_NAME = "smollm2"  # on command lines, for the folder
 CONVERTER_VERSION = 1  # raise it when the folder's contents change: older folders are then converted again
 _SOURCE_FILE = "SOURCE.json"
 

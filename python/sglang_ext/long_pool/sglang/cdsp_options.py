@@ -97,7 +97,7 @@ def add_cdsp_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         type=int,
         default=_DEFAULT_MIN_TOKENS,
-        help=f"uncached tokens from which on a prefill may be shared (default: {_DEFAULT_MIN_TOKENS})",
+        help="uncached tokens from which on a prefill may be shared",
     )
     group.add_argument(
         "--cdsp-key-file",

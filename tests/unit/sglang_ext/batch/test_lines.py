@@ -54,6 +54,19 @@ def test_defaults_fill_what_a_line_lacks() -> None:
     assert orjson.loads(parse_line({"prompt": "p", "max_tokens": 9}, options).body)["max_tokens"] == 9
 
 
+def test_a_text_says_how_it_is_sampled_as_generate_has_it() -> None:
+    options = LineOptions(defaults={"max_tokens": 5})
+    with pytest.raises(LineError, match=r"max_tokens: /generate takes it as sampling_params\.max_new_tokens only"):
+        parse_line({"text": "t"}, options)
+    given = {"sampling_params": {"max_new_tokens": 5}}
+    assert orjson.loads(parse_line({"text": "t"}, LineOptions(defaults=given)).body) == {"text": "t", **given}
+
+
+def test_an_id_to_score_by_is_called_by_its_name() -> None:
+    with pytest.raises(LineError, match=r"did you mean custom_id\?"):
+        parse_line({"id": "a", "text": "t"}, SCORING)
+
+
 @pytest.mark.parametrize(
     ("content", "field"),
     [
@@ -82,6 +95,9 @@ def test_defaults_fill_what_a_line_lacks() -> None:
         (openai_line(body={"model": 3, "messages": [{"role": "user", "content": "x"}]}), "body.model"),
         (openai_line(body={**openai_line()["body"], "stream": True}), "body.stream"),
         (openai_line(url=COMPLETIONS), "body.prompt"),
+        ({"text": "t", "max_tokens": 9}, "max_tokens"),
+        ({"token_ids": [1], "temperature": 0}, "temperature"),
+        (openai_line(url=GENERATE, body={"text": "t", "max_new_tokens": 9}), "body.max_new_tokens"),
     ],
 )
 def test_what_is_wrong_is_named(content: object, field: str) -> None:

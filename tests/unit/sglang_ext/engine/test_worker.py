@@ -36,6 +36,28 @@ def test_dry_run_prints_the_command_and_passes_the_rest_through(
     assert "--disaggregation-mode decode" in line
 
 
+def test_the_small_model_has_a_name_for_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(worker.smollm2, "ensure_smollm2", lambda: tmp_path)
+    given = ("--role", "plain", "--model-path", "smollm2", "--device", "cpu", "--dry-run")
+    assert worker.run(parse(*given, "--", "--log-level", "debug")) == 0
+    line = capsys.readouterr().out.strip()
+    assert f"--model-path {tmp_path} " in line
+    assert line.endswith("--served-model-name SmolLM2-135M-Instruct --log-level debug")
+
+
+def test_a_small_model_that_cannot_be_had_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> Path:
+        raise worker.smollm2.ModelError("no package index is reached")
+
+    monkeypatch.setattr(worker.smollm2, "ensure_smollm2", fail)
+    assert worker.run(parse("--role", "plain", "--model-path", "smollm2", "--device", "cpu")) == 2
+    assert capsys.readouterr().err == "sglang-ext worker: --model-path smollm2: no package index is reached\n"
+
+
 def test_missing_model_folder_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert worker.run(parse("--role", "short", "--model-path", "/no/such/model", "--device", "cpu")) == 2
     error = capsys.readouterr().err
