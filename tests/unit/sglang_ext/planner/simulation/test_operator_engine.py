@@ -142,6 +142,8 @@ def test_the_host_is_in_every_part_of_an_engine() -> None:
     assert front_end.after_s == pytest.approx(host.way_s / 2 + LLAMA.chunk_s(1, 0, 1) + host.reply_s)
     # 32 layers of 8 KV heads of 128, keys and values of 2 bytes.
     assert front_end.after_token_s == pytest.approx(131_072 * host.transfer_s_per_byte)
+    # 80 layers of 8 KV heads, of which each of two devices has four.
+    assert OPERATOR_MODELS["h200-qwen2.5-72b-tp2"].kv_bytes_per_token == 80 * 8 * 128 * 2 * 2
     for plain, slower in zip(bare.candidates(8), with_host.candidates(8), strict=True):
         assert slower.cost.predict_s(0, 65_536) - plain.cost.predict_s(0, 65_536) == pytest.approx(4e-3, abs=3e-3)
 

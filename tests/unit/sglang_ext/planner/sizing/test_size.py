@@ -411,3 +411,9 @@ def test_profiles_of_one_tp_are_refused(trace: str, profile: str, capsys: pytest
         (line,) = capsys.readouterr().err.splitlines()
         assert f"search.profiles {second}: " in line
         assert message in line
+
+
+def test_an_engine_of_two_devices_has_its_tp(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name = "1:h200-qwen2.5-72b-tp2"
+    assert main(["size", *sets(f"workload.file={trace}", f"search.profiles={name}"), *SLO]) == 2
+    assert f"search.profiles {name}: the profile was measured with TP 2" in capsys.readouterr().err
