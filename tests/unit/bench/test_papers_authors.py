@@ -130,6 +130,10 @@ def test_rows_and_prompts_are_read(tmp_path: Path) -> None:
     assert first.figures == Figures(400, 0.25, 0.26, 0.37, 0.48)
     assert not first.is_fitted
     assert not first.is_eager
+    fitted = first._replace(setting="no_cuda_graph", clients=16)
+    assert (fitted.is_fitted, fitted.is_eager) == (True, True)
+    assert not fitted._replace(clients=8).is_fitted
+    assert not fitted._replace(setting="piecewise").is_fitted
     (tmp_path / "prompts.csv").write_text("chars,tokens_estimated\n" + "400,100\n" * (OPEN_PROMPTS + 10))
     assert read_prompts(tmp_path / "prompts.csv") == ([102] * PROMPTS, [113] * OPEN_PROMPTS)
 
