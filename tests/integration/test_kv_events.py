@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -22,7 +24,9 @@ from sglang_ext_router.instances.kv_events import KvEvents
 from sglang_ext_router.instances.probe import read_kv_events
 from sglang_ext_router.instances.workers import Worker
 from sglang_ext_router.request.prompt import measure
-from support.engines import Engine, EngineSpec, free_port
+from support.engines import FLEET, Engine, EngineSpec, free_port
+from support.handshake_process import wait_until
+from support.router_cli import RunningRouter, running_router
 
 pytestmark = pytest.mark.integration
 
@@ -190,3 +194,36 @@ def test_an_engine_that_is_started_again_holds_nothing() -> None:
         first.stop()
         if second is not None:
             second.stop()
+
+
+def test_a_pair_behind_a_router_publishes_by_itself() -> None:
+    """Where pages are large enough, and a prompt's second turn is counted as cached, though another client sent it."""
+    pages = ("--page-size", str(PAGE_TOKENS))
+    engines = FLEET.get(EngineSpec(Role.BOTH, arguments=pages), EngineSpec(Role.DECODE, arguments=pages))
+    prefill, decode = engines
+    assert not decode.get("/server_info").body.get("kv_events")
+
+    def known(running: RunningRouter) -> dict[str, Any]:
+        described: dict[str, Any] = running.workers()[prefill.url]["cached_prefixes"]
+        return described
+
+    with running_router(engines) as router, running_router(engines) as other:
+        wait_until(lambda: known(router)["from"] == known(other)["from"] == "events", 20)
+        prompt = [30 + number % 300 for number in range(200)]
+        body = {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 2}}
+        before = known(router)["blocks"]
+        assert other.post("/generate", body).status == 200
+        wait_until(lambda: known(router)["blocks"] >= before + 12, 2)
+        reply = router.post("/generate", body)
+        assert reply.status == 200
+        page = router.call("GET", "/metrics")[0].body
+        counted = re.search(r'prompt_tokens_total\{cached="true"\} (\S+)', str(page))
+        assert counted is not None
+        assert float(counted[1]) == 192
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("arguments", "options"), [((), ()), (SMALL, ("--kv-events", "off"))])
+def test_without_events(arguments: tuple[str, ...], options: tuple[str, ...]) -> None:
+    (engine,) = FLEET.get(EngineSpec(Role.BOTH, arguments=arguments, worker_options=options))
+    assert not engine.get("/server_info").body.get("kv_events")

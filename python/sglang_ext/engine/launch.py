@@ -7,15 +7,20 @@ there before SGLang is imported, and each child is bound to its parent's life.
 
 from __future__ import annotations
 
+import ipaddress
+import json
 import os
 import random
 import signal
+import socket
 import sys
 from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from sglang_ext.engine.process_lifetime import join_process_tree
+
+MIN_EVENT_PAGE_TOKENS = 16
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -85,6 +90,7 @@ def main(argv: Sequence[str], *, has_imports: bool = False) -> int:
     if is_check:
         return 0
     _reserve_rendezvous(server_args)
+    _publish_kv_events(server_args, options)
     from sglang.srt.entrypoints.http_server import app
 
     from sglang_ext.engine.hooks.shutdown import ShutdownMiddleware
@@ -147,6 +153,34 @@ def _reserve_rendezvous(server_args: ServerArgs) -> None:
 
     if server_args.nccl_port is None and server_args.dist_init_addr is None:
         (server_args.nccl_port,) = pick_free_ports("0.0.0.0", 1, draw=random.SystemRandom())
+
+
+def _publish_kv_events(server_args: ServerArgs, options: ExtensionOptions) -> None:
+    """Have SGLang publish the events of its prefix cache, unless it is asked for something else or pages are small.
+
+    With small pages every token would be a block of its own, which the engine hashes and every router follows.
+    """
+    from sglang_ext.ports import pick_free_ports
+
+    asked = options.kv_events
+    if asked is None or server_args.kv_events_config or server_args.disable_radix_cache:
+        return
+    if (server_args.page_size or 1) < MIN_EVENT_PAGE_TOKENS:
+        return
+    try:
+        address = ipaddress.ip_address(socket.gethostbyname(asked.host))
+    except (OSError, ValueError):  # ZeroMQ's sockets here are of IPv4
+        print(f"sglang-ext: no KV events: --host {asked.host} has no IPv4 address", file=sys.stderr)
+        return
+    host = "*" if address.is_unspecified else str(address)
+    free = iter(pick_free_ports(str(address), 2, draw=random.SystemRandom()))
+    config = {
+        "publisher": "zmq",
+        "endpoint": f"tcp://{host}:{asked.port or next(free)}",
+        "replay_endpoint": f"tcp://{host}:{asked.replay_port or next(free)}",
+        "bind": True,  # a publisher would connect to an address that is no wildcard
+    }
+    server_args.kv_events_config = json.dumps(config)
 
 
 def _end_when_asked() -> None:

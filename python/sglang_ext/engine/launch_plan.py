@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from sglang_ext.engine.device import Device, MachineFacts
 from sglang_ext.engine.model_facts import ModelFacts
-from sglang_ext.engine.options import ExtensionOptions
+from sglang_ext.engine.options import ExtensionOptions, KvEventsOptions
 from sglang_ext.graphs.sglang.graph_options import GraphOptions
 from sglang_ext.laps.decide.options import LapsOptions
 from sglang_ext.long_pool.sglang.cdsp_options import CdspOptions
@@ -81,6 +81,7 @@ class WorkerOptions:
     transfer: TransferOptions | None = None  # None: another KV transfer backend than the handshake
     graphs: GraphOptions | None = None  # None: prefills are not captured by length and batch size
     revision: str = ""
+    kv_events: KvEventsOptions | None = None  # None: only what is asked for behind `--`
     engine_arguments: tuple[str, ...] = field(default=())  # for sglang.launch_server; these win
 
 
@@ -137,6 +138,7 @@ def build_launch(worker: WorkerOptions, machine: MachineFacts, model: ModelFacts
         worker.graphs,
         worker.revision,
         stages,
+        worker.kv_events,
     )
     environment = options.to_environment()
     by_device = StartMethod.FORK if machine.device is Device.CPU else StartMethod.SPAWN

@@ -27,6 +27,15 @@ class InvalidOptionsError(ValueError):
 
 
 @dataclass(frozen=True)
+class KvEventsOptions:
+    """Where an instance publishes the KV events of its prefix cache; port 0 is a free one."""
+
+    host: str
+    port: int = 0
+    replay_port: int = 0
+
+
+@dataclass(frozen=True)
 class ExtensionOptions:
     """Set by `sglang-ext worker`; absent in a stock SGLang process, where the plugin then does nothing."""
 
@@ -38,6 +47,7 @@ class ExtensionOptions:
     graphs: GraphOptions | None = None  # None: prefills are not captured by length and batch size
     revision: str = ""  # KV cache passes only between instances of one revision
     stages: int = 1  # of a pipeline; each has a part of the layers
+    kv_events: KvEventsOptions | None = None  # None: only what SGLang's own argument says
 
     @property
     def streams_layers(self) -> bool:
@@ -70,6 +80,7 @@ def options_from_environment(environment: Mapping[str, str]) -> ExtensionOptions
             _graph_options(fields["graphs"]),
             str(fields["revision"]),
             int(fields["stages"]),
+            None if fields["kv_events"] is None else KvEventsOptions(**fields["kv_events"]),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidOptionsError(f"{ENVIRONMENT_VARIABLE} cannot be read: {error}") from error

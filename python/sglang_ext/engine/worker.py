@@ -25,6 +25,7 @@ from sglang_ext.engine.launch_plan import (
     size_of,
 )
 from sglang_ext.engine.model_facts import has_tied_embeddings, read_architecture, read_model_facts
+from sglang_ext.engine.options import KvEventsOptions
 from sglang_ext.engine.process_lifetime import end_with_parent
 from sglang_ext.engine.versions import OLDEST_SGLANG, SUPPORTED_SGLANG, installed_sglang
 from sglang_ext.graphs.sglang import graph_options
@@ -63,6 +64,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         help="name of what is rolled out: routers pair only prefill and decode instances of one revision "
         "(SGLang's option of this name goes after --)",
+    )
+    parser.add_argument(
+        "--kv-events",
+        choices=["auto", "off"],
+        default="auto",
+        help="publish which KV blocks the prefix cache holds, for routers; auto: where a page has 16 tokens or more. "
+        "Events carry the token ids of prompts, unencrypted, to whatever can connect",
+    )
+    parser.add_argument(
+        "--kv-events-port", type=_port, default=None, help="port where they are published (default: a free one)"
+    )
+    parser.add_argument(
+        "--kv-events-replay-port",
+        type=_port,
+        default=None,
+        help="port where the last 10,000 batches of them are sent again (default: a free one)",
     )
     parser.add_argument("--device", choices=["auto", *Device], default="auto", help="what to run on")
     parser.add_argument(
@@ -196,8 +213,19 @@ def _worker_options(arguments: argparse.Namespace, device: Device) -> WorkerOpti
         transfer=transfer_options.transfer_options(arguments, arguments.role, device),
         graphs=graphs,
         revision=arguments.revision,
+        kv_events=_kv_events(arguments, is_shared=cdsp is not None),
         engine_arguments=engine_arguments,
     )
+
+
+def _kv_events(arguments: argparse.Namespace, *, is_shared: bool) -> KvEventsOptions | None:
+    """Return where an instance publishes its events, if it may; the members of a long pool hold prompts together."""
+    if arguments.kv_events == "off" or not arguments.role.computes_prompts or is_shared:
+        return None
+    port, replay_port = arguments.kv_events_port or 0, arguments.kv_events_replay_port or 0
+    if port and port == replay_port:
+        raise ValueError(f"--kv-events-port {port}: --kv-events-replay-port must be another one")
+    return KvEventsOptions(arguments.host, port, replay_port)
 
 
 def _problem(options: WorkerOptions, machine: MachineFacts) -> str | None:

@@ -33,10 +33,11 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.1
 QUIET_S = 0.3  # without a batch, after which the last one is looked at once more
 RECHECK_S = 30.0  # between two such looks while nothing comes
+MAX_CHECKS = 5  # such looks at a tick
 REPLAY_TIMEOUT_S = 5.0  # without a part of a replay
 CONNECT_TIMEOUT_S = 2.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 3.0  # before a connection is tried again
-MAX_WHOLE_REPLAYS = 8  # at once, as each brings up to 10,000 batches
+MAX_WHOLE_REPLAYS = 16  # at once, as each brings up to 10,000 batches
 SWEPT_SHARDS = 64  # of the index, at a tick
 _END = (-1).to_bytes(8, "big", signed=True)  # the number behind a replay's last batch
 _NUMBER_BYTES = 8
@@ -81,6 +82,7 @@ class KvEvents:
         self._timer: asyncio.TimerHandle | None = None
         self._whole_replays: set[_RankEvents] = set()
         self._waiting: deque[_RankEvents] = deque()  # for one of these
+        self._next_check = 0
 
     def follow(self, worker: Worker) -> None:
         """Connect to what an instance says that it publishes; give up what it published before, if that is another."""
@@ -156,16 +158,19 @@ class KvEvents:
             self._waiting.remove(rank)
         if rank in self._whole_replays:
             self._whole_replays.remove(rank)
-            if self._waiting:
-                self._waiting.popleft().ask()
+        while self._waiting and len(self._whole_replays) < MAX_WHOLE_REPLAYS:
+            self._waiting.popleft().ask()
 
     def _tick(self) -> None:
         self._timer = self.loop.call_later(TICK_S, self._tick)
         self.index.sweep(SWEPT_SHARDS)
         now_s = self.loop.time()
-        for ranks in tuple(self._ranks.values()):
-            for rank in ranks:
-                rank.check(now_s)
+        all_ranks = [rank for ranks in self._ranks.values() for rank in ranks]
+        checks, count = 0, len(all_ranks)
+        for place in range(self._next_check, self._next_check + count):
+            if all_ranks[place % count].check(now_s, may_look=checks < MAX_CHECKS):
+                checks += 1
+                self._next_check = (place + 1) % count  # whose turn it is when there are more
 
 
 class _RankEvents:
@@ -211,25 +216,31 @@ class _RankEvents:
         self._act(self.sequence.on_instance_lost())
         self._checked_s = float("-inf")
 
-    def check(self, now_s: float) -> None:
-        """Take a look at the last batch where nothing has come for a while; give up a replay that does not come."""
+    def check(self, now_s: float, *, may_look: bool) -> bool:
+        """Give up a replay that does not come; look at the last batch where none has come for a while.
+
+        Return whether it did the latter.
+        """
         if self.sequence.is_replaying:
             if now_s - self._replay_s > REPLAY_TIMEOUT_S:
                 logger.warning("no replay of KV events from %s (rank %d)", self._worker.url, self._rank)
                 if self._replay is not None:
                     self._replay.close()
                 self._on_replay_failed()
-        elif self._replay is not None and self._live is not None:
+        elif may_look and self._replay is not None and self._live is not None:
             is_quiet = now_s - self._heard_s > QUIET_S and self._checked_s < self._heard_s + QUIET_S
             if is_quiet or now_s - self._checked_s > RECHECK_S:
                 self._checked_s = now_s
                 self._act(self.sequence.on_quiet())
+                return True
+        return False
 
     def ask(self) -> None:
         """Ask for the replay that is wanted, once there is a connection and not too many others ask for all."""
         if self._wanted is None or self._replay is None:
             return
         if self._wanted == 0 and not self._events.may_replay(self):
+            self._replay_s = float("inf")  # it waits for others, not for the instance
             return
         self._replay.send(message(b"", self._wanted.to_bytes(_NUMBER_BYTES, "big")))
         self._wanted = None

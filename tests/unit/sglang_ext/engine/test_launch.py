@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
@@ -10,8 +11,11 @@ from typing import Any, cast
 
 import pytest
 
-from sglang_ext.engine.launch import _reserve_rendezvous
+from sglang_ext.engine.device import Device
+from sglang_ext.engine.launch import _publish_kv_events, _reserve_rendezvous
+from sglang_ext.engine.options import ExtensionOptions, KvEventsOptions
 from sglang_ext.ports import PORTS
+from sglang_ext.types import Role
 
 ASKED = """
 import os, signal, sys, types
@@ -50,3 +54,45 @@ def reserved_port(**given: Any) -> int | None:
     arguments = SimpleNamespace(**{"nccl_port": None, "dist_init_addr": None, **given})
     _reserve_rendezvous(cast(Any, arguments))
     return cast("int | None", arguments.nccl_port)
+
+
+def published(kv_events: KvEventsOptions | None, **given: Any) -> dict[str, Any] | None:
+    arguments = SimpleNamespace(**{"kv_events_config": None, "disable_radix_cache": False, "page_size": 16, **given})
+    _publish_kv_events(cast(Any, arguments), ExtensionOptions(Role.SHORT, Device.CPU, kv_events=kv_events))
+    config = arguments.kv_events_config
+    return None if config is None else cast("dict[str, Any]", json.loads(config))
+
+
+def test_events_are_published_at_the_hosts_address() -> None:
+    config = published(KvEventsOptions("127.0.0.1", 7001, 7002))
+    assert config is not None
+    assert (config["publisher"], config["bind"]) == ("zmq", True)
+    assert (config["endpoint"], config["replay_endpoint"]) == ("tcp://127.0.0.1:7001", "tcp://127.0.0.1:7002")
+    everywhere = published(KvEventsOptions("0.0.0.0", 7001, 7002))
+    assert everywhere is not None
+    assert everywhere["endpoint"] == "tcp://*:7001"
+    local = published(KvEventsOptions("localhost"))
+    assert local is not None
+    ports = {int(local[name].rpartition(":")[2]) for name in ("endpoint", "replay_endpoint")}
+    assert local["endpoint"].startswith("tcp://127.0.0.1:")
+    assert len(ports) == 2
+    assert ports <= set(PORTS)
+
+
+@pytest.mark.parametrize(
+    ("kv_events", "given"),
+    [
+        (None, {}),
+        (KvEventsOptions("127.0.0.1"), {"page_size": 1}),
+        (KvEventsOptions("127.0.0.1"), {"page_size": None}),
+        (KvEventsOptions("127.0.0.1"), {"disable_radix_cache": True}),
+        (KvEventsOptions("::1"), {}),
+    ],
+)
+def test_no_events(kv_events: KvEventsOptions | None, given: dict[str, Any]) -> None:
+    assert published(kv_events, **given) is None
+
+
+def test_the_events_that_were_asked_for_stay() -> None:
+    given = {"publisher": "null"}
+    assert published(KvEventsOptions("127.0.0.1"), kv_events_config=json.dumps(given)) == given

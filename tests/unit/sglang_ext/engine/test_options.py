@@ -11,6 +11,7 @@ from sglang_ext.engine.options import (
     ENVIRONMENT_VARIABLE,
     ExtensionOptions,
     InvalidOptionsError,
+    KvEventsOptions,
     options_from_environment,
 )
 from sglang_ext.laps.decide.options import Batching, LapsOptions
@@ -21,7 +22,7 @@ from sglang_ext.types import Role
 @pytest.mark.parametrize("role", list(Role))
 @pytest.mark.parametrize("device", list(Device))
 def test_round_trip(role: Role, device: Device) -> None:
-    options = ExtensionOptions(role, device)
+    options = ExtensionOptions(role, device, kv_events=KvEventsOptions("0.0.0.0", 5557, 5558))
     assert options_from_environment(options.to_environment()) == options
 
 

@@ -206,6 +206,44 @@ def test_a_replay_that_does_not_come_ends(publisher: EventPublisher, monkeypatch
     run(check())
 
 
+def test_few_ask_for_all_at_a_time_and_the_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than a replay may take, as it is not theirs that takes so long."""
+    monkeypatch.setattr(kv_events, "MAX_WHOLE_REPLAYS", 1)
+    monkeypatch.setattr(kv_events, "REPLAY_TIMEOUT_S", 0.5)
+    publishers = [EventPublisher() for _ in range(3)]
+    slow = publishers[0]
+    slow.publish(*(stored([key]) for key in KEYS[:3]))
+
+    async def check() -> None:
+        loop = asyncio.get_running_loop()
+        events = KvEvents(loop, BlockIndex(1000))
+        workers = []
+        for number, publisher in enumerate(publishers):
+            worker = Worker(number, WorkerAddress(f"http://127.0.0.1:{number + 1}", Role.BOTH, None), RouterConfig())
+            worker.kv_events = KvEventsAddress("127.0.0.1", publisher.port, publisher.replay_port, b"", 16, 1)
+            workers.append(worker)
+        blocker = object()
+        events._whole_replays.add(blocker)  # type: ignore[arg-type]
+        for worker in workers:
+            events.follow(worker)
+        await asyncio.sleep(1.5)
+        assert not any(worker.held_blocks and worker.held_blocks.is_whole for worker in workers)
+        assert all(events.ranks(worker)[0].sequence.is_replaying for worker in workers)
+        events.on_replay_over(blocker)  # type: ignore[arg-type]
+        end_s = loop.time() + 5
+        while not all(worker.held_blocks and worker.held_blocks.is_whole for worker in workers):
+            assert loop.time() < end_s
+            await asyncio.sleep(0.01)
+        assert events.index.held_blocks(events.ranks(workers[0])[0].source) == 3
+        await events.stop()
+
+    try:
+        run(check())
+    finally:
+        for publisher in publishers:
+            publisher.stop()
+
+
 def test_a_worker_that_is_removed_leaves_nothing(publisher: EventPublisher) -> None:
     async def check() -> None:
         async with following(publisher) as followed:
