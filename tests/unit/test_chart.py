@@ -626,7 +626,14 @@ def test_undivided_and_switching_instances(results: dict[str, Document]) -> None
     plain = the(documents, "worker", "plain")
     assert "--role=plain" in plain.container["args"]
     assert not [argument for argument in plain.container["args"] if "bootstrap" in argument or "transfer" in argument]
-    assert plain.ports.keys() == {"http"}
+    assert plain.ports.keys() == {"http", "kv-events", "kv-replay"}
+    assert (plain.ports["kv-events"], plain.ports["kv-replay"]) == (5557, 5558)
+    assert {"--kv-events-port=5557", "--kv-events-replay-port=5558"} <= set(plain.container["args"])
+    policy = next(one for one in documents if one["metadata"]["name"].endswith("-kv-events"))
+    (rule,) = policy["spec"]["ingress"]
+    assert [port["port"] for port in rule["ports"]] == [5557, 5558]
+    (peer,) = rule["from"]
+    assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "router"
     (scaled,) = of_kind(documents, "ScaledObject")
     queries = " ".join(trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"])
     for series in (

@@ -9,6 +9,7 @@ The controller that makes the nodes of an instance names them to each other in v
 {{- $isServing := ne .part "member" -}}
 {{- $isPrefill := hasPrefix "prefill" $pool.role -}}
 {{- $hasBootstrap := include "sglang-ext.hasBootstrap" $pool -}}
+{{- $publishes := include "sglang-ext.publishes" $pool -}}
 {{- $hasPoolKey := and $pool.sharesLongPrompts $root.Values.keys.pool -}}
 metadata:
   labels:
@@ -81,6 +82,10 @@ spec:
         {{- if $hasBootstrap }}
         - --bootstrap-port={{ $root.Values.worker.bootstrapPort }}
         {{- end }}
+        {{- if $publishes }}
+        - --kv-events-port={{ $root.Values.worker.kvEventsPort }}
+        - --kv-events-replay-port={{ $root.Values.worker.kvEventsReplayPort }}
+        {{- end }}
         {{- if $isPrefill }}
         - --laps-boundary-tokens={{ int $root.Values.boundaryTokens }}
         {{- end }}
@@ -137,6 +142,10 @@ spec:
         - {name: http, containerPort: {{ $port }}, protocol: TCP}
         {{- if $hasBootstrap }}
         - {name: bootstrap, containerPort: {{ $root.Values.worker.bootstrapPort }}, protocol: TCP}
+        {{- end }}
+        {{- if $publishes }}
+        - {name: kv-events, containerPort: {{ $root.Values.worker.kvEventsPort }}, protocol: TCP}
+        - {name: kv-replay, containerPort: {{ $root.Values.worker.kvEventsReplayPort }}, protocol: TCP}
         {{- end }}
       # While a model loads the port is closed, then 503 until it is warm: /health is 200 once it can serve. It computes
       # a token, but only where nothing else runs.
@@ -211,6 +220,11 @@ spec:
     {{- range $pool.volumes }}
     - {{ toJson . }}
     {{- end }}
+{{- end -}}
+
+{{/* Whether the instances of a pool publish which KV blocks they hold, where their pages are large enough. */}}
+{{- define "sglang-ext.publishes" -}}
+{{- if and (ne .role "decode") (not .sharesLongPrompts) }}true{{ end -}}
 {{- end -}}
 
 {{/* Whether decode finds the instances of a pool by a port of their own, now or once they have become prefill. */}}
