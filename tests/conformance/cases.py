@@ -654,6 +654,101 @@ def header_cases() -> Iterator[Case]:
             yield case(path, raw)
 
 
+EMBEDDINGS, CLASSIFY, RERANK, SCORE = "/v1/embeddings", "/v1/classify", "/v1/rerank", "/v1/score"
+EMBEDDING_BASE: dict[str, dict[str, Any]] = {
+    EMBEDDINGS: {"model": MODEL, "input": "def parse("},
+    CLASSIFY: {"model": MODEL, "input": "def parse("},
+    RERANK: {"model": MODEL, "query": "def parse(", "documents": ["class A", "import re"]},
+}
+SCORE_BASE: dict[str, dict[str, Any]] = {
+    SCORE: {"model": MODEL, "query": "def ", "items": ["parse", "find"], "label_token_ids": [9, 10]},
+}
+
+
+def embedding_cases() -> Iterator[Case]:
+    """What a server that embeds is asked."""
+    yield from _undivided_cases(EMBEDDING_BASE)
+    inputs: tuple[Any, ...] = (
+        *("a", " ", "", ["a"], ["a", "b"], ["a", ""], [], [[]], [5], [5, 6], [[5], [6, 7]], [5.0], [True], ["5"], [-1]),
+        *([2048], [[2048]], ["a", 5], [[5], 6], 5, None, {}, [{"text": "a"}], [{"text": "a"}, {"text": "b"}], [{}]),
+        *([None], "word " * 3000, ["a"] * 300),
+    )
+    for value in inputs:
+        for path in (EMBEDDINGS, CLASSIFY):
+            yield case(path, {"model": MODEL, "input": value})
+    further: tuple[dict[str, Any], ...] = (
+        *(
+            {"encoding_format": "base64"},
+            {"encoding_format": "x"},
+            {"dimensions": 8},
+            {"lora_path": "x"},
+            {"user": "u"},
+        ),
+        *({"embed_overrides": [[[1.0]]]}, {"embed_override_token_id": 5}, {"rid": "x"}, {"model": "x"}),
+        *({"stream": True}, {"n": 2}, {"max_tokens": "x"}, {"bootstrap_room": 5}),
+    )
+    for fields in further:
+        yield case(EMBEDDINGS, {**EMBEDDING_BASE[EMBEDDINGS], **fields})
+    rankings: tuple[dict[str, Any], ...] = (
+        *({"documents": "a"}, {"documents": []}, {"documents": [""]}, {"documents": [5]}, {"query": ""}, {"query": 5}),
+        *({"query": None}, {"top_n": 1}, {"top_n": 9}, {"return_documents": False}, {"instruct": "x"}),
+        *({"documents": [[{"type": "text", "text": "a"}], "b"]}, {"query": [{"type": "text", "text": "a"}]}),
+    )
+    for fields in rankings:
+        yield case(RERANK, {**EMBEDDING_BASE[RERANK], **fields})
+    yield case(RERANK, EMBEDDING_BASE[RERANK], "PUT")
+
+
+def score_cases() -> Iterator[Case]:
+    """What a server that generates is asked for labels; it refuses to embed."""
+    yield from _undivided_cases(SCORE_BASE)
+    fields: tuple[dict[str, Any], ...] = (
+        *(
+            {"items": "parse"},
+            {"items": []},
+            {"items": None},
+            {"items": [5]},
+            {"items": [[5]], "query": [6]},
+            {"query": 5},
+        ),
+        *(
+            {"query": None},
+            {"query": [6]},
+            {"query": ""},
+            {"query": [2048], "items": [[5]]},
+            {"query": [], "items": [[]]},
+        ),
+        *({"label_token_ids": []}, {"label_token_ids": None}, {"label_token_ids": [2048]}, {"label_token_ids": [-1]}),
+        *(
+            {"label_token_ids": [[9], [10]]},
+            {"label_token_ids": [[9]]},
+            {"label_token_ids": ["9"]},
+            {"item_first": True},
+        ),
+        *({"apply_softmax": True}, {"apply_softmax": True, "temperature": 0.5}, {"return_token_logprobs": True}),
+        *({"return_pooled_hidden_states": True}, {"score_extraction_token": "a"}, {"item_embed_overrides": [None]}),
+        *({"query": "word " * 3000}, {"items": ["a"] * 300}, {"stream": True}, {"rid": 5}),
+    )
+    for changed_fields in fields:
+        yield case(SCORE, {**SCORE_BASE[SCORE], **changed_fields})
+    for path, body in EMBEDDING_BASE.items():
+        yield case(path, body)
+
+
+def _undivided_cases(bases: dict[str, dict[str, Any]]) -> Iterator[Case]:
+    for path, body in bases.items():
+        for field, schema in BODIES[path]["properties"].items():
+            if field != "model" and "type" in schema:
+                for value in FIELD_VALUES:
+                    yield case(path, {**body, field: value})
+        for raw in (b"", b"[]", b"{", b"{}", b"null"):
+            yield case(path, raw)
+        for method in ("GET", "DELETE"):
+            yield case(path, None, method)
+        for target in (f"{path}/", f"{path}?a=b", f"{path}/x"):
+            yield case(target, body)
+
+
 def all_cases() -> dict[str, list[Case]]:
     """Cases by the name of their group; each once."""
     groups = (field_cases, range_cases, chat_cases, completion_cases, generate_cases, anthropic_cases)

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from sglang_ext.types import Role
 from support.api_cases import MEMBERSHIP, check_api
-from support.engines import Engine
+from support.engines import FLEET, Engine, EngineSpec
 from support.router_cli import RunningRouter, running_router
 
 pytestmark = pytest.mark.integration
@@ -88,3 +89,19 @@ def test_what_ends_a_stock_instance_is_refused(
     good = {"text": "def parse(", "sampling_params": {"max_new_tokens": 2}}
     assert router.post("/generate", good).status == 200
     assert all(engine.is_alive for engine in engines)
+
+
+UNDIVIDED = "^/v1/(embeddings|classify|rerank)$"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("examples", [5, 60])
+def test_answers_of_an_instance_that_embeds_are_documented(tmp_path: Path, examples: int) -> None:
+    """Every body that the document allows is answered: an instance that embeds takes them all."""
+    arguments = ("--is-embedding", "--served-model-name", "m")
+    (engine,) = FLEET.get(EngineSpec(Role.PLAIN, arguments=arguments, name="conformance"))
+    with running_router([engine]) as router:
+        check_api(router, tmp_path, 4, "--include-path-regex", UNDIVIDED, "-n", str(examples))
+        assert router.is_idle()
+    assert engine.is_alive
+    engine.wait_idle()

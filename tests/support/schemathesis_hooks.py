@@ -19,6 +19,7 @@ LENGTHS = {
     "/v1/messages": "max_tokens",
     "/generate": "max_new_tokens",
 }
+UNDIVIDED = ("/v1/embeddings", "/v1/classify", "/v1/rerank", "/v1/score")
 MOST_TOKENS = 4  # of /v1/responses two fewer
 MOST_PROMPTS = 8
 MOST = {**dict.fromkeys((*LENGTHS.values(), "max_completion_tokens"), MOST_TOKENS), "n": 2, "logprobs": 2}
@@ -30,10 +31,13 @@ def shorten(context: schemathesis.HookContext, case: schemathesis.Case, **_: Any
     """Ask for few tokens and samples where the case allows many, and write whole numbers as such."""
     body = case.body = _whole(case.body)
     path = case.operation.path
-    if not isinstance(body, dict) or path not in LENGTHS:
+    if not isinstance(body, dict) or path not in (*LENGTHS, *UNDIVIDED):
         return
     if isinstance(body.get("model"), str):
         body["model"] = os.environ[MODEL]
+    if path in UNDIVIDED:
+        _shorten_inputs(body)
+        return
     for name in ("prompt", "text", "input_ids"):
         if isinstance(body.get(name), list):
             body[name] = [_of_vocabulary(item) for item in body[name][:MOST_PROMPTS]]
@@ -51,6 +55,17 @@ def shorten(context: schemathesis.HookContext, case: schemathesis.Case, **_: Any
             asked[name] = most
     if body.get("logprobs") and body.get("echo") is True and (body.get("stream") is True or body.get("n", 1) != 1):
         body["echo"] = False  # which is not served together
+
+
+def _shorten_inputs(body: dict[str, Any]) -> None:
+    """Leave what the tests' model can do: its vectors have one size, and labels are given once, in one list."""
+    body.pop("dimensions", None)
+    for name in ("input", "items", "query"):
+        if isinstance(body.get(name), list):
+            body[name] = [_of_vocabulary(item) for item in body[name][:MOST_PROMPTS]]
+    labels = body.get("label_token_ids")
+    if isinstance(labels, list) and all(type(label) is int and label >= 0 for label in labels):
+        body["label_token_ids"] = sorted({_of_vocabulary(label) for label in labels})
 
 
 def _of_vocabulary(value: Any) -> Any:

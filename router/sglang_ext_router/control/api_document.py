@@ -187,6 +187,8 @@ def describe_api(app: FastAPI, needs_client_key: bool) -> dict[str, Any]:
         operation.pop("x-open", None)
     for path, summary, reply in (*_GENERATION, *_UNDIVIDED):
         paths[path] = {"post": _generation(path, summary, reply, needs_client_key)}
+    ranking = paths["/v1/rerank"]
+    ranking["put"] = {**ranking["post"], "operationId": "put_rerank"}
     return document
 
 

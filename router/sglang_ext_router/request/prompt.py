@@ -208,6 +208,8 @@ def _undivided_items(path: bytes, body: dict[str, Any]) -> list[str | list[int]]
         return [f"{query}\n{_block_text(document)}" for document in documents]
     if path == b"/v1/score":
         asked = body.get("query")
+        if body.get("items") == []:  # which SGLang answers with no scores
+            return [_joined(asked, "")]
         return [_joined(asked, item) for item in _items(body.get("items"), "items")]
     given = body.get("input")
     if type(given) is list and given and type(given[0]) is dict:  # text, image and video

@@ -240,7 +240,10 @@ BODIES: dict[str, Schema] = {
     "/v1/rerank": _body(
         {
             "query": {"anyOf": _SAID_PARTS},
-            "documents": _list_of({"anyOf": _SAID_PARTS}),
+            "documents": {
+                **_list_of(_SAID),
+                "description": "models of SGLang that see images take lists of parts, too",
+            },
             "instruct": _or_null(_TEXT),
             "top_n": _or_null(_integer(1, MAX_INT64)),
             "return_documents": _FLAG,

@@ -25,8 +25,22 @@ PATHS: dict[str, dict[str, Any]] = {
     "/v1/responses": {"model": "m", "input": "hi"},
     "/v1/messages": {"model": "m", "max_tokens": 4, "messages": MESSAGES},
     "/generate": {"text": "hi"},
+    "/v1/embeddings": {"input": "hi"},
+    "/v1/classify": {"input": "hi"},
+    "/v1/rerank": {"query": "hi", "documents": ["a"]},
+    "/v1/score": {"query": "hi", "items": ["a"]},
 }
-CONTENT = {"messages", "prompt", "text", "input_ids", "input", "model", "system", "instructions", "sampling_params"}
+CONTENT = {"query", "documents", "items", "label_token_ids"} | {
+    "messages",
+    "prompt",
+    "text",
+    "input_ids",
+    "input",
+    "model",
+    "system",
+    "instructions",
+    "sampling_params",
+}
 # Fields that the router adds to SGLang's.
 OWN = {("/v1/completions", "prompt_logprobs")}
 # What the router refuses and SGLang takes, for a reason; docs/reference/differences.md lists them.
@@ -41,6 +55,7 @@ STRICTER = {
     "repetition_penalty",  # near 0 logits become infinite
     "logprobs",  # of /v1/completions: below 0, above 128
     "top_logprobs",
+    *("priority", "dimensions", "top_n"),  # beyond 32 or 64 bits; below 1
 }
 NUMBERS = st.one_of(
     st.integers(-3, 40),
@@ -85,6 +100,10 @@ class SGLang:
             "/v1/responses": protocol.ResponsesRequest.model_validate,
             "/v1/messages": AnthropicMessagesRequest.model_validate,
             "/generate": TypeAdapter(GenerateReqInput).validate_python,
+            "/v1/embeddings": protocol.EmbeddingRequest.model_validate,
+            "/v1/classify": protocol.ClassifyRequest.model_validate,
+            "/v1/rerank": protocol.V1RerankReqInput.model_validate,
+            "/v1/score": protocol.ScoringRequest.model_validate,
         }
         self._contract_error = generate_contract_error
         self._sampling = SamplingParams
