@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,12 @@ def test_serves_restarts_and_stops(tmp_path: Path, method: str) -> None:
 
         decode = cluster.program("decode-0")
         assert decode.pid is not None
-        os.kill(decode.pid, signal.SIGKILL)
+        with ThreadPoolExecutor(12) as pool:  # none of these loses its answer, though there is no other decode instance
+            asked = [pool.submit(cluster.chat, text) for text in (short_prompt, long_prompt) * 3]
+            time.sleep(0.2)
+            os.kill(decode.pid, signal.SIGKILL)
+            asked += [pool.submit(cluster.chat, text) for text in (short_prompt, long_prompt) * 3]
+            assert [answer.result() for answer in asked] == first * 6
         cluster.wait_until_restarted("decode-0")
         again = cluster.program("decode-0")
         assert (again.url, again.restarts) == (decode.url, 1)
