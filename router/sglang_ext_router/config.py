@@ -106,6 +106,9 @@ class RouterConfig:
     prefix_index_blocks: int = _option(
         65536, "prefix-cache blocks remembered per prefill instance", section="placement"
     )
+    kv_events: bool = _option(
+        True, "go by the KV events of instances that publish some, else by what they were sent", section="placement"
+    )
     event_blocks: int = _option(
         4_000_000, "most KV blocks known of a rank that publishes KV events", section="placement"
     )

@@ -533,7 +533,8 @@ class Router:
             self.services.forwarded_headers.add(worker.label_header)
         if worker.role.computes_prompts:  # it may have been a decode instance so far
             self.planner.index.add_worker(worker.id)
-        self.kv_events.follow(worker)
+        if self.config.kv_events:
+            self.kv_events.follow(worker)
         self.planner.learn_capacity(worker)
         self.planner.learn_boundary(worker)
         self._compare_boundary(worker)

@@ -257,6 +257,7 @@ class _RankEvents:
             self._act(self.sequence.on_connected())
             await connection.closed
             self._live = None
+            self._update_whole()
 
     async def _keep_replay(self, port: int) -> None:
         async for connection in self._connections(port, SocketKind.DEALER, self._on_replay):
@@ -294,7 +295,11 @@ class _RankEvents:
             return
         self._heard_s = self._loop.time()
         self.batches += 1
-        self._act(self.sequence.on_batch(int.from_bytes(parts[1], "big"), parts[2]))
+        actions = self.sequence.on_batch(int.from_bytes(parts[1], "big"), parts[2])
+        if len(actions) == 1 and type(actions[0]) is ApplyBatch and self._held.is_whole:  # as nearly always
+            self._apply(actions[0].payload)
+        else:
+            self._act(actions)
 
     def _on_replay(self, parts: list[bytes]) -> None:
         if len(parts) != 4 or len(parts[2]) != _NUMBER_BYTES:
@@ -324,7 +329,12 @@ class _RankEvents:
                 self.ask()
             else:
                 self._index.clear(self.source)
-        self._held.is_whole = all(rank.sequence.is_whole for rank in self._events.ranks(self._worker))
+        self._update_whole()
+
+    def _update_whole(self) -> None:
+        """What an instance holds is known while every rank is connected, and nothing of theirs is missing."""
+        ranks = self._events.ranks(self._worker)
+        self._held.is_whole = all(rank.is_connected and rank.sequence.is_whole for rank in ranks)
 
     def _apply(self, payload: bytes) -> None:
         index, source = self._index, self.source

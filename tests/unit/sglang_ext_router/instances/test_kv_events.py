@@ -151,6 +151,20 @@ def test_an_engine_that_starts_again_is_empty(publisher: EventPublisher) -> None
     run(check())
 
 
+def test_while_no_events_can_come_what_was_sent_counts(publisher: EventPublisher) -> None:
+    async def check() -> None:
+        async with following(publisher) as followed:
+            publisher.publish(stored(KEYS[:3]))
+            await followed.knows(*KEYS[:3])
+            publisher.stop()
+            await followed.knows(*KEYS[:3], is_whole=False)
+            assert followed.described()["connected"] is False
+            publisher._bind()
+            await followed.knows(*KEYS[:3])
+
+    run(check())
+
+
 def test_an_instance_that_is_taken_out_is_read_again(publisher: EventPublisher) -> None:
     async def check() -> None:
         async with following(publisher) as followed:
