@@ -39,6 +39,7 @@ class EventPublisher:
     def __init__(self, kept: int = 10_000, has_replay: bool = True) -> None:
         self.kept: deque[tuple[int, bytes]] = deque(maxlen=kept)
         self.number = 0
+        self.replays = 0  # that were asked for
         self.port = self.replay_port = 0
         self._has_replay = has_replay
         self._context: zmq.Context[zmq.Socket[bytes]]
@@ -88,6 +89,7 @@ class EventPublisher:
             if not self._router.poll(20):
                 continue
             client, _, first = self._router.recv_multipart()
+            self.replays += 1
             with self._lock:
                 kept = [batch for batch in self.kept if batch[0] >= int.from_bytes(first, "big")]
             for number, payload in kept:

@@ -227,7 +227,7 @@ class _RankEvents:
                 if self._replay is not None:
                     self._replay.close()
                 self._on_replay_failed()
-        elif may_look and self._replay is not None and self._live is not None:
+        elif may_look and self._replay is not None and self._live is not None and not self.unreadable:
             is_quiet = now_s - self._heard_s > QUIET_S and self._checked_s < self._heard_s + QUIET_S
             if is_quiet or now_s - self._checked_s > RECHECK_S:
                 self._checked_s = now_s

@@ -15,7 +15,7 @@ from sglang_ext.types import Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress
 from sglang_ext_router.decide.block_index import BlockIndex, Tier
 from sglang_ext_router.instances import kv_events
-from sglang_ext_router.instances.kv_events import KvEvents
+from sglang_ext_router.instances.kv_events import QUIET_S, KvEvents
 from sglang_ext_router.instances.probe import read_kv_events
 from sglang_ext_router.instances.workers import KvEventsAddress, Worker
 from support.event_publisher import CLEARED, EventPublisher, removed, stored
@@ -199,6 +199,9 @@ def test_what_cannot_be_read_leaves_the_estimate(publisher: EventPublisher, payl
             await followed.knows(*KEYS[:1])
             publisher.publish_bytes(payload)
             await followed.knows(is_whole=False)
+            asked = publisher.replays
+            await asyncio.sleep(4 * QUIET_S)
+            assert publisher.replays == asked  # they would bring the same again
             publisher.publish(CLEARED, stored(KEYS[:1]))
             await followed.knows(*KEYS[:1])
 
