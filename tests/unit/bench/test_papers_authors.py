@@ -111,6 +111,7 @@ def test_clients_wait_for_their_number_over_the_throughput(
     assert figures.median_s <= figures.p90_s <= figures.p99_s
 
 
+@pytest.mark.slow
 def test_schedulers_are_compared_in_the_same_loop() -> None:
     found = compare_schedulers(TIMES, [100, 200, 50, 20] * 40)
     table = {tuple(row[:3]): row[3:] for row in cast(list[list[object]], found["schedulers"])}
@@ -148,6 +149,7 @@ def test_a_pause_is_found_in_the_duration_and_the_p90(tmp_path: Path) -> None:
     assert p90_s == pytest.approx(TIMES.pause_s, abs=0.1)
 
 
+@pytest.mark.slow
 def test_a_fit_finds_what_made_the_rows(tmp_path: Path) -> None:
     text = HEADER
     text += "".join(f"a,Qwen2.5-32B,1,batch_prefill,{clients},,1,1,1,1,1\n" for clients in (4, 16))
