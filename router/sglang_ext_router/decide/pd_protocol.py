@@ -463,6 +463,8 @@ class PDProtocol:
             return self._back_off(actions + other)
         if is_lost_again:
             reason = FailureReason.LOST_AGAIN
+        elif self._losses:  # an instance may have computed it
+            reason = FailureReason.LEG_LOST
         status = 503 if reason is FailureReason.CONNECT_FAILED else 502
         return self._reply_error(actions + other, status, reason)
 

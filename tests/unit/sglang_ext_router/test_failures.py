@@ -256,14 +256,14 @@ async def test_an_instance_that_cannot_be_reached_is_avoided(leg: str) -> None:
 
 
 async def test_an_only_instance_that_accepts_while_it_is_dying_is_lost_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with cluster(health_check_interval_secs=60.0) as served:
+    async with cluster(health_check_interval_secs=60.0, load_poll_interval_secs=60.0) as served:
         monkeypatch.setattr(served.router.prober, "check_now", lambda worker: None)  # it would be answered
         served.decode[0].plan(cut(), cut(), reply())
         assert (await served.ask("POST", "/generate", PROMPT)).status == 200
 
 
 async def test_an_only_instance_that_dies_with_a_kept_connection_is_lost_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with cluster(health_check_interval_secs=60.0) as served:
+    async with cluster(health_check_interval_secs=60.0, load_poll_interval_secs=60.0) as served:
         assert (await served.ask("POST", "/generate", PROMPT)).status == 200
         monkeypatch.setattr(served.router.prober, "check_now", lambda worker: None)  # it would be answered
         served.decode[0].plan(cut(), cut(), cut(), reply())

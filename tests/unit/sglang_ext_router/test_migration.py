@@ -103,7 +103,7 @@ async def test_a_stream_goes_on_behind_what_its_client_has() -> None:
 async def test_an_only_instance_that_accepts_while_it_is_dying_loses_a_stream_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with cluster(health_check_interval_secs=60.0) as served:
+    async with cluster(health_check_interval_secs=60.0, load_poll_interval_secs=60.0) as served:
         marked(served)
         monkeypatch.setattr(served.router.prober, "check_now", lambda worker: None)  # it would be answered
         rest = stream(*tokens(["one two three", " four"], "r2", end="stop"))
