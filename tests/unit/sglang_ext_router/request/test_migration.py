@@ -126,9 +126,9 @@ def test_a_long_stream_takes_little_memory() -> None:
     assert sent.delivered() is not None
 
 
-def test_a_stream_that_is_too_long_cannot_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(migration, "MAX_KEPT_BYTES", 5000)
-    sent = kept(COMPLETIONS, stream_events(COMPLETIONS, ["x" * 50] * 200, "r1", None), random.Random(1))
+def test_a_stream_that_is_too_long_cannot_go_on() -> None:
+    texts = ["x" * 100_000] * (migration.MAX_KEPT_BYTES // 100_000 + 1)
+    sent = kept(COMPLETIONS, stream_events(COMPLETIONS, texts, "r1", None), random.Random(1))
     assert sent.delivered() is None
     assert sent._blocks == []
 
