@@ -28,7 +28,7 @@ def any_of(kind: type[Choice]) -> Callable[[str], Choice]:
 class CommandParser(argparse.ArgumentParser):
     """Print `PROGRAM: error: …`, one line, and exit with status 2 where the words cannot be parsed.
 
-    Options have no abbreviations: one that is misspelt would be taken for another.
+    Options have no abbreviations: a misspelt option would be taken for another.
     """
 
     def __init__(self, **settings: Any) -> None:

@@ -70,7 +70,7 @@ from sglang_ext_router.request.upstream import UpstreamPools
 logger = logging.getLogger(__name__)
 
 SWEEP_INTERVAL_S = 0.25
-RECENT_S = 15.0  # at least so long a prompt counts as cached where it was sent, by an instance that reports its blocks
+RECENT_S = 15.0  # for at least this time a prompt counts as cached where it was sent, if events come
 DRAIN_POLL_S = 0.02
 DRAIN_FLUSH_S = 1.0  # for aborts and error replies when the grace period is over
 

@@ -38,7 +38,7 @@ SequenceAction: TypeAlias = ApplyBatch | ForgetBlocks | AskReplay
 
 
 class EventSequence:
-    """What has come of one publisher. Every event returns the actions that follow from it, in order.
+    """Follows the batches of one publisher. Every event returns the actions that follow from it, in order.
 
     It begins with `on_connected`. `is_whole` says that the index has all that the publisher's engine holds.
     """

@@ -19,7 +19,7 @@ NO_SESSION = 0
 
 
 class SessionTurn(NamedTuple):
-    """The last turn of a conversation: who got it, and what tells whether a prompt goes on behind it."""
+    """Holds the last turn of a conversation: its instance, and the blocks with which a prompt behind it begins."""
 
     worker_id: int
     prompt_tokens: int

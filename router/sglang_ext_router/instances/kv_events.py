@@ -332,7 +332,7 @@ class _RankEvents:
         self._update_whole()
 
     def _update_whole(self) -> None:
-        """What an instance holds is known while every rank is connected, and nothing of theirs is missing."""
+        """Note whether all is known: every rank is connected, and none of its batches is missing."""
         ranks = self._events.ranks(self._worker)
         self._held.is_whole = all(rank.is_connected and rank.sequence.is_whole for rank in ranks)
 

@@ -82,7 +82,7 @@ class KvEventsAddress(NamedTuple):
 
 
 class HeldBlocks:
-    """What an instance with events holds: its sources in the index of blocks, and the size of a block."""
+    """Names where the index has what an instance with events holds: its sources, and the size of a block."""
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens

@@ -532,8 +532,8 @@ class RequestFlow:
     def _lose(self, leg: UpstreamConnection) -> bool:
         """Note that a leg's instance was lost; return whether this is a loss that was noted before.
 
-        An instance that was killed may accept connections until it is gone: one that has neither been heard of since
-        its last loss nor begun an answer is lost once.
+        An instance that was killed may accept connections until it is gone. If it has neither been heard of since its
+        last loss nor begun an answer, it counts as lost once.
         """
         worker, lost = leg.worker, self._lost
         self._lost = worker.id, self._services.loop.time()

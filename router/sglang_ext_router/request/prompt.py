@@ -225,7 +225,7 @@ def _joined(query: Any, item: str | list[int]) -> str | list[int]:
 
 
 def list_size(body: dict[str, Any]) -> int:
-    """Return how many request ids SGLang wants for the `input` of a body; 0: one that is not in a list."""
+    """Return how many request ids SGLang wants for the `input` of a body, or 0 where the input is no list."""
     given = body.get("input")
     if type(given) is not list or not given or isinstance(given[0], (int, float)):
         return 0

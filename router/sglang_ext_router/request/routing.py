@@ -548,7 +548,7 @@ class RoutePlanner:
         self._recent.clear(worker.id)
 
     def age_recent(self) -> None:
-        """What was sent in the time before the last call counts as reported, if the instance has it."""
+        """Take prompts sent before the last call as reported, where the instance has them."""
         self._recent.age()
 
     def wants_token_count(self) -> bool:
