@@ -113,6 +113,17 @@ async def test_an_only_instance_that_accepts_while_it_is_dying_loses_a_stream_on
         assert b"error" not in answer.body
 
 
+async def test_an_only_instance_that_answers_again_loses_a_stream_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with cluster(health_check_interval_secs=60.0, load_poll_interval_secs=60.0, max_migrations=2) as served:
+        marked(served)
+        monkeypatch.setattr(served.router.prober, "check_now", lambda worker: None)
+        rest = stream(*tokens(["one two three", " four"], "r3", end="stop"))
+        served.decode[0].plan(lost_after(TEXTS[:1]), lost_after(["one two"]), rest)
+        answer = await served.ask("POST", PATH, BODY)
+        assert text_of(answer.body) == "".join(TEXTS)
+        assert b"error" not in answer.body
+
+
 async def test_the_clients_own_id_stays_in_all_events() -> None:
     async with cluster(decode=2, **IN_TURN) as served:
         marked(served)
