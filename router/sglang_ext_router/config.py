@@ -20,6 +20,7 @@ from sglang_ext_router.decide.instance_pressure import PressureSettings
 from sglang_ext_router.decide.prefill_choice import PREFILL_POLICIES
 from sglang_ext_router.decide.served_models import parse_alias
 from sglang_ext_router.http.api_keys import ApiKeyFileError, read_api_keys
+from sglang_ext_router.tenants.tenants_file import read_tenants_file
 
 
 class RouterConfigError(ValueError):
@@ -266,6 +267,9 @@ class RouterConfig:
     api_keys_file: str = _option(
         "", "file of several clients' keys, lines NAME:SHA256-HEX of the key; read again when it changes"
     )
+    tenants_file: str = _option(
+        "", "YAML file of tenants, with the keys, weight and limits of each; read again when it changes"
+    )
     worker_api_key: str = _option(
         "", "bearer token for the workers, also read from SGLANG_EXT_WORKER_API_KEY; default: --api-key"
     )
@@ -392,6 +396,11 @@ class RouterConfig:
                 read_api_keys(self.api_keys_file)
             except ApiKeyFileError as error:
                 raise RouterConfigError(f"--api-keys-file: {error}") from None
+        if self.tenants_file:
+            try:
+                read_tenants_file(self.tenants_file)
+            except ApiKeyFileError as error:
+                raise RouterConfigError(f"--tenants-file: {error}") from None
         for name in self.forwarded_headers:
             if not may_be_forwarded(name):
                 raise RouterConfigError(f"--forward-headers: {name!r} is no header that can be passed on")
@@ -428,7 +437,7 @@ class RouterConfig:
     @property
     def needs_client_key(self) -> bool:
         """Return whether clients must send a key."""
-        return bool(self.api_key or self.api_keys_file)
+        return bool(self.api_key or self.api_keys_file or self.tenants_file)
 
     @property
     def key_for_workers(self) -> str:

@@ -161,7 +161,9 @@ def check_access_log(target: str) -> None:
 
 def _warn_of_open_ports(config: RouterConfig) -> None:
     if not config.needs_client_key and not _is_loopback(config.host):
-        logger.warning("anyone who reaches %s may send requests: set --api-key or --api-keys-file", config.host)
+        logger.warning(
+            "anyone who reaches %s may send requests: set --api-key, --api-keys-file or --tenants-file", config.host
+        )
     if config.metrics_port and not _is_loopback(config.metrics_host):
         logger.warning("anyone who reaches %s may read the metrics: no key is asked for there", config.metrics_host)
     if config.ui_port and not config.admin_api_key and not config.needs_client_key and not _is_loopback(config.ui_host):

@@ -66,6 +66,7 @@ from sglang_ext_router.request.routing import RoutePlanner
 from sglang_ext_router.request.services import Services
 from sglang_ext_router.request.tokenising import Tokenisers
 from sglang_ext_router.request.upstream import UpstreamPools
+from sglang_ext_router.tenants.accounts import Tenants
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +118,8 @@ class Router:
         self.admission: AdmissionQueue[RequestFlow] = AdmissionQueue(
             config.max_concurrent_requests or None, config.queue_size, config.queue_timeout_secs
         )
-        self.access = Access(config, self.metrics)
+        self.tenants = Tenants(config.tenants_file, loop.time()) if config.tenants_file else None
+        self.access = Access(config, self.metrics, self.tenants)
         key = config.key_for_workers
         authorization = f"authorization: Bearer {key}\r\n".encode() if key else b""
         self.services = Services(
@@ -151,6 +153,7 @@ class Router:
             authorization=authorization,
             forwarded_headers=FORWARDED | {name.encode() for name in config.forwarded_headers},
             relays_authorization=not (key or config.needs_client_key or config.admin_api_key),
+            tenants=self.tenants,
         )
         if self.long_pool is not None and config.coordinator_offer_timeout_secs:
             learn = self.services.learn_prefix

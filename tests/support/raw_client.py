@@ -37,7 +37,8 @@ class Reply(NamedTuple):
         assert set(content) == {"error"}, content
         error = content["error"]
         assert set(error) == {"message", "type", "param", "code"}, error
-        assert error["code"] in (self.status, "model_not_found", "context_length_exceeded"), error
+        codes = ("model_not_found", "context_length_exceeded", "rate_limit_exceeded", "request_too_large")
+        assert error["code"] in (self.status, *codes), error
         assert isinstance(error["message"], str)
         assert error["message"]
         assert "\n" not in error["message"]

@@ -48,6 +48,10 @@ MISTAKES = [
         "router --plain http://127.0.0.1:1 --api-keys-file /nowhere",
         "--api-keys-file: /nowhere: No such file or directory",
     ),
+    (
+        "router --plain http://127.0.0.1:1 --tenants-file tenants.yaml",
+        "tenants.yaml: tenant a: weight must be a number greater than 0",
+    ),
     ("worker --role decode --model-path m --laps-mode long", "LAPS schedules prefills, not decodes"),
     ("simulate --set workload.file=lengths.csv", "column num_prefill_tokens is missing"),
     (
@@ -87,6 +91,7 @@ def test_a_mistake_gives_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lengths.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "tenants.yaml").write_text("tenants: {a: {weight: 0}}")
     (tmp_path / "bad.jsonl").write_text("{bad\n")
     try:
         status = cli.main(command.replace("PORT", taken_port).split())

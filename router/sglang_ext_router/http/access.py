@@ -7,10 +7,12 @@ import re
 
 from sglang_ext.shared_key import bearer_key
 from sglang_ext_router.config import RouterConfig
+from sglang_ext_router.decide.tenants import DEFAULT_TENANT
 from sglang_ext_router.http.api_keys import ApiKeys
 from sglang_ext_router.http.instance_paths import OTHER_NAMES, PASSED_ON_PATHS, UNDIVIDED_PATHS
 from sglang_ext_router.http.request_parser import Request, RequestRefusal
 from sglang_ext_router.observe.metrics import RouterMetrics
+from sglang_ext_router.tenants.accounts import Tenants
 
 GENERATION_PATHS = frozenset(
     {b"/v1/chat/completions", b"/v1/completions", b"/v1/responses", b"/generate", b"/v1/messages"}
@@ -27,7 +29,8 @@ FLOW_PATHS = GENERATION_PATHS | UNDIVIDED_PATHS  # whose requests go through adm
 _PROMPT_PATHS = FLOW_PATHS | PASSED_ON_PATHS | frozenset(OTHER_NAMES)
 _HEADER_NAMES = re.compile(rb"[A-Za-z0-9_, -]*")
 _EXPOSED = b"x-request-id, retry-after, x-sglang-ext-class, x-sglang-ext-prefill, x-sglang-ext-decode, " + (
-    b"x-sglang-ext-queue-ms"
+    b"x-sglang-ext-queue-ms, x-ratelimit-limit-requests, x-ratelimit-remaining-requests, x-ratelimit-reset-requests, "
+    b"x-ratelimit-limit-tokens, x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens"
 )
 
 
@@ -43,9 +46,10 @@ def authorization_of(request: Request) -> bytes:
 class Access:
     """The gate of the port for clients; the control plane checks keys with it, too."""
 
-    def __init__(self, config: RouterConfig, metrics: RouterMetrics) -> None:
+    def __init__(self, config: RouterConfig, metrics: RouterMetrics, tenants: Tenants | None = None) -> None:
         """Read the keys. Raise ApiKeyFileError for a file of keys that cannot be used."""
         self._metrics = metrics
+        self._tenants = tenants
         self._max_payload_bytes = config.max_payload_size
         self._max_control_bytes = min(config.max_payload_size, config.max_control_payload_size)
         self._client_key = config.api_key.encode()
@@ -61,7 +65,14 @@ class Access:
         request.max_body_bytes = self._max_payload_bytes if takes_prompts else self._max_control_bytes
         if self._origins:
             request.reply_headers = self._cors_headers(request.header(b"origin"))
-        if not self._needs_key or path in _OPEN_PATHS or self.is_client(authorization_of(request)):
+        if not self._needs_key or path in _OPEN_PATHS:
+            return None
+        authorization = authorization_of(request)
+        if self._tenants is not None:
+            request.tenant = self._tenants.find(bearer_key(authorization)) or DEFAULT_TENANT
+            if request.tenant != DEFAULT_TENANT:
+                return None
+        if self.is_client(authorization):
             return None
         if self.is_preflight(request):
             return None
@@ -83,6 +94,8 @@ class Access:
         is_client = bool(self._client_key) and hmac.compare_digest(key, self._client_key)
         if not is_client and self._named_keys is not None and key:
             is_client = self._named_keys.knows(key)
+        if not is_client and self._tenants is not None and key:
+            is_client = self._tenants.find(key) is not None
         return is_client or self.is_admin(authorization)
 
     def is_admin(self, authorization: bytes) -> bool:
@@ -94,9 +107,11 @@ class Access:
         return self.is_admin(authorization) if self._admin_key else self.is_client(authorization)
 
     def reload_keys(self, now_s: float) -> None:
-        """Read the file of keys again if it has changed."""
+        """Read the files of keys again if they have changed."""
         if self._named_keys is not None:
             self._named_keys.reload(now_s)
+        if self._tenants is not None:
+            self._tenants.reload(now_s)
 
     # -- origins ----------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 RELOAD_INTERVAL_S = 1.0
-_PREFIX_BYTES = 8  # of a hash, to find it; all of it is then compared in constant time
+HASH_PREFIX_BYTES = 8  # of a hash, to find it; all of it is then compared in constant time
 _NAME = re.compile(r"[A-Za-z0-9._@-]+")
 _HASH = re.compile(r"[0-9a-fA-F]{64}")
 
@@ -51,41 +51,22 @@ def read_api_keys(path: str) -> dict[str, bytes]:
     return keys
 
 
-class ApiKeys:
-    """The keys of one file. Its contents are never logged."""
+class WatchedFile:
+    """A file that is looked at from time to time."""
 
     def __init__(self, path: str) -> None:
-        """Read the file. Raise ApiKeyFileError if it cannot be used."""
         self._path = path
         self._state = self._file_state()
         self._checked_s = 0.0
-        self._hashes = _by_prefix(read_api_keys(path))
 
-    def knows(self, key: bytes) -> bool:
-        """Return whether the file holds this key."""
-        digest = hashlib.sha256(key).digest()
-        known = self._hashes.get(digest[:_PREFIX_BYTES])
-        return known is not None and hmac.compare_digest(known, digest)
-
-    def reload(self, now_s: float) -> None:
-        """Read the file again if it has changed, at most once in `RELOAD_INTERVAL_S`.
-
-        If the file cannot be used the reason is logged and the keys do not change.
-        """
+    def has_changed(self, now_s: float) -> bool:
+        """Return whether it is another file than before; it is looked at once in `RELOAD_INTERVAL_S`."""
         if now_s - self._checked_s < RELOAD_INTERVAL_S:
-            return
+            return False
         self._checked_s = now_s
-        state = self._file_state()
-        if state == self._state:
-            return
+        state, before = self._file_state(), self._state
         self._state = state
-        try:
-            keys = read_api_keys(self._path)
-        except ApiKeyFileError as error:
-            logger.warning("the client keys stay what they were: %s", error)
-            return
-        self._hashes = _by_prefix(keys)
-        logger.info("%d client keys read from %s", len(keys), self._path)
+        return state != before
 
     def _file_state(self) -> tuple[int, int, int] | None:
         try:
@@ -95,5 +76,33 @@ class ApiKeys:
         return state.st_mtime_ns, state.st_size, state.st_ino
 
 
+class ApiKeys:
+    """The keys of one file. Its contents are never logged."""
+
+    def __init__(self, path: str) -> None:
+        """Read the file. Raise ApiKeyFileError if it cannot be used."""
+        self._path = path
+        self._watched = WatchedFile(path)
+        self._hashes = _by_prefix(read_api_keys(path))
+
+    def knows(self, key: bytes) -> bool:
+        """Return whether the file holds this key."""
+        digest = hashlib.sha256(key).digest()
+        known = self._hashes.get(digest[:HASH_PREFIX_BYTES])
+        return known is not None and hmac.compare_digest(known, digest)
+
+    def reload(self, now_s: float) -> None:
+        """Read the file again if it has changed; where it cannot be used the reason is logged and the keys stay."""
+        if not self._watched.has_changed(now_s):
+            return
+        try:
+            keys = read_api_keys(self._path)
+        except ApiKeyFileError as error:
+            logger.warning("the client keys stay what they were: %s", error)
+            return
+        self._hashes = _by_prefix(keys)
+        logger.info("%d client keys read from %s", len(keys), self._path)
+
+
 def _by_prefix(keys: dict[str, bytes]) -> dict[bytes, bytes]:
-    return {digest[:_PREFIX_BYTES]: digest for digest in keys.values()}
+    return {digest[:HASH_PREFIX_BYTES]: digest for digest in keys.values()}

@@ -45,6 +45,7 @@ class Request:
         self.keep_alive = False
         self.max_body_bytes = 0  # set by the gate
         self.reply_headers = b""  # header lines to add to the reply, each ended by CRLF; set by the gate
+        self.tenant = ""  # whose key it has; set by the gate where there are tenants
         self.size_bytes = 0  # its share of `BufferedBytes`
 
     def header(self, name: bytes) -> bytes | None:

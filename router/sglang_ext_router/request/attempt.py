@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Final
+
 from sglang_ext_router.decide.pd_actions import Leg
 from sglang_ext_router.instances.workers import Worker
 from sglang_ext_router.observe.request_record import RequestRecord
@@ -12,6 +15,9 @@ from sglang_ext_router.request.routing import PoolPlace, Route
 from sglang_ext_router.request.services import Services
 from sglang_ext_router.request.upstream import LegOwner, UpstreamConnection
 
+# As /v1/chat/completions and /generate name them, and as /v1/responses and /v1/messages do.
+PROMPT_TOKENS: Final = (b'"prompt_tokens":', b'"input_tokens":')
+OUTPUT_TOKENS: Final = (b'"completion_tokens":', b'"output_tokens":')
 _PREFILL, _DECODE = Leg.PREFILL, Leg.DECODE
 # SGLang's own warm-up address (`FAKE_BOOTSTRAP_HOST`): a prefill instance finishes such a request without a peer.
 WITHOUT_DECODE_JSON = b'"bootstrap_host":"2.2.2.2","bootstrap_room":'
@@ -116,12 +122,16 @@ class Attempt:
         if request.prompt.is_stream or decode_worker is None:
             prefill.reports_body = True  # which may be an error
         is_renamed = request.own_ids is not None and not request.prompt.is_stream
-        prefill.keeps_reply = request.scores.is_joined or (is_renamed and decode_worker is None)
+        # Of many sequences /generate reports no sum.
+        counts_each = services.tenants is not None and request.path == b"/generate"
+        counts_each = counts_each and request.prompt.sequence_count > 1 and not request.prompt.is_stream
+        keeps_own = is_renamed or counts_each
+        prefill.keeps_reply = request.scores.is_joined or (keeps_own and decode_worker is None)
         self._legs = [prefill, None]
         if decode_worker is not None:
             decode_head = decode_worker.request_head(target) + head
             decode = start(decode_worker, owner, _DECODE, number, decode_head, on_new_connections, body, tail)
-            decode.keeps_reply = request.scores.is_joined or is_renamed
+            decode.keeps_reply = request.scores.is_joined or keeps_own
             self._legs[_DECODE] = decode
 
     def leg(self, kind: Leg) -> UpstreamConnection | None:
@@ -132,12 +142,14 @@ class Attempt:
         """The leg has ended by itself: there is nothing to abort."""
         if self._legs[leg.kind] is leg:
             self._legs[leg.kind] = None
+        self._count_sent(leg)
 
     def abort_leg(self, kind: Leg) -> None:
         """Close the leg and abort the request on its instance, which would notice a closed connection only later."""
         leg, self._legs[kind] = self._legs[kind], None
         if leg is None:
             return
+        self._count_sent(leg)
         leg.abort()  # it may still be relayed: its last bytes decide whether an error event fits behind them
         self.abort_on(leg.worker)
 
@@ -212,19 +224,17 @@ class Attempt:
         prompt = request.prompt
         record.reply_end_s = leg.received_s
         end = leg.end_of_body()
-        if services.access_log is not None and prompt.sequence_count == 1:
-            record.known_prompt_tokens = find_int(end, b'"prompt_tokens":')
+        reads_prompt = services.access_log is not None and prompt.sequence_count == 1
+        if reads_prompt or services.tenants is not None:
+            record.known_prompt_tokens = self._reported(leg, end, PROMPT_TOKENS)
         if request.is_undivided:  # nothing is generated
             return
         metrics = services.metrics.of(self.route.decision.length_class)
         if not prompt.is_stream:
-            tokens = None
-            if prompt.sequence_count == 1 or request.path != b"/generate":  # which has a count for each sequence
-                tokens = find_int(end, b'"completion_tokens":')
-                tokens = find_int(end, b'"output_tokens":') if tokens is None else tokens
+            tokens = self._reported(leg, end, OUTPUT_TOKENS)
         elif record.error_status is None:
             record.error_status = end_error_status(end)
-            tokens = find_int(end, b'"completion_tokens":') if prompt.sequence_count == 1 else None
+            tokens = self._reported(leg, end, OUTPUT_TOKENS) if prompt.sequence_count == 1 else None
             if tokens is None:
                 tokens = leg.chunks - _OTHER_CHUNKS.get(request.path, 2) + request.output_tokens
             metrics.stall_s.observe(leg.longest_gap_s)
@@ -235,6 +245,29 @@ class Attempt:
         record.output_tokens = tokens
         if tokens is not None:
             metrics.output_tokens.observe(tokens)
+
+    def _reported(self, leg: UpstreamConnection, end: bytes, names: tuple[bytes, bytes]) -> int | None:
+        """Return a count of tokens that a reply reports, over all sequences; None where it reports none.
+
+        /generate has a count for each sequence, which are added up where the reply is kept.
+        """
+        prompt = self._request.prompt
+        if prompt.sequence_count > 1 and self._request.path == b"/generate":
+            if prompt.is_stream or not leg.keeps_reply:
+                return None
+            counts = [int(count) for count in re.findall(names[0] + rb"\s*(\d+)", leg.raw)]
+            # Each sample of a prompt reports the whole prompt.
+            samples = prompt.samples_per_prompt if names is PROMPT_TOKENS else 1
+            return sum(counts) // samples if counts else None
+        tokens = find_int(end, names[0])
+        return find_int(end, names[1]) if tokens is None else tokens
+
+    def _count_sent(self, leg: UpstreamConnection) -> None:
+        """A leg has ended before its stream: what the client has of that was made for it."""
+        record, request = self._record, self._request
+        if leg.sink is not None and not leg.is_complete and request.prompt.is_stream and not request.is_undivided:
+            heads = 1 if request.path == b"/v1/chat/completions" else 0  # which brings no token
+            record.output_tokens = max(0, leg.chunks - heads) + request.output_tokens
 
     def waited_s(self, now_s: float) -> float:
         """Return the time since the request came, without the time that computing its prefill should take."""

@@ -51,10 +51,12 @@ from sglang_ext_router.request.relay import REASON_TEXT, Relay, begins_unclear, 
 from sglang_ext_router.request.routing import NoInstanceError, PoolPlace, capacity_refusal
 from sglang_ext_router.request.services import Services
 from sglang_ext_router.request.upstream import UpstreamConnection
+from sglang_ext_router.tenants.accounts import Charge, refusal_text
 
 if TYPE_CHECKING:
     from sglang_ext_router.http.http1 import ClientConnection
     from sglang_ext_router.http.request_parser import Request
+    from sglang_ext_router.tenants.accounts import Tenants
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +77,7 @@ class RequestFlow:
     __slots__ = (
         "_asking",
         "_attempt",
+        "_charge",
         "_counted_tokens",
         "_excluded",
         "_headers",
@@ -106,6 +109,7 @@ class RequestFlow:
         self._reading: Future[Outcome] | None = None
         self._headers: ClientHeaders
         self._request: PreparedRequest
+        self._charge: Charge | None = None  # in the account of its tenant, where there are tenants
         self._is_queued = False
         self._is_waiting = False  # for an instance: none is ready, and one may return
         self._lacking = ""  # what was not ready last
@@ -129,6 +133,8 @@ class RequestFlow:
             headers = read_headers(unread.headers, services.authorization, relays_own, forwarded)
             if services.tracer is not None:
                 headers = services.tracer.join(unread.headers, headers)
+            if services.tenants is not None:
+                headers = services.tenants.limit_priority(unread.tenant, headers)
             self._headers = headers
             self.record.request_id = headers.request_id
             has_hints = headers.ttft_slo_s is not None or headers.priority is not None
@@ -256,6 +262,8 @@ class RequestFlow:
             except BadRequestError as error:
                 self._refuse(400, str(error), "too_long", error.param)
                 return
+        if services.tenants is not None and not self._is_within_budgets(services.tenants):
+            return
         slo_s = self._headers.ttft_slo_s
         deadline_s = None if slo_s is None else self.started_s + slo_s
         outcome = services.admission.offer(self, self.started_s, deadline_s)
@@ -265,6 +273,17 @@ class RequestFlow:
             self._is_queued = True
         else:
             self._refuse(429, "too many requests are waiting; try again later", "queue_full")
+
+    def _is_within_budgets(self, tenants: Tenants) -> bool:
+        """Reserve what the request is expected to use of its tenant's budgets, or refuse it."""
+        unread = self._unread
+        self._charge = charge = tenants.charge(unread.tenant, self._request, self.started_s)
+        unread.reply_headers += charge.reply_headers
+        if charge.refusal is None:
+            return True
+        message, code, retry_after_s = refusal_text(charge, charge.refusal)
+        self._refuse(429, message, "rate_limited", None, code, retry_after_s)
+        return False
 
     def on_queue_timeout(self) -> None:
         """The request waited in the queue until its deadline or the queue's limit."""
@@ -282,12 +301,19 @@ class RequestFlow:
             self._refuse(400, f"name a model in `model`: {shown_names(names)}", "no_model", "model")
 
     def _refuse(
-        self, status: int, message: str, reason: str, param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        reason: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = 1,
     ) -> None:
-        """Answer a request that is not admitted."""
+        """Answer a request that is not admitted; `retry_after_s` None: it never will be."""
         metrics = self._services.metrics
         metrics.count(metrics.refused, reason)
-        self._relay.answer_error(status, message, param, code)
+        is_final = retry_after_s is None
+        self._relay.answer_error(status, message, param, code, may_retry=not is_final, retry_after_s=retry_after_s or 0)
         self._account()
 
     # -- place ------------------------------------------------------------------------------------------
@@ -770,6 +796,8 @@ class RequestFlow:
         """Close the record and hand it to everything that is made of it."""
         services, record = self._services, self.record
         record.close(services.loop.time())
+        if self._charge is not None and services.tenants is not None:
+            services.tenants.settle(self._charge, record)
         if logger.isEnabledFor(logging.DEBUG):
             for at_s, what in record.events():
                 logger.debug("request %s: %8.3f s %s", record.request_id.decode("latin-1"), at_s, what)

@@ -161,7 +161,7 @@ class Relay:
         if self._is_own_head:
             self._continue_stream(leg, head, rest)
             return
-        if (leg.status >= 400 and self._shapes_errors) or (self._id_end and leg.keeps_reply):
+        if (leg.status >= 400 and self._shapes_errors) or (leg.keeps_reply and (self._id_end or leg.status == 200)):
             if leg.is_complete:
                 self.take_complete(leg)
             return
@@ -379,7 +379,14 @@ class Relay:
         self.answer_error(status, text, may_retry=reason is not FailureReason.LOST_AGAIN)
 
     def answer_error(
-        self, status: int, message: str, param: str | None = None, code: str | None = None, *, may_retry: bool = True
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        *,
+        may_retry: bool = True,
+        retry_after_s: int = 1,
     ) -> None:
         """Reply with an error of the router's own, unless the client has left."""
         if self._is_own_head:
@@ -391,7 +398,7 @@ class Relay:
             return
         self._record.status = status
         self._record.error = message
-        headers = b"retry-after: 1\r\n" if status in (429, 503) else b""
+        headers = b"retry-after: %d\r\n" % retry_after_s if status in (429, 503) and may_retry else b""
         if not may_retry:
             headers += NO_RETRY
         if self._record.request_id:

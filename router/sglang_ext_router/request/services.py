@@ -29,6 +29,7 @@ from sglang_ext_router.request.reply_builder import ReplyBuilder
 from sglang_ext_router.request.request_ids import RoomAllocator
 from sglang_ext_router.request.routing import RoutePlanner
 from sglang_ext_router.request.upstream import UpstreamPools
+from sglang_ext_router.tenants.accounts import Tenants
 
 if TYPE_CHECKING:
     from sglang_ext_router.request.flow import RequestFlow
@@ -65,6 +66,7 @@ class Services:
     relays_authorization: bool  # without any key the client's own header is for the instances
     access_log: AccessLog | None
     pool_offers: PoolOffers | None = None  # with a coordinator that plans the long pool
+    tenants: Tenants | None = None  # with a file of tenants
     tracer: Tracer | None = None  # with a collector of traces
     view: LiveView | None = None  # what its viewers are sent, while there are any
 

@@ -1,0 +1,103 @@
+"""Budgets per minute of a tenant: what a request may use is reserved at admission, what it did not use is returned.
+
+A budget is a bucket that holds a minute's worth and fills at a steady rate: a tenant that has used nothing for a minute
+may use a minute's worth at once, and in any `T` seconds at most `per_minute * (1 + T / 60)`.
+
+The routers of a group divide a budget into equal parts. Each fills and spends its own, and hands what it does not need
+to a router that has run out. What was handed over is gone at the sender before it counts at the receiver, so the parts
+never add up to more than the budget.
+"""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import NamedTuple
+
+MINUTE_S = 60.0
+ROUNDING = 1e-6  # sums of many fractions differ by less
+
+
+class Bucket:
+    """One router's part of a budget of `per_minute` units. It begins full, or with `level` units."""
+
+    __slots__ = ("_at_s", "level", "parts", "per_minute", "wanted")
+
+    def __init__(self, per_minute: float, now_s: float, parts: int = 1, level: float | None = None) -> None:
+        self.per_minute = per_minute
+        self.parts = parts  # routers among which the budget is divided
+        self.level = per_minute / parts if level is None else level
+        self.wanted = 0.0  # units that were refused since the last `exchange`
+        self._at_s = now_s
+
+    @property
+    def capacity(self) -> float:
+        """Return the units that this part holds at most by filling; what is handed over comes on top."""
+        return self.per_minute / self.parts
+
+    @property
+    def _per_s(self) -> float:
+        return self.capacity / MINUTE_S
+
+    def fill(self, now_s: float) -> None:
+        """Bring the level up to this time."""
+        elapsed_s, self._at_s = now_s - self._at_s, max(now_s, self._at_s)
+        if elapsed_s > 0 and self.level < self.capacity:
+            self.level = min(self.capacity, self.level + elapsed_s * self._per_s)
+
+    def change(self, per_minute: float, parts: int, now_s: float) -> None:
+        """Take another budget, or another number of parts: the level stays, as far as there is room for it."""
+        self.fill(now_s)
+        self.per_minute, self.parts = per_minute, parts
+        self.level = min(self.level, per_minute)
+
+    def take(self, units: float, now_s: float) -> bool:
+        """Take `units` if they are there."""
+        self.fill(now_s)
+        if self.level + ROUNDING < units:
+            self.wanted += units
+            return False
+        self.level -= units
+        return True
+
+    def settle(self, reserved: float, used: float) -> None:
+        """Return what was not used of a reservation; what exceeded it is a debt that later requests wait for."""
+        self.level = min(self.per_minute, self.level + reserved - used)
+
+    def wait_s(self, units: float, now_s: float) -> float:
+        """Return the time until `units` are there, if nothing else is taken; infinite if they never are."""
+        self.fill(now_s)
+        if units > self.per_minute:
+            return float("inf")
+        return max(0.0, units - self.level) / self._per_s
+
+    def full_s(self) -> float:
+        """Return the time until the bucket is full, if nothing is taken."""
+        return max(0.0, self.capacity - self.level) / self._per_s
+
+    def surplus(self) -> float:
+        """Return what can be handed to another router: all that is there, where nothing was refused here."""
+        return 0.0 if self.wanted else max(0.0, self.level)
+
+
+class BudgetState(NamedTuple):
+    """A tenant's figure for its clients: `limit` a minute, how much is left, and the time until all of it is."""
+
+    limit: int
+    remaining: int
+    reset_s: float
+
+
+def budget_state(bucket: Bucket, elsewhere: float = 0.0) -> BudgetState:
+    """Return what a client is told of a budget; `elsewhere` is what the other routers have of it."""
+    remaining = max(0.0, bucket.level + elsewhere)
+    reset_s = max(0.0, bucket.per_minute - remaining) / bucket.per_minute * MINUTE_S
+    return BudgetState(round(bucket.per_minute), int(remaining + ROUNDING), reset_s)
+
+
+def shown_duration(duration_s: float) -> str:
+    """Return a duration as OpenAI's headers have it: `120ms`, `1.5s`, `6m0s`."""
+    milliseconds = ceil(duration_s * 1000 - ROUNDING)
+    if milliseconds < 1000:
+        return f"{max(0, milliseconds)}ms"
+    minutes, rest = divmod(milliseconds, 60_000)
+    return f"{minutes}m{ceil(rest / 1000)}s" if minutes else f"{rest / 1000:g}s"

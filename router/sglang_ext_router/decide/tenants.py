@@ -1,0 +1,124 @@
+"""The tenants of a router: the limits of each, and the account by which a request of its keys is let in or refused."""
+
+from __future__ import annotations
+
+from enum import Enum
+from math import inf
+from typing import NamedTuple
+
+from sglang_ext_router.decide.budgets import Bucket, BudgetState, budget_state
+
+DEFAULT_TENANT = "default"  # to which a key belongs that no tenant has
+PRIORITIES = ("real-time", "high", "normal", "low")  # the most urgent first
+NORMAL_RANK = PRIORITIES.index("normal")
+FIRST_OUTPUT_TOKENS = 256.0  # of a reply without a bound, until the tenant's replies say more
+LEARNING_SHARE = 0.05  # of the latest reply in the mean
+MIN_RETRY_S = 1.0
+
+
+class TenantLimits(NamedTuple):
+    """What the file of tenants says of one; 0 is no limit."""
+
+    name: str
+    weight: float = 1.0
+    concurrency: int = 0  # requests under way at once, of all routers
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    max_priority: str = PRIORITIES[0]
+
+
+class Exhausted(Enum):
+    """The budget that a request was refused for."""
+
+    REQUESTS = "requests"
+    TOKENS = "tokens"
+
+
+class BudgetRefusal(NamedTuple):
+    """A request that exceeds a budget. `retry_s` is infinite where it exceeds what the budget ever holds."""
+
+    budget: Exhausted
+    limit: int
+    retry_s: float
+
+
+class TenantAccount:
+    """One tenant at one router: what its requests may still use of this minute, and how long its replies are."""
+
+    __slots__ = ("limits", "output_tokens", "requests", "tokens")
+
+    def __init__(self, limits: TenantLimits, now_s: float, parts: int = 1) -> None:
+        self.limits = limits
+        self.requests: Bucket | None = None
+        self.tokens: Bucket | None = None
+        self.output_tokens = FIRST_OUTPUT_TOKENS  # mean of the replies so far
+        self.change(limits, now_s, parts)
+
+    def change(self, limits: TenantLimits, now_s: float, parts: int) -> None:
+        """Take other limits, or another number of routers; what is used up stays used up."""
+        self.limits = limits
+        self.requests = _changed(self.requests, limits.requests_per_minute, now_s, parts)
+        self.tokens = _changed(self.tokens, limits.tokens_per_minute, now_s, parts)
+
+    @property
+    def has_budgets(self) -> bool:
+        """Return whether anything per minute is limited."""
+        return self.requests is not None or self.tokens is not None
+
+    def reply_tokens(self, max_new_tokens: int) -> int:
+        """Return the tokens that a reply is expected to have: its bound or, without one (0), the mean so far."""
+        return max_new_tokens or int(self.output_tokens)
+
+    def reserve(self, tokens: int, now_s: float) -> BudgetRefusal | None:
+        """Take one request and `tokens` from the budgets; nothing is taken where one of them lacks it."""
+        requests, budget = self.requests, self.tokens
+        if requests is not None and not requests.take(1, now_s):
+            return BudgetRefusal(Exhausted.REQUESTS, round(requests.per_minute), _retry_s(requests, 1, now_s))
+        if budget is not None and not budget.take(tokens, now_s):
+            if requests is not None:
+                requests.settle(1, 0)
+            return BudgetRefusal(Exhausted.TOKENS, round(budget.per_minute), _retry_s(budget, tokens, now_s))
+        return None
+
+    def settle(self, reserved_tokens: int, used_tokens: int) -> None:
+        """A request has ended: what it did not use of its reservation is there again."""
+        if self.tokens is not None:
+            self.tokens.settle(reserved_tokens, used_tokens)
+
+    def learn_output(self, tokens: float) -> None:
+        """A reply has ended; `tokens` of one sequence."""
+        self.output_tokens += LEARNING_SHARE * (tokens - self.output_tokens)
+
+    def states(self, now_s: float, elsewhere: tuple[float, float] = (0.0, 0.0)) -> tuple[BudgetState | None, ...]:
+        """Return what clients are told of requests and of tokens; None of what has no limit."""
+        states: list[BudgetState | None] = []
+        for bucket, others in ((self.requests, elsewhere[0]), (self.tokens, elsewhere[1])):
+            if bucket is not None:
+                bucket.fill(now_s)
+            states.append(None if bucket is None else budget_state(bucket, others))
+        return tuple(states)
+
+
+def bounded_priority(asked: str | None, limits: TenantLimits) -> str | None:
+    """Return the priority of a request: as asked, and no more urgent than the tenant's highest.
+
+    None stays None, which is normal, where the tenant may have that.
+    """
+    highest = PRIORITIES.index(limits.max_priority)
+    rank = NORMAL_RANK if asked is None else PRIORITIES.index(asked)
+    return asked if rank >= highest else limits.max_priority
+
+
+def _changed(bucket: Bucket | None, per_minute: int, now_s: float, parts: int) -> Bucket | None:
+    if not per_minute:
+        return None
+    if bucket is None:
+        return Bucket(per_minute, now_s, parts)
+    if (bucket.per_minute, bucket.parts) != (per_minute, parts):
+        bucket.change(per_minute, parts, now_s)
+    return bucket
+
+
+def _retry_s(bucket: Bucket, units: float, now_s: float) -> float:
+    wait_s = bucket.wait_s(units, now_s)
+    return wait_s if wait_s == inf else max(MIN_RETRY_S, wait_s)

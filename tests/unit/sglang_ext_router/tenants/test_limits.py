@@ -1,0 +1,199 @@
+"""Tenants at a router: whose key it is, budgets with their headers, priorities, and a file that changes."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_ext_router.http import api_keys
+from support.raw_client import Reply, request_bytes
+from support.router_process import RunningRouter, cluster
+from support.scripted_engine import DONE, chunk, event, hang, reply, status, stream, stream_head
+from support.tenants import bearer, tenants_file, tenants_text
+
+PROMPT = {"input_ids": [7] * 40, "sampling_params": {"max_new_tokens": 10}}
+USED = {"text": "x", "meta_info": {"prompt_tokens": 40, "completion_tokens": 4}}
+PREFIX = "x-ratelimit-"
+
+
+async def ask(served: RunningRouter, key: str, body: dict[str, Any] | None = None, **headers: str) -> Reply:
+    return await served.ask("POST", "/generate", PROMPT if body is None else body, bearer(key) | headers)
+
+
+def shown(answer: Reply) -> dict[str, str]:
+    return {name.removeprefix(PREFIX): value for name, value in answer.headers.items() if name.startswith(PREFIX)}
+
+
+def tokens_left(served: RunningRouter, name: str = "a") -> float:
+    tenants = served.router.tenants
+    assert tenants is not None
+    bucket = tenants.account(name).tokens
+    assert bucket is not None
+    return bucket.level
+
+
+async def test_a_tenants_key_is_a_clients_key_and_no_more(tmp_path: Path) -> None:
+    path = tenants_file(tmp_path, a={})
+    async with cluster(tenants_file=path, api_key="client", admin_api_key="admin") as served:
+        for key, code in (("a", 200), ("client", 200), ("admin", 200), ("b", 401), ("", 401)):
+            assert (await ask(served, key)).status == code
+        assert (await served.ask("GET", "/v1/models", headers=bearer("a"))).status == 200
+        assert (await served.ask("POST", "/flush_cache", headers=bearer("a"))).status == 401
+        assert {request.header("authorization") for request in served.decode[0].requests} == {"Bearer client"}
+        assert shown(await ask(served, "a")) == {}
+
+
+async def test_requests_per_minute(tmp_path: Path) -> None:
+    async with cluster(tenants_file=tenants_file(tmp_path, a={"requests_per_minute": 2}, b={})) as served:
+        first = shown(await ask(served, "a"))
+        assert (first["limit-requests"], first["remaining-requests"]) == ("2", "1")
+        assert "limit-tokens" not in first
+        assert (await ask(served, "a")).status == 200
+        refused = await ask(served, "a")
+        assert (refused.status, refused.error["code"]) == (429, "rate_limit_exceeded")
+        assert refused.error["type"] == "rate_limit_error"
+        assert "2 requests per minute of the tenant a" in refused.error["message"]
+        assert 25 <= int(refused.headers["retry-after"]) <= 30
+        assert shown(refused)["remaining-requests"] == "0"
+        assert shown(refused)["reset-requests"] in {"1m0s", "59s"} or shown(refused)["reset-requests"].startswith("59.")
+        assert (await ask(served, "b")).status == 200
+        assert served.router.metrics.refused == {"rate_limited": 1}
+        assert len(served.decode[0].requests) == 3
+
+
+async def test_tokens_are_reserved_and_settled_by_what_was_used(tmp_path: Path) -> None:
+    async with cluster(tenants_file=tenants_file(tmp_path, a={"tokens_per_minute": 100})) as served:
+        served.decode[0].script = hang()
+        client = await served.connect()
+        await client.send(request_bytes("POST", "/generate", b'{"input_ids": [1, 2], "sampling_params": '
+                                        b'{"max_new_tokens": 60}}', bearer("a")))  # fmt: skip
+        await served.decode[0].received(1)
+        assert tokens_left(served) == pytest.approx(38, abs=2)
+        refused = await ask(served, "a")
+        assert (refused.status, refused.error["code"]) == (429, "rate_limit_exceeded")
+        assert "needs about 50" in refused.error["message"]
+        client.close()  # what it reserved for its reply is there again
+        await served.until(lambda: tokens_left(served) > 90)
+        served.decode[0].script = reply(USED)
+        answer = await ask(served, "a")
+        assert answer.status == 200
+        assert shown(answer)["limit-tokens"] == "100"
+        assert 47 <= int(shown(answer)["remaining-tokens"]) <= 50
+        await served.until_idle()
+        assert 53 <= tokens_left(served) <= 60  # 44 of 50 were used
+
+
+async def test_a_request_beyond_the_budget_is_refused_for_good(tmp_path: Path) -> None:
+    async with cluster(tenants_file=tenants_file(tmp_path, a={"tokens_per_minute": 49})) as served:
+        refused = await ask(served, "a")
+        assert (refused.status, refused.error["code"]) == (429, "request_too_large")
+        assert refused.headers["x-should-retry"] == "false"
+        assert "retry-after" not in refused.headers
+        assert tokens_left(served) == 49
+
+
+async def test_what_no_instance_served_costs_no_tokens(tmp_path: Path) -> None:
+    path = tenants_file(tmp_path, a={"tokens_per_minute": 1000})
+    async with cluster(tenants_file=path, retry_max_retries=0) as served:
+        served.decode[0].plan(status(503), status(400))
+        for code in (503, 400):
+            assert (await ask(served, "a")).status == code
+        assert (await ask(served, "a", {"text": 5})).status == 400
+        await served.until_idle()
+        assert tokens_left(served) == 1000
+
+
+async def test_a_client_that_leaves_its_stream_pays_for_what_it_got(tmp_path: Path) -> None:
+    async with cluster(tenants_file=tenants_file(tmp_path, a={"tokens_per_minute": 1000})) as served:
+        served.decode[0].script = hang(stream_of(7))
+        client = await served.connect()
+        await client.send(request_bytes("POST", "/generate", b'{"input_ids": [1, 2, 3], "stream": true}', bearer("a")))
+        await client.head()
+        await served.until(lambda: any(flow.record.first_byte_s is not None for flow in served.router.running))
+        client.close()
+        await served.until_idle()
+        assert tokens_left(served) == pytest.approx(990, abs=1)
+
+
+def stream_of(count: int) -> bytes:
+    return stream_head() + b"".join(chunk(event({"text": "x"})) for _ in range(count))
+
+
+async def test_each_sequence_of_a_list_counts(tmp_path: Path) -> None:
+    async with cluster(tenants_file=tenants_file(tmp_path, a={"tokens_per_minute": 10_000})) as served:
+        many = [{"text": "x" * 3000, "meta_info": {"prompt_tokens": 3, "completion_tokens": 5}} for _ in range(8)]
+        served.decode[0].script = reply(many)
+        answer = await ask(served, "a", {"input_ids": [[1, 2, 3]] * 8})
+        assert (answer.status, answer.json) == (200, many)
+        await served.until_idle()
+        assert tokens_left(served) == pytest.approx(10_000 - 8 * 8, abs=3)
+
+
+async def test_streams_show_the_headers(tmp_path: Path) -> None:
+    async with cluster(tenants_file=tenants_file(tmp_path, a={"tokens_per_minute": 1000})) as served:
+        served.decode[0].script = stream(event({"text": "x"}), DONE)
+        answer = await ask(served, "a", {**PROMPT, "stream": True})
+        assert shown(answer)["limit-tokens"] == "1000"
+
+
+async def test_the_highest_priority_of_a_tenant(tmp_path: Path) -> None:
+    path = tenants_file(tmp_path, a={"max_priority": "normal"}, b={"max_priority": "low"}, c={})
+    async with cluster(tenants_file=path) as served:
+        given = []
+        for key, asked in (("a", "real-time"), ("a", "low"), ("b", None), ("c", "real-time")):
+            headers = {} if asked is None else {"x-sgl-priority": asked}
+            assert (await ask(served, key, **headers)).status == 200
+            parameters = served.decode[0].requests[-1].json["sampling_params"]
+            given.append(parameters.get("custom_params", {}).get("sglang_ext_priority"))
+        assert given == ["normal", "low", "low", "real-time"]
+
+
+@pytest.mark.slow
+async def test_the_file_is_read_again_and_a_bad_one_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(api_keys, "RELOAD_INTERVAL_S", 0.02)
+    path = tenants_file(tmp_path, a={"requests_per_minute": 100})
+    async with cluster(tenants_file=path) as served:
+        tenants = served.router.tenants
+        assert tenants is not None
+        assert (await ask(served, "a")).status == 200
+        Path(path).write_text(tenants_text(a={"requests_per_minute": 50}, b={}))
+        await served.until(lambda: tenants.find(b"b") == "b")
+        assert (await ask(served, "b")).status == 200
+        assert shown(await ask(served, "a"))["limit-requests"] == "50"
+        with caplog.at_level(logging.WARNING):
+            Path(path).write_text("tenants: {a: {keys: {x: my-secret-key}}}")
+            await served.until(lambda: "stay what they were" in caplog.text)
+        assert "key x is not a SHA-256" in caplog.text
+        assert "my-secret-key" not in caplog.text
+        assert (await ask(served, "b")).status == 200
+        Path(path).write_text(tenants_text(b={}))
+        await served.until(lambda: tenants.find(b"a") is None)
+        assert (await ask(served, "a")).status == 401
+
+
+async def test_a_tenant_that_is_removed_meanwhile(tmp_path: Path) -> None:
+    """Its running request ends as it would."""
+    path = tenants_file(tmp_path, a={"tokens_per_minute": 1000}, b={})
+    async with cluster(tenants_file=path) as served:
+        served.decode[0].script = reply(USED, delay_s=0.2)
+        client = await served.connect()
+        await client.send(request_bytes("POST", "/generate", b'{"input_ids": [1]}', bearer("a")))
+        await served.decode[0].received(1)
+        Path(path).write_text(tenants_text(b={}))
+        assert served.router.tenants is not None
+        served.router.tenants._watched._checked_s = -9.0
+        served.router.tenants.reload(served.router.loop.time())
+        assert served.router.tenants.find(b"a") is None
+        assert (await client.reply()).status == 200
+        client.close()
+
+
+async def test_nothing_is_added_without_tenants() -> None:
+    async with cluster() as served:
+        assert shown(await served.ask("POST", "/generate", PROMPT)) == {}
+        assert served.router.tenants is None
