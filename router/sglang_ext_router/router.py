@@ -20,6 +20,7 @@ from sglang_ext_router.config import RouterConfig, WorkerAddress, parse_worker_u
 from sglang_ext_router.control.control_plane import build_app, methods_of
 from sglang_ext_router.control.controller import PoolController
 from sglang_ext_router.decide.admission import AdmissionQueue, Demand
+from sglang_ext_router.decide.block_index import PromptKind
 from sglang_ext_router.decide.pd_protocol import RetryPolicy
 from sglang_ext_router.decide.retry_budget import RetryBudget
 from sglang_ext_router.group.lease import LeaseHolder
@@ -39,6 +40,7 @@ from sglang_ext_router.instances.online_load import OnlineWaits, SiblingLoad, Un
 from sglang_ext_router.instances.pool_offers import PoolOffers
 from sglang_ext_router.instances.probe import Prober
 from sglang_ext_router.instances.registry import ModelPools, WorkerRegistry
+from sglang_ext_router.instances.token_check import TokenChecks
 from sglang_ext_router.instances.workers import Worker
 from sglang_ext_router.observe.access_log import AccessLog
 from sglang_ext_router.observe.exposition import (
@@ -96,6 +98,7 @@ class Router:
         self.registry = WorkerRegistry(config)
         self.planner = RoutePlanner(config, self.registry, random.random)
         self.kv_events = KvEvents(loop, self.planner.blocks)
+        self._tokenisers = Tokenisers(loop)
         worker_tls = worker_context(config)
         pools = UpstreamPools(loop, worker_tls)
         self.prober = Prober(
@@ -108,6 +111,7 @@ class Router:
             last_worked_s=pools.last_worked_s,
             tls=worker_tls,
         )
+        self._token_checks = TokenChecks(loop, self.prober.ask, self._on_reading_changed)
         self.lease = _lease_holder(config, loop)
         may_act = (lambda: True) if self.lease is None else lambda: self.lease is not None and self.lease.is_leader
         self.controller = PoolController(config, loop, self.registry, self.prober, may_act)
@@ -181,7 +185,6 @@ class Router:
         self._progress_interval_s = min(limits_s) / 20  # not at every sweep, as every request is asked
         self._next_progress_s = 0.0
         self._next_age_s = 0.0  # when prompts that were just sent have become older
-        self._tokenisers = Tokenisers(loop)
         self._warned_boundaries: set[int] = set()  # boundaries of instances that differ from the router's
 
     def control_plane(self) -> FastAPI:
@@ -253,6 +256,7 @@ class Router:
             await self.lease.stop()
         if self.long_pool is not None:
             await self.long_pool.stop()
+        await self._token_checks.stop()
         await self.prober.stop()
         await self.kv_events.stop()
         await self.services.stop()
@@ -483,6 +487,7 @@ class Router:
         self.registry.remove(worker)
         self.planner.forget_worker(worker)
         self.kv_events.forget(worker)
+        self._token_checks.forget(worker)
         self.prober.forget(worker)
         self.services.pools.drop(worker)
         logger.info("worker %s (%s) removed", worker.url, worker.role)
@@ -517,6 +522,7 @@ class Router:
         if worker.role.computes_prompts:
             self.planner.learn_empty(worker)
             self.kv_events.on_lost(worker)
+            self._token_checks.forget(worker)
 
     def _compare_boundary(self, worker: Worker) -> None:
         """Warn once for each instance boundary that differs from the router's own."""
@@ -543,7 +549,16 @@ class Router:
         self._compare_boundary(worker)
         model = self.registry.models.get(worker.model)
         if model is not None and model.tokeniser is None:
-            model.tokeniser = self._tokenisers.of(self.config.tokenizer_path or worker.tokenizer_path)
+            source = worker.token_source
+            model.tokeniser = self._tokenisers.of(source._replace(folder=self.config.tokenizer_path or source.folder))
+        if model is not None and model.tokeniser is not None and worker.held_blocks is not None:
+            self._token_checks.check(worker, model.tokeniser)
+
+    def _on_reading_changed(self, worker: Worker) -> None:
+        model = self.registry.models.get(worker.model)
+        if model is not None:
+            readings = [other.alike for other in self.registry if other.model == worker.model]
+            model.alike = frozenset[PromptKind]().union(*readings)
 
 
 def _lease_holder(config: RouterConfig, loop: asyncio.AbstractEventLoop) -> LeaseHolder | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from hashlib import sha256
 from typing import Protocol
 
@@ -34,6 +34,15 @@ class Tier(IntEnum):
     DEVICE = 0
     HOST = 1
     STORAGE = 2
+
+
+class PromptKind(StrEnum):
+    """Kinds of prompts whose token ids depend on how an instance reads a request."""
+
+    TEXTS = "texts"  # of /generate and /v1/completions
+    CHATS = "chats"
+    TOOLS = "tools"  # and their calls and answers
+    REASONING = "reasoning"  # of former turns, and variables of the chat template
 
 
 _TIERS = len(Tier)

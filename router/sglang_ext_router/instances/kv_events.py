@@ -124,6 +124,7 @@ class KvEvents:
         lags_s = [rank.lag_s for rank in ranks if rank.lag_s is not None]
         return {
             "from": "events" if held.is_whole else "estimate",
+            "prompts": ["ids", *sorted(worker.alike)],
             "connected": all(rank.is_connected for rank in ranks),
             "blocks": sum(self.index.held_blocks(rank.source) for rank in ranks),
             "host_blocks": sum(self.index.held_blocks(rank.source, Tier.HOST) for rank in ranks),

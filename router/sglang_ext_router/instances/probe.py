@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import aiohttp
+import orjson
 
 from sglang_ext.types import Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress, may_be_forwarded
@@ -23,7 +24,7 @@ from sglang_ext_router.decide.role_choice import Side
 from sglang_ext_router.decide.served_models import AUTO, PairingFacts, pairing_refusal
 from sglang_ext_router.decide.signs_of_life import FailedChecks, Judgement, Silence, judge_checks, judge_silence
 from sglang_ext_router.instances.registry import WorkerRegistry, kind_of
-from sglang_ext_router.instances.workers import UNKNOWN_CAPACITY_TOKENS, KvEventsAddress, Worker
+from sglang_ext_router.instances.workers import UNKNOWN_CAPACITY_TOKENS, KvEventsAddress, TokenSource, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -462,7 +463,7 @@ class Prober:
         if refusal is not None:
             raise _MisfitError(refusal)
         worker.can_switch_roles = worker.role is not Role.PLAIN and _can_switch_roles(info)
-        worker.tokenizer_path = str(info.get("tokenizer_path") or info.get("model_path") or "")
+        worker.token_source = read_token_source(info)
         capacity = _positive(info.get("max_total_num_tokens"))
         longest = _positive(info.get("max_req_input_len")) or _positive(info.get("context_length"))
         if capacity is not None:
@@ -556,6 +557,16 @@ def read_facts(url: str, info: Mapping[str, Any], given_revision: str | None = N
         stages=_positive(info.get("pp_size")),
         states_of_equal_ranks=tuple(state for state in states if isinstance(state, str)),
         revision=(_text(own.get("revision")) or "") if given_revision is None else given_revision,
+    )
+
+
+def read_token_source(info: Mapping[str, Any]) -> TokenSource:
+    """Return what an instance makes tokens with, by its `/server_info`."""
+    variables = info.get("default_chat_template_kwargs")
+    return TokenSource(
+        str(info.get("tokenizer_path") or info.get("model_path") or ""),
+        _text(info.get("chat_template")),
+        orjson.dumps(variables).decode() if isinstance(variables, dict) and variables else "",
     )
 
 

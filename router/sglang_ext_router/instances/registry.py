@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from sglang_ext.laps.decide.boundary import DEFAULT_BOUNDARY_TOKENS
 from sglang_ext.types import Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress
+from sglang_ext_router.decide.block_index import PromptKind
 from sglang_ext_router.decide.pool_choice import FixedBoundary
 from sglang_ext_router.decide.served_models import ADAPTER_SEPARATOR, find_model
 from sglang_ext_router.decide.token_estimate import TokenEstimator
@@ -51,6 +52,7 @@ class ModelPools:
         self.boundary = FixedBoundary(DEFAULT_BOUNDARY_TOKENS)  # where short ends, as its prefill instances say
         self.estimator = TokenEstimator()
         self.tokeniser: PromptTokeniser | None = None  # comes once a tokenizer is known
+        self.alike: frozenset[PromptKind] = frozenset()  # of which any of its instances makes the same tokens as that
 
     def set_ready(self, ready: Sequence[Worker], silent: Sequence[Worker] = ()) -> None:
         """Take over the model's ready instances, except those whose revision lacks the other kind.

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from sglang_ext.types import DecodeLoad, PrefillLoad, Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress
+from sglang_ext_router.decide.block_index import PromptKind
 from sglang_ext_router.decide.circuit_breaker import CircuitBreaker
 from sglang_ext_router.decide.prefill_progress import PrefillProgress
 from sglang_ext_router.decide.served_models import PairingFacts
@@ -81,6 +82,14 @@ class KvEventsAddress(NamedTuple):
     ranks: int
 
 
+class TokenSource(NamedTuple):
+    """What an instance makes tokens with: its tokenizer's folder, its own chat template, the template's variables."""
+
+    folder: str
+    chat_template: str | None = None  # SGLang's --chat-template
+    variables: str = ""  # SGLang's --default-chat-template-kwargs, as JSON
+
+
 class HeldBlocks:
     """Names where the index has what an instance with events holds: its sources, and the size of a block."""
 
@@ -122,7 +131,8 @@ class Worker:
         self.facts: PairingFacts | None = None  # in which all instances of one model must agree
         self.serves_facts = False  # it was let in with these
         self.out_since_s = 0.0  # when it was taken out, on the loop's clock
-        self.tokenizer_path = ""
+        self.token_source = TokenSource("")
+        self.alike: frozenset[PromptKind] = frozenset()  # of which it makes the same tokens as the router
         self.length_boundary_tokens: int | None = None  # of its own scheduler
         self.fits_length_boundary = False  # the scheduler finds it out, and may change it
         self.kv_capacity_tokens = UNKNOWN_CAPACITY_TOKENS

@@ -113,6 +113,7 @@ class RouterMetrics:
         self.refusals: dict[str, int] = {}  # status → count; that of the client connections
         self.loop_lag_s = Histogram(LOOP_LAG_BUCKETS_S)
         self.tokenised = 0
+        self.tokenised_for_blocks = 0
         self.spilled = 0
         self.waited_for_instance = 0
         self.plain = 0
@@ -214,11 +215,12 @@ class RouterMetrics:
         yield "ttft_slo", "Requests with a TTFT deadline, by whether it was met", ("length_class", "met"), slo
         yield (
             "events",
-            "Prompts tokenised as their class was in doubt; requests served in the other pool, or that waited for one; "
-            "streams that went on on other instances",
+            "Prompts tokenised as their class was in doubt, or for their blocks; requests served in the other pool, "
+            "or that waited for one; streams that went on on other instances",
             ("event",),
             [
                 (("tokenised",), self.tokenised),
+                (("tokenised_for_blocks",), self.tokenised_for_blocks),
                 (("spilled",), self.spilled),
                 (("waited_for_instance",), self.waited_for_instance),
                 (("plain",), self.plain),

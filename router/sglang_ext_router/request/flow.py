@@ -49,7 +49,9 @@ from sglang_ext_router.request.prepared_request import ClientHeaders, PreparedRe
 from sglang_ext_router.request.prompt import BadRequestError
 from sglang_ext_router.request.relay import REASON_TEXT, Relay, begins_unclear, stream_error_status
 from sglang_ext_router.request.routing import NoInstanceError, PoolPlace, capacity_refusal
+from sglang_ext_router.request.scores import NO_SCORES
 from sglang_ext_router.request.services import Services
+from sglang_ext_router.request.tokenising import MIN_TEXT_BYTES, TokenisedPrompt
 from sglang_ext_router.request.upstream import UpstreamConnection
 from sglang_ext_router.tenants.accounts import Charge, refusal_text
 
@@ -211,6 +213,34 @@ class RequestFlow:
     # -- count ------------------------------------------------------------------------------------------
 
     def _count(self) -> None:
+        """Estimate the prompt's tokens; a tokenizer makes them where instances say which blocks of tokens they hold."""
+        request = self._request
+        prompt, tokeniser = request.prompt, request.model.tokeniser
+        if (
+            tokeniser is not None
+            and request.model.alike
+            and prompt.text_bytes >= MIN_TEXT_BYTES
+            and len(prompt.texts) == 1
+            and not (prompt.images or prompt.audios or request.is_undivided or request.scores != NO_SCORES)
+            and tokeniser.can_read(request.path, len(request.raw_body))
+        ):
+            tokeniser.read(request.path, request.raw_body, request.model.alike, self._on_tokenised)
+        else:
+            self._count_in_doubt()
+
+    def _on_tokenised(self, read: TokenisedPrompt | None) -> None:
+        """The tokenizer has made the prompt's tokens, or does not know what instances make of it."""
+        if not self._relay.is_open:  # the client has left in the meantime
+            return
+        request = self._request
+        if read is None:
+            self._count_in_doubt()
+            return
+        self._services.metrics.tokenised_for_blocks += 1
+        request.prompt = request.prompt._replace(blocks=read.blocks, needs=read.needs)
+        self._admit(read.blocks.tokens, read.blocks.tokens)
+
+    def _count_in_doubt(self) -> None:
         """Estimate the prompt's tokens; a tokenizer counts them where the estimate leaves the length class in doubt."""
         planner, request = self._services.planner, self._request
         tokeniser = request.model.tokeniser

@@ -145,7 +145,7 @@ def named_session(path: bytes, body: dict[str, Any]) -> str:
 
 
 class PreparedRequest:
-    """One request, read and checked; nothing of it changes but `prompt_tokens`, which a tokenizer may correct."""
+    """One request, read and checked; nothing of it changes but what a tokenizer finds out of its prompt."""
 
     __slots__ = (
         "_clean",
@@ -190,6 +190,11 @@ class PreparedRequest:
         self._hints: RequestHints | None = None  # for requests with a deadline or a priority
         if body.hint_field is not None:
             self._hints = RequestHints(body.hint_field, headers.ttft_slo_s, headers.priority)
+
+    @property
+    def raw_body(self) -> bytes | bytearray:
+        """The body as JSON, without the fields that the router sets."""
+        return self._clean.raw
 
     def made_id(self, room: int) -> bytes:
         """The request id made of a room; that of a response is the response's id, too."""

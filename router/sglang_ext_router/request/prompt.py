@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import orjson
 from pydantic import TypeAdapter, ValidationError
 
-from sglang_ext_router.decide.block_index import TokenBlocks, salt_seed
+from sglang_ext_router.decide.block_index import PromptKind, TokenBlocks, salt_seed
 from sglang_ext_router.decide.prefix_index import BLOCK_ENDS, block_hashes
 from sglang_ext_router.http.instance_paths import UNDIVIDED_PATHS
 
@@ -16,7 +16,7 @@ ID_BYTES = 8  # of a token id where hashes are made
 MAX_SEQUENCES = 4096  # of one request: each takes a bootstrap room on both instances
 IMAGES_OF_VIDEO = 16
 # Fields with which a request has a part of the prefix cache of its own, or a prompt that is not its ids.
-_OWN_PREFIXES = ("extra_key", "lora_path", "image_data", "video_data", "audio_data", "input_embeds")
+_OWN_PREFIXES = ("extra_key", "lora_path", "image_data", "video_data", "audio_data", "input_embeds", "session_params")
 _IMAGE_PARTS = ("image_url", "input_image", "image")
 _AUDIO_PARTS = ("audio_url", "input_audio")
 
@@ -45,6 +45,7 @@ class Prompt(NamedTuple):
     audios: int = 0
     max_new_tokens: int = 0  # of the longest reply; 0 where the client leaves it to the instance
     blocks: TokenBlocks | None = None  # of a single prompt whose token ids are known
+    needs: frozenset[PromptKind] = frozenset()  # what an instance has to read as the router does, for these to be right
 
 
 def beginnings(prompt: Prompt, tokens: int) -> list[tuple[int, int]]:
@@ -106,7 +107,7 @@ def measure(path: bytes, body: dict[str, Any]) -> Prompt:
             if index == 0:
                 encoded = _id_bytes(item)
                 if len(items) == 1:
-                    blocks = _token_blocks(body, encoded)
+                    blocks = token_blocks(body, encoded)
         if index == 0:
             hashes = block_hashes(encoded)
     is_undivided = path in UNDIVIDED_PATHS
@@ -128,7 +129,7 @@ def measure(path: bytes, body: dict[str, Any]) -> Prompt:
     )
 
 
-def _token_blocks(body: dict[str, Any], ids: bytes) -> TokenBlocks | None:
+def token_blocks(body: dict[str, Any], ids: bytes) -> TokenBlocks | None:
     """Return the blocks of a prompt; None where an instance does not share them with all requests of the same ids."""
     model = body.get("model")
     if any(body.get(name) is not None for name in _OWN_PREFIXES) or (type(model) is str and ":" in model):

@@ -448,7 +448,7 @@ class RoutePlanner:
         reported: dict[int, dict[int, int]] = {}  # blocks of each source, by their size
         cached = []
         for worker in prefills:
-            held = worker.held_blocks
+            held = worker.held_blocks if prompt.needs <= worker.alike else None
             size_bytes = matched.get(worker.id, 0)
             tokens = 0
             if held is not None:
@@ -461,7 +461,10 @@ class RoutePlanner:
                     if recent is None:
                         recent = self._recent.matched(prompt.hashes)
                     size_bytes = recent.get(worker.id, 0)
-            tokens = max(tokens, int(size_bytes * per_byte))
+            sent_tokens = int(size_bytes * per_byte)
+            if held is not None:  # which keeps whole blocks
+                sent_tokens -= sent_tokens % held.block_tokens
+            tokens = max(tokens, sent_tokens)
             cached.append(tokens if tokens < max_tokens else max_tokens)
         return cached
 

@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from sglang_ext_router.request.tokenising import PromptTokeniser, Tokenisers
+from sglang_ext_router.decide.block_index import PromptKind, TokenBlocks
+from sglang_ext_router.instances.workers import HeldBlocks, TokenSource
+from sglang_ext_router.request.tokenising import (
+    MAX_BODY_BYTES,
+    MAX_WAITING_BYTES,
+    PromptTokeniser,
+    TokenisedPrompt,
+    Tokenisers,
+)
 from support.router_process import Cluster, cluster
 from support.scripted_engine import reply
 
@@ -39,7 +47,7 @@ async def counts_of(tokeniser: PromptTokeniser, *texts: str) -> list[int] | None
 
 
 async def test_counts(folder: Path) -> None:
-    tokeniser = Tokenisers(asyncio.get_running_loop()).of(str(folder))
+    tokeniser = Tokenisers(asyncio.get_running_loop()).of(TokenSource(str(folder)))
     assert tokeniser is not None
     assert await counts_of(tokeniser, "a b c", "", "d") == [3, 0, 1]
     tokeniser.close()
@@ -67,9 +75,72 @@ async def test_a_count_that_fails_is_no_count(folder: Path) -> None:
 
 async def test_a_folder_has_one_tokeniser(folder: Path, tmp_path: Path) -> None:
     tokenisers = Tokenisers(asyncio.get_running_loop())
-    assert tokenisers.of("") is tokenisers.of("org/model") is tokenisers.of(str(tmp_path)) is None
-    assert tokenisers.of(str(folder)) is tokenisers.of(str(folder)) is not None
+    assert (
+        tokenisers.of(TokenSource(""))
+        is tokenisers.of(TokenSource("org/model"))
+        is tokenisers.of(TokenSource(str(tmp_path)))
+        is None
+    )
+    assert tokenisers.of(TokenSource(str(folder))) is tokenisers.of(TokenSource(str(folder))) is not None
     tokenisers.close()
+
+
+# -- tokens of whole bodies -------------------------------------------------------------------------------------
+
+TEXTS = frozenset({PromptKind.TEXTS})
+
+
+async def read(
+    tokeniser: PromptTokeniser, body: dict[str, object], path: bytes = b"/generate"
+) -> TokenisedPrompt | None:
+    future: asyncio.Future[TokenisedPrompt | None] = asyncio.get_running_loop().create_future()
+    tokeniser.read(path, json.dumps(body).encode(), TEXTS, future.set_result)
+    return await asyncio.wait_for(future, 20.0)
+
+
+async def test_a_text_has_its_tokens_blocks(folder: Path) -> None:
+    tokeniser = PromptTokeniser(folder / "tokenizer.json", asyncio.get_running_loop())
+    for path, name in ((b"/generate", "text"), (b"/v1/completions", "prompt")):
+        for given in ("a b c", ["a b c"]):
+            got = await read(tokeniser, {name: given}, path)
+            assert got is not None
+            assert (got.blocks.tokens, got.needs) == (3, TEXTS)
+    salted = await read(tokeniser, {"text": "a b c", "cache_salt": "x"})
+    assert salted is not None
+    assert salted.blocks.seed
+    tokeniser.close()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"text": "a", "lora_path": "x"},
+        {"text": "a", "session_params": {"id": "1"}},
+        {"text": ["a", "b"]},
+        {"prompt": "a"},
+        {"text": "a", "model": "base:adapter"},
+        ["no object"],
+    ],
+)
+async def test_bodies_without_known_blocks(folder: Path, body: dict[str, object]) -> None:
+    tokeniser = PromptTokeniser(folder / "tokenizer.json", asyncio.get_running_loop())
+    assert await read(tokeniser, body) is None
+    assert await read(tokeniser, {"prompt": "a", "suffix": "b"}, b"/v1/completions") is None
+    assert await read(tokeniser, {"messages": [{"role": "user", "content": "a"}]}, b"/v1/chat/completions") is None
+    tokeniser.close()
+
+
+async def test_too_much_is_not_begun(folder: Path) -> None:
+    tokeniser = PromptTokeniser(folder / "tokenizer.json", asyncio.get_running_loop())
+    assert tokeniser.can_read(b"/generate", MAX_BODY_BYTES)
+    assert not tokeniser.can_read(b"/generate", MAX_BODY_BYTES + 1)
+    assert not tokeniser.can_read(b"/v1/messages", 1)
+    waiting = [asyncio.create_task(read(tokeniser, {"text": "x" * (MAX_WAITING_BYTES // 2)})) for _ in range(3)]
+    await asyncio.sleep(0)
+    assert not tokeniser.can_read(b"/generate", 1)
+    await asyncio.gather(*waiting)
+    assert tokeniser.can_read(b"/generate", 1)
+    tokeniser.close()
 
 
 # -- within the router ----------------------------------------------------------------------------------------
@@ -153,3 +224,27 @@ async def test_many_at_once(folder: Path) -> None:
             engine.script = reply({"text": "ok"})  # without a token count, which would teach the estimator
         answers = await asyncio.gather(*(ask(served, f"{i} " + words(279 + i, 5)) for i in range(40)))
         assert [length_class for _, length_class in answers] == ["short"] * 21 + ["long"] * 19
+
+
+async def test_a_text_goes_where_its_blocks_are_reported(folder: Path) -> None:
+    async with cluster(tokenizer_path=str(folder), short=2) as served:
+        text = words(300, 6)
+        blocks = TokenBlocks(bytes(8 * 300)).of(16)
+        for number, engine in enumerate(served.short):
+            worker = served.worker(engine.url)
+            held = worker.held_blocks = HeldBlocks(16)
+            held.is_whole = True
+            held.sources = (served.router.planner.blocks.add_source(),)
+            if number == 1:
+                served.router.planner.blocks.store(held.sources[0], [blocks.key(i) for i in range(blocks.count)])
+
+        def cached() -> int:
+            return served.router.metrics.cached_tokens
+
+        assert await ask(served, "y" + text) == (200, "short")
+        assert (cached(), served.router.metrics.tokenised_for_blocks) == (0, 0)  # no instance reads texts alike
+        worker = served.worker(served.short[1].url)
+        worker.alike = served.model.alike = TEXTS
+        for sent in range(3):
+            assert (await served.ask("POST", "/generate", {"text": text})).headers["x-sglang-ext-prefill"] == worker.url
+            assert (cached(), served.router.metrics.tokenised_for_blocks) == (288 * (sent + 1), sent + 1)
