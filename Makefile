@@ -31,7 +31,7 @@ endif
 BIN := $(VENV)/bin
 TRITON := 3.8.0
 STAMP := $(VENV)/.env-$(shell cat $(LOCK) pyproject.toml Makefile | cksum | cut -d' ' -f1)
-# What runs for every request is compiled: anew when one of its sources has changed.
+# What runs for every request is compiled: again when one of its sources has changed.
 HOT_SOURCES := $(shell $(PYTHON) tools/compile_hot_path.py --list)
 COMPILED := $(VENV)/.compiled-$(shell cat $(HOT_SOURCES) | cksum | cut -d' ' -f1)
 NATIVE_SOURCES := $(shell $(PYTHON) tools/build_native.py --list)

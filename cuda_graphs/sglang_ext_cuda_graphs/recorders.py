@@ -57,7 +57,7 @@ class CudaRecorder:
         """`pool` and `stream`: to share with other graphs that never run at the same time; None: of its own.
 
         `context` is entered around captures with their stream; None: the stream becomes the current one. `on_new_pool`
-        is told the pool that others are to capture into from then on: torch takes no capture into one in which a
+        is given the pool that others are to capture into from then on: torch takes no capture into one in which a
         capture could not be ended.
         """
         self.pool: Any = torch.cuda.graph_pool_handle() if pool is None else pool
@@ -115,7 +115,7 @@ class CudaRecorder:
         """Undo what torch leaves behind where it cannot end a capture.
 
         Its allocators, of the device's and of pinned memory, still count the pool as recording and refuse every later
-        capture into it. The former is told; the latter cannot be, so captures go to a new pool from now on. Its random
+        capture into it. The former gets a message; the latter cannot: captures go to a new pool from now on. Its random
         generator still counts as captured, and refuses to draw until a capture has ended well.
         """
         try:

@@ -28,7 +28,7 @@ class InvalidOptionsError(ValueError):
 
 @dataclass(frozen=True)
 class KvEventsOptions:
-    """Where an instance publishes the KV events of its prefix cache; port 0 is a free one."""
+    """Address at which an instance publishes the KV events of its prefix cache; port 0 is a free one."""
 
     host: str
     port: int = 0

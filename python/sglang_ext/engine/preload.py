@@ -74,7 +74,7 @@ class Imports:
         return {**wanted, **own}
 
     def _seen(self, name: str) -> set[str | None]:
-        """With these values the imports do what they did: that before them, and what they set themselves."""
+        """Return the values with which the imports behave as they did: that before them, and those that they set."""
         before = self.environment.get(name)
         return {before, self.set_variables.get(name, before)}
 
@@ -123,7 +123,7 @@ def become_engine(environment: Mapping[str, str], imports: Imports) -> None:
 
 
 def fork_instead_of_spawn() -> None:
-    """From now on SGLang's processes, for which it asks to be spawned, are forked from this one.
+    """Fork SGLang's processes from this one from now on, also where it asks for them to be spawned.
 
     What a spawned child does by running the main module again is done after the fork. Where this process runs
     several threads when one is started, that one is spawned, and it says so. Contexts that are asked for by name

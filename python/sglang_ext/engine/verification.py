@@ -110,7 +110,7 @@ def _stale_function(target: str, current: object) -> str | None:
 
 
 def _stale_class(target: str, replacement: type) -> str | None:
-    """As `_stale_function`; a replaced class is recognised by its defining module and name."""
+    """Return the same as `_stale_function` for a class, recognised by its defining module and name."""
     module, _, name = target.rpartition(".")
     for holder in _sglang_modules():
         value = vars(holder).get(name)

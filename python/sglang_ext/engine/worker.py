@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["auto", "off"],
         default="auto",
         help="publish which KV blocks the prefix cache holds, for routers; auto: where a page has 16 tokens or more. "
-        "Events carry the token ids of prompts, unencrypted, to whatever can connect",
+        "Events carry the token ids of prompts, unencrypted, to every client that can connect",
     )
     parser.add_argument(
         "--kv-events-port", type=_port, default=None, help="port where they are published (default: a free one)"

@@ -183,7 +183,7 @@ class _StagedBatch(NamedTuple):
 
 
 def _batches_of(name: str, status: Any) -> tuple[list[_StagedBatch], int]:
-    """In their order, and how many stages there are."""
+    """Return the batches in their order, and the number of stages."""
     batches: dict[int, _StagedBatch] = {}
     for stage in status["stages"]:
         for timed_round in stage["rounds"]:

@@ -29,7 +29,7 @@ _GROUP = (1 << _GROUP_SHIFT) - 1
 
 
 class Tier(IntEnum):
-    """Where an instance holds a block."""
+    """Tier of memory in which an instance holds a block."""
 
     DEVICE = 0
     HOST = 1

@@ -69,7 +69,7 @@ class RoleRules(NamedTuple):
     selectors: Sequence[tuple[Mapping[str, str], Role]] = ()
 
     def role_of(self, labels: Mapping[str, str]) -> Role | None:
-        """None: the slice is none of ours."""
+        """Return None where the slice does not belong to this cluster."""
         for selector, role in self.selectors:
             if all(labels.get(key) == value for key, value in selector.items()):
                 return role
@@ -197,7 +197,7 @@ class Change(NamedTuple):
 
 
 class ChangeKind(StrEnum):
-    """In the order in which they are carried out for one address."""
+    """Kinds of changes, in the order in which they are carried out for one address."""
 
     REMOVE = "remove"
     ADD = "add"

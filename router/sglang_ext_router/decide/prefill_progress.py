@@ -9,7 +9,7 @@ ONE_ITERATION_TOKENS = 8192  # an instance with more works on long prompts, of w
 
 
 class PrefillProgress:
-    """Of one instance: since it was last known to begin something it computes at its rate, at most what it had then.
+    """Estimates the progress of one instance: since its last known start it computes at its rate, at most all it had.
 
     So a hanging instance does not look idle: what it is sent after that counts in full. Where it had more than an
     iteration holds nothing is counted: with long prompts its rate says too little, and the estimate would draw work to

@@ -329,7 +329,7 @@ class PrefixIndex:
     # -- sizes ------------------------------------------------------------------------------------------------
 
     def _size(self, start: int, end: int) -> int:
-        """Of the blocks from `start` to before `end`."""
+        """Return the size of the blocks from `start` to before `end`."""
         ends = self._ends
         if ends is None:
             return end - start

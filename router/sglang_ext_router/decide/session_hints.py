@@ -1,4 +1,4 @@
-"""Where the last turn of each conversation went, so that the next one goes there while that is no later than elsewhere.
+"""The instance of each conversation's last turn, so that the next one goes there while that is no later than elsewhere.
 
 What prompts share is known by their text (`prefix_index.py`), in blocks of 256 bytes and more. A client that names its
 conversation says more: that a short prompt, or one with images, goes on where the one before it went. The name is a

@@ -61,7 +61,7 @@ def judge_checks(checks: FailedChecks, threshold: int) -> Judgement:
     """Judge an instance that fails health checks: it says that it is not well, or its scheduler does not answer.
 
     A check that was not answered while the instance worked counts as passed (`STAYS`, and the row begins again). Its
-    own word, or a closed port, counts whatever else there is: it ends in order, and serves what it has.
+    own word, or a closed port, counts before all other signs: it ends in order, and serves what it has.
     """
     if checks.is_refused:
         return Judgement.OUT

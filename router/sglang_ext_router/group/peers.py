@@ -85,7 +85,7 @@ class FrameCodes:
         self._number = 0
 
     def code(self, digest: bytes) -> bytes:
-        """Of the next frame; `digest` is its body's."""
+        """Return the code of the next frame; `digest` is that of its body."""
         self._number += 1
         return prove(self._key, "frame", _NUMBER.pack(self._number), digest)
 

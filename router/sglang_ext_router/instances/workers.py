@@ -72,7 +72,7 @@ def blended_rate(tokens: float, busy_s: float, expected_tokens_per_s: float) -> 
 
 
 class KvEventsAddress(NamedTuple):
-    """Where an instance publishes its KV events; the ports of rank r are r higher."""
+    """Address at which an instance publishes its KV events; the ports of rank r are r higher."""
 
     host: str
     port: int
@@ -83,7 +83,7 @@ class KvEventsAddress(NamedTuple):
 
 
 class TokenSource(NamedTuple):
-    """What an instance makes tokens with: its tokenizer's folder, its own chat template, the template's variables."""
+    """Sources of an instance's tokens: its tokenizer's folder, its own chat template, the template's variables."""
 
     folder: str
     chat_template: str | None = None  # SGLang's --chat-template

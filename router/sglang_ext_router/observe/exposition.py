@@ -237,7 +237,7 @@ def _installed_version(package: str) -> str:
 
 
 def _le(bound: float) -> str:
-    """As prometheus_client writes it, so that SGLang's series have the same label."""
+    """Return the bound as prometheus_client writes it, so that SGLang's series have the same label."""
     text: str = floatToGoString(bound)  # type: ignore[no-untyped-call]
     return text
 

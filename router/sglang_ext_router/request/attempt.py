@@ -205,7 +205,7 @@ class Attempt:
     def learn_from_prefill(self, leg: UpstreamConnection) -> None:
         """Prefill's reply is whole: learn how long it took, and how many tokens the prompt had.
 
-        That of an undivided instance is the whole reply, of which only a stream's first byte tells when prefill ended.
+        That of an undivided instance is the whole reply, of which only a stream's first byte shows when prefill ended.
         """
         services, request, record = self._services, self._request, self._record
         now_s = leg.received_s

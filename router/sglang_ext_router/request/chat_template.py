@@ -95,7 +95,7 @@ class ChatTemplate:
                 if not tools:
                     raise
                 return self._text(messages, [tool["function"] for tool in tools], variables)  # as Mistral's wants them
-        except Exception as error:  # whatever a template does with a message that it did not expect
+        except Exception as error:  # a template may fail in any way on a message that it did not expect
             raise UnknownPromptError(f"the template refuses the chat: {error}") from None
 
     def _text(self, messages: list[dict[str, Any]], tools: list[Any] | None, variables: dict[str, Any]) -> str:
@@ -104,7 +104,7 @@ class ChatTemplate:
         )
 
     def _variables(self, body: Mapping[str, Any], needs: set[PromptKind]) -> dict[str, Any]:
-        """Return the template's variables beside messages and tools."""
+        """Return the template's variables in addition to messages and tools."""
         given = body.get("chat_template_kwargs")
         if given is not None and type(given) is not dict:
             raise UnknownPromptError("chat_template_kwargs is no object")
@@ -222,7 +222,7 @@ def _string(value: Any) -> str:
 def _tool_call(call: Any, role: str) -> dict[str, Any]:
     function = call.get("function") if type(call) is dict else None
     if type(function) is not dict or call.get("type", "function") != "function":
-        raise UnknownPromptError("a tool call that is none of a function")
+        raise UnknownPromptError("a tool call that does not call a function")
     number, arguments, name = call.get("index"), function.get("arguments"), function.get("name")
     if number is not None and type(number) is not int:
         raise UnknownPromptError("the index of a tool call is no integer")

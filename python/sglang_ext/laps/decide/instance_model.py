@@ -130,7 +130,7 @@ class InstanceModel:
         return cost.chunk_s(new_tokens, cached_tokens) - cost.kappa_s + fixed_s
 
     def _differs(self, fitted: CostCoefficients) -> bool:
-        """Return whether a token or a chunk takes other times by far than those that what waits was predicted by."""
+        """Return whether a token or a chunk takes a very different time now than by the predictions of what waits."""
         for tokens in (1, self.limits.max_chunk_tokens):
             ratio = fitted.chunk_s(tokens, 0) / self._predicted_by.chunk_s(tokens, 0)
             if not 1 / _OTHER_COSTS < ratio < _OTHER_COSTS:

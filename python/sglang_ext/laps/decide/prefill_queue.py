@@ -4,8 +4,8 @@ few of it.
 Every order is fixed between two events of a request (its arrival, its latest start, a chunk of it, a lift of its
 class), so lists stay sorted and a decision costs the same with ten requests as with ten thousand:
 
-* short prefills by class; those that can still be on time by the latest time at which they can start, those that cannot
-  by remaining time, shortest first;
+* short prefills by class; if they can still be on time, by the latest time at which they can start, otherwise by
+  remaining time, shortest first;
 * late and overdue ones by arrival as well;
 * long ones by class, then by remaining time, shortest first;
 * requests without a deadline apart from the others, each kind in its own lists.

@@ -292,7 +292,7 @@ class OfferedWork:
             self._work_s -= arrivals.popleft()[1]
 
     def predict_again(self, work_s: Callable[[int, int], float]) -> None:
-        """Requests of so many new and cached tokens take this long, by what is known now."""
+        """Predict all requests again; `work_s` returns the time of a number of new and cached tokens."""
         self._arrivals = deque([(at_s, work_s(new, cached), new, cached) for at_s, _, new, cached in self._arrivals])
         self._work_s = sum([arrival[1] for arrival in self._arrivals])
 

@@ -89,7 +89,7 @@ class ComputeTimer(Protocol):
     """Describes when a stage's device computes."""
 
     def begin(self) -> None:
-        """What is launched from now on belongs to a batch."""
+        """Begin a batch: kernels that are launched from now on belong to it."""
         ...
 
     def end(self, size: BatchSize) -> None:

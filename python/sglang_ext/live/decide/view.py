@@ -323,7 +323,7 @@ class LiveView:
         return tuple(self._tracked)
 
     def follow(self, seen: Iterable[tuple[Hashable, SeenRequest]]) -> None:
-        """How far these have come; others than the followed ones are left out."""
+        """Update the followed requests by their progress; all others are left out."""
         for key, request in seen:
             if key in self._tracked:
                 self._follow(key, request)

@@ -34,7 +34,7 @@ class _Entry:
 
 
 class StreamLedger:
-    """For all requests in the pool: where members send their KV straight to decode, and what they have sent.
+    """Records of all requests in the pool where members send their KV straight to decode, and the rows they have sent.
 
     As long as nothing fails, members send each chunk as they compute it, and the request's own instance the rest. With
     the first chunk that fails once something of it may have been sent, or member that is lost, nothing more of this

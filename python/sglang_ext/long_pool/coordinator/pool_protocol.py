@@ -294,7 +294,7 @@ class PoolProtocol:
 
     def _check_owner(self, request: int, instance: int) -> None:
         if instance_of(request) != instance:
-            raise PoolProtocolError(f"request {request} is none of instance {instance}")
+            raise PoolProtocolError(f"request {request} does not belong to instance {instance}")
 
     # -- prompts that no member has yet ------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""How long a chunk may take while short prefills arrive: a chunk cannot be interrupted, so they wait for its end.
+"""The longest time of a chunk while short prefills arrive: a chunk cannot be interrupted, so they wait for its end.
 
 A short prefill that arrives at a member during a chunk of c seconds waits c / 2 on average, and every chunk costs its
 group a fixed time k again: launching kernels, and meeting, which is how long chunks have taken recently beyond their

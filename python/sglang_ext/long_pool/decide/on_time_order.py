@@ -83,7 +83,7 @@ class OrderedPrefill(NamedTuple):
 
 
 class OnTimeOrder:
-    """Keeps who is put back or has aged, and how many more may be."""
+    """Keeps the prefills that are put back or have aged, and the number that may still be put back."""
 
     def __init__(self, options: OnTimeOptions) -> None:
         self._options = options

@@ -1,4 +1,4 @@
-"""The instances of a long pool as its coordinator knows them: what they report, what they compute, who is connected."""
+"""The instances of a long pool as its coordinator knows them: their reports, their steps, and their connections."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class LongInstance:
         self.claims = {sequence: claim for sequence, claim in self.claims.items() if claim.request != request}
 
     def record_begun(self, sequence: int | None) -> None:
-        """What is known to be free is without what this step, and those before it, have taken; None: all."""
+        """Take the KV slots of this step, and of those before it, from the known free ones; None: of all steps."""
         self.claims = {
             member: claim for member, claim in self.claims.items() if sequence is not None and member > sequence
         }
@@ -142,7 +142,7 @@ class PoolMembers:
         self.positions = {instance: position for position, instance in enumerate(self._order)}
 
     def record_free(self, instance: int, sequence: int, free_kv_tokens: int | None) -> None:
-        """What is free at a member at the end of its step, done or failed; None where that is not known."""
+        """Record a member's free KV slots at the end of its step, done or failed; None where they are not known."""
         member = self._members.get(instance)
         if member is not None and member.step == sequence and free_kv_tokens is not None:
             member.report = member.report._replace(free_kv_tokens=free_kv_tokens)

@@ -128,7 +128,7 @@ class SharedPrefill:
         return self.held.get(instance, ()) != before
 
     def stop_streaming(self) -> None:
-        """What has been sent of it cannot be relied upon: its owner has to get everything."""
+        """Stop streaming: the rows sent so far cannot be relied upon, and the owner has to get everything."""
         self.is_streamed = self.is_finishing = False
 
     @property
@@ -189,7 +189,7 @@ class SharedPrefill:
         return owner, *sorted(instance for instance, segments in self.held.items() if segments and instance != owner)
 
     def estimate(self, candidates: Sequence[SpCandidate]) -> None:
-        """What is left of it, or what it costs, has changed."""
+        """Estimate the request again after its remaining tokens, or their costs, have changed."""
         left = count_tokens(self.todo)
         if left:
             self.fastest_s = fastest_s(candidates, self.offer.tokens - left, left)
@@ -262,7 +262,7 @@ class AnnouncedPrompt:
         return prompt
 
     def estimate(self, candidates: Sequence[SpCandidate], settings: CoordinationSettings) -> None:
-        """What it costs is known, or has changed; and so its objective, where that is the pool's."""
+        """Estimate the costs of the request, and its objective where that is the pool's."""
         cached, new = self.cached_tokens, self.ticket.tokens - self.cached_tokens
         self.fastest_s = fastest_s(candidates, cached, new)
         self.work_s = min_work_s(candidates, cached, new)

@@ -171,7 +171,7 @@ class RowReuse:
         return dropped
 
     def give_up(self, pulls: Iterable[int], now_s: float) -> list[Order]:
-        """These pulls come to nothing: who waits for one goes on without."""
+        """Give up these pulls: a request that waits for one continues without it."""
         orders: list[Order] = []
         for pull in pulls:
             order = self.pulls.end(pull, now_s, is_done=False)

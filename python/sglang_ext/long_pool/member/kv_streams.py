@@ -167,7 +167,7 @@ class KvStreams:
             layer_ready(layer, None)
 
     def restart(self, request: int, reason: str) -> None:
-        """What has been sent of a request cannot be relied upon: its own instance sends everything."""
+        """Have the request's own instance send everything: the rows sent so far cannot be relied upon."""
         stream = self._streams.get(request)
         if stream is not None and not stream.is_closed:
             stream.restart(reason)

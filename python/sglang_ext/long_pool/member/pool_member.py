@@ -245,7 +245,7 @@ class PoolMember:
             self._link.send(CancelMessage(request))
 
     def stream_failed(self, request: int) -> None:
-        """What members have sent of an offered request cannot be relied upon: it shall be collected here."""
+        """Collect an offered request here: the rows that members have sent of it cannot be relied upon."""
         if self._is_known(request):
             self._link.send(StreamFailed(request))
 

@@ -1,4 +1,4 @@
-"""The order of work on a device: what computes, what moves bytes next to it, and who comes behind whom.
+"""The order of work on a device: computing streams, copying streams next to them, and which waits for which.
 
 A call that starts work on a device returns before it is done. What another stream, or the host, does with the result
 comes behind a *mark* that was made behind the work.
@@ -16,7 +16,7 @@ class Mark(Protocol):
     """A place in the work of a stream."""
 
     def wait(self) -> None:
-        """What the caller computes next comes behind it; returns at once."""
+        """Order the caller's next computation behind it; return at once."""
 
     def is_reached(self) -> bool:
         """Return whether everything before it is done."""

@@ -27,7 +27,7 @@ from sglang_ext.long_pool.link_frames import (
     send_frame,
 )
 
-CONNECT_TIMEOUT_S = 5.0  # for who connects; who is connected to waits as long as a step does
+CONNECT_TIMEOUT_S = 5.0  # of the connecting side; the other side waits as long as a step does
 _SCRAP_BYTES = 2**20
 
 

@@ -176,7 +176,7 @@ class WaitedCall:
 
 
 MeshOver = Callable[[LinkMesh], AbstractContextManager[Mesh]]
-"""What moves the tensors of a step, given its links."""
+"""Opens the mesh that moves the tensors of a step over the links."""
 
 
 class PeerLinks:

@@ -1,6 +1,6 @@
 """A mesh between members on one GPU: tensors go from memory to memory of the device, links carry words only.
 
-    computing ──mark──▶ copied to a block ──mark──▶ word: "block 7, so many bytes"
+    computing ──mark──▶ copied to a block ──mark──▶ word: "block 7, 4096 bytes"
     the word has come ──▶ copied out of the block, which this process has opened ──mark──▶ computing goes on
                                                         └──mark──▶ word: "block 7 is free"
 
@@ -43,7 +43,7 @@ _ANSWER_TAG = _GREETING_TAG + 1
 
 
 class DeviceSharing(Protocol):
-    """How processes on one device reach each other's memory."""
+    """Access of processes on one device to each other's memory."""
 
     def export(self, block: torch.Tensor) -> bytes:
         """Return what another process opens a block of its own allocation with. Raises RuntimeError."""
@@ -78,7 +78,7 @@ class _BlockWord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Greeting(msgspec.Struct, frozen=True, array_like=True):
-    """Which device a member is on, and a block to try."""
+    """The device of a member, and a block to try."""
 
     identity: bytes
     block: _BlockWord

@@ -105,7 +105,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
     # ---------------------------------------------------------------- prompts that do not fit this instance
 
     def _admit_any_length(self) -> None:
-        """What bounds a prompt from now on is the model, and what the pool can hold."""
+        """Admit every prompt that the model and the pool can hold, also above this instance's own limit."""
         queue = self.disagg_prefill_bootstrap_queue
         self._own_input_tokens = min(self.max_req_input_len, queue.max_input_len + 1)
         margin = self.max_req_len - self.max_req_input_len
@@ -369,7 +369,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         return True
 
     def _take_back(self, number: int) -> None:
-        """What has been sent is lost: the request is the pool's again, as it was before its first token."""
+        """Return a request to the pool as it was before its first token; the rows that were sent are lost."""
         shared = self._shared[number] = self._ending.pop(number)
         waiting = self.disagg_prefill_inflight_queue
         self.disagg_prefill_inflight_queue = [
@@ -429,7 +429,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         return super().run_batch(batch, *args, **kwargs)
 
     def _report_load(self, member: PoolMember, batch: Any) -> None:
-        """What is queued, and what of `batch` is not: it is about to run, and no report is sent meanwhile."""
+        """Report the queued work, and that of `batch`, which is about to run without a report meanwhile."""
         laps = self._laps
         if laps is None:
             return
@@ -499,7 +499,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
 
 
 def _send_the_rest(sender: Any, shared: _Shared, outcome: Declined | Collected, *, is_taken_twice: bool) -> None:
-    """What members have not sent to decode is the request's own instance's to send; all of it, where they failed."""
+    """Send the rows that members have not sent to decode from the request's own instance; all where they failed."""
     if not isinstance(sender, HandshakeKVSender):
         return
     streamed = outcome.streamed

@@ -1,4 +1,4 @@
-"""What one iteration of an instance costs, and what it leaves of the prompts in it."""
+"""The cost of one iteration of an instance, and the prompts that it leaves unfinished."""
 
 from __future__ import annotations
 

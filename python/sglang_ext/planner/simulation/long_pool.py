@@ -390,7 +390,7 @@ class LongPool:
         self._carry_out(self.coordinator.join(instance, node, self._report_of(instance), self._loop.now_s))
 
     def _fail(self, failure: Failure) -> None:
-        """What the instance held is gone; what it was given it cannot go on with."""
+        """Fail an instance: its KV is gone, and the prompts that it was given have to be planned again."""
         lost, now_s = failure.instance, self._loop.now_s
         if lost not in self.coordinator.members:
             return

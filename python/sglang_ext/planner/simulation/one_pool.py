@@ -593,7 +593,7 @@ class OnePool:
             self._go_on(self._members[number])
 
     def _end_collect(self, order: Collect) -> None:
-        """What is computed of a prompt has come to its owner, which goes on with it."""
+        """End a collection: the computed rows of a prompt are with its owner, which continues the prompt."""
         if self._collects.pop(order.sequence, None) is None:
             return  # a member has failed meanwhile
         owner = self._members[order.owner]
@@ -619,7 +619,7 @@ class OnePool:
     # ---- KV ----
 
     def _hold(self, key: int, member: _PoolInstance, tokens: int) -> None:
-        """Take so many more slots of a member for a request, or give them back where `tokens` is negative."""
+        """Take `tokens` more slots of a member for a request, or give them back where `tokens` is negative."""
         holds = self._holds.setdefault(key, {})
         holds[member.number] = holds.get(member.number, 0) + tokens
         member.free_tokens -= tokens

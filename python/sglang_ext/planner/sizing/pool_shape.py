@@ -4,7 +4,7 @@ chunk.
 On a ring (CDSP) every member computes its share of each chunk, and each chunk costs again what does not shrink with the
 members: the fixed cost, and keys and values on their way round where attention does not hide them. A pipeline divides
 the layers, so that little but activations goes from one to the next and each stage has the fixed cost of its layers
-alone; but it is filled once for each prompt, which costs P - 1 chunks (`flow_shop`). So rings want large chunks and
+only; but it is filled once for each prompt, which costs P - 1 chunks (`flow_shop`). So rings want large chunks and
 pipelines small ones.
 
 Both are asked for the same wait of a short prompt: chunks of `chunk_s` on a ring or a lone instance, and of

@@ -90,7 +90,7 @@ class _SentInvitation:
 
     @property
     def next_addresses(self) -> set[str]:
-        """Return who is to get it now. A withdrawal goes to all at once."""
+        """Return the members that are to get it now. A withdrawal goes to all at once."""
         if self.invitation.withdrawn is not None:
             return self.unacknowledged
         return self.unacknowledged - self.last or self.unacknowledged

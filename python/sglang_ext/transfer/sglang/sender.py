@@ -57,10 +57,10 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
     _shared_s: float | None = None  # when it was offered to a pool
     _computed_s: float | None = None  # when the last of it was there
     transfer_times: tuple[float, float] | None = None
-    """Of a request that was shared and is at decode: seconds from then on, and from the end of its computation on."""
+    """Times of a shared request that is at decode, s: since it got there, and since the end of its computation."""
 
     trace: RequestTrace | None = None
-    """Of a request that is traced."""
+    """Trace of the request, if it is traced."""
 
     def __init__(self, mgr: Any, bootstrap_addr: str, bootstrap_room: int, *args: Any, **kwargs: Any) -> None:
         self._outgoing: tuple[_RankTransfer, ...] | None = None  # None: no handshake yet

@@ -175,7 +175,7 @@ def wait_a_little(result: None, scheduler: Any) -> None:
 
 
 def _waker_of(scheduler: Any) -> Waker | None:
-    """That of the KV manager, if it has one and all ranks' requests are this rank's."""
+    """Return the waker of the KV manager, if it has one and this rank has the requests of all ranks."""
     if scheduler.tp_group.world_size > 1:
         return None
     queues = ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue")

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 Vectors: TypeAlias = "npt.NDArray[np.uint64]"
-"""Of shape [n, 2]: address and length in bytes of pieces of memory, in order."""
+"""Pieces of memory in order, shape [n, 2]: address and length in bytes."""
 
 
 class OutOfBoundsError(ValueError):

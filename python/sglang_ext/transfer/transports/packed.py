@@ -55,7 +55,7 @@ from sglang_ext.transfer.transports.transport import TransferError, Transport
 
 logger = logging.getLogger(__name__)
 
-# Pieces that are shorter than this on average are packed: a copy between GPUs costs some 3 us, whatever its length.
+# Pieces that are shorter than this on average are packed: a copy between GPUs costs some 3 us at any length.
 PACK_BELOW_BYTES = 1 << 16
 _HALVES = 2
 _MAX_RECORD_BYTES = 1 << 28
@@ -182,7 +182,7 @@ class _Link(NamedTuple):
         return offset
 
     def refusal(self, answers: int) -> str | None:
-        """Await so many answers; return the first refusal among them. Raises OSError."""
+        """Await this number of answers; return the first refusal among them. Raises OSError."""
         statuses = [self._answer()[0] for _ in range(answers)]
         refused = [status for status in statuses if status != LinkStatus.DONE]
         return _refusal(refused[0]) if refused else None

@@ -58,7 +58,7 @@ class StagedLink(ABC):
 
     @abstractmethod
     def send(self, request: CopyRequest, stop: int) -> None:
-        """That half is filled from `request.staging_offset` to `stop`."""
+        """Send the half of the staging buffer that is filled from `request.staging_offset` to `stop`."""
 
     def drain(self) -> None:
         """Return when the receiver has stored all that was sent."""

@@ -147,7 +147,7 @@ def test_everything_can_be_collected() -> None:
 def test_another_members_prompt_cannot_be_ended() -> None:
     pool, _ = computed()
     for message in (StreamFailed(REQUEST), Transferred(REQUEST, 1.0, 0.0)):
-        with pytest.raises(PoolProtocolError, match="none of instance 1"):
+        with pytest.raises(PoolProtocolError, match="does not belong to instance 1"):
             pool.take(1, message, 5.5)
 
 

@@ -149,7 +149,7 @@ def test_where_the_time_of_a_prompt_went() -> None:
     assert (times.transfer_s, times.exposed_transfer_s) == (3.5, 0.25)
     history = pool.protocol.history
     assert (history.transfers, history.transfer_s) == (1, {"hidden": 3.25, "exposed": 0.25})
-    with pytest.raises(PoolProtocolError, match="none of instance 1"):
+    with pytest.raises(PoolProtocolError, match="does not belong to instance 1"):
         pool.say(1, Transferred(record.request, 3.5, 0.25))
     assert pool.say(0, Transferred(record.request + 5, 3.5, 0.25)) == [], "forgotten long ago"
     assert history.member_s == {"compute": 1.5, "ring": 0.5, "rebalance": 0.75}
