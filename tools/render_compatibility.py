@@ -27,7 +27,7 @@ _HEAD = """# Model families and mechanisms
 
 Of each family below a tiny random model is served by SGLang's engine for CPUs, in float32: undivided, and by a prefill
 and a decode instance with two queues, over `sglang_ext_tcp` and over the handshake. Its greedy tokens are Hugging
-Face's (`make test-all`; five families in `make test`). Of each family that long pools take, the logits of two and three
+Face's (`make test-all`; six families in `make test`). Of each family that long pools take, the logits of two and three
 members are within 1e-4 of those of one instance (`tests/integration/test_chunk_steps.py`). Collected: the prompt's own
 instance has all KV before it goes to decode ([why](../explanation/long-pool.md#sliding-windows)). Where a mechanism
 does not take a family, an instance refuses to start with the reason that stands below the table; a model that no table

@@ -29,6 +29,7 @@ IN_TEST = {
     "GptOssForCausalLM": HANDSHAKE,
     "Gemma2ForCausalLM": TCP,
     "Qwen3MoeForCausalLM": TCP,
+    "Qwen3NextForCausalLM": HANDSHAKE,
 }
 CHUNKS = ("--chunked-prefill-size", "128")
 CACHING = ("--disaggregation-decode-enable-radix-cache",)
@@ -133,9 +134,9 @@ def test_latent_rows_of_a_prefill_in_stages(transfer: tuple[str, ...]) -> None:
 
 
 @pytest.mark.full
-def test_windows_go_between_ranks_of_one_number() -> None:
+@pytest.mark.parametrize("architecture", ["GptOssForCausalLM", "Qwen3NextForCausalLM"])
+def test_windows_and_states_go_between_ranks_of_one_number(architecture: str) -> None:
     """A router pairs no others; without one the request fails and says why."""
-    architecture = "GptOssForCausalLM"
     ranks = ("--tp", "2")
     prefill, decode, other = FLEET.get(
         spec(architecture, Role.SHORT, (*CHUNKS, *ranks), HANDSHAKE),
@@ -169,6 +170,8 @@ def threads() -> Iterator[ThreadPoolExecutor]:
         pytest.param("GptOssForCausalLM", HANDSHAKE, 1, marks=pytest.mark.full),
         pytest.param("GptOssForCausalLM", TCP, 16, marks=pytest.mark.full),
         pytest.param("Gemma3ForCausalLM", HANDSHAKE, 16, marks=pytest.mark.full),
+        pytest.param("Qwen3NextForCausalLM", HANDSHAKE, 1, marks=pytest.mark.full),
+        pytest.param("FalconH1ForCausalLM", TCP, 1, marks=pytest.mark.full),
     ],
     ids=lambda value: value[1] if isinstance(value, tuple) else str(value),
 )

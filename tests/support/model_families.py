@@ -86,6 +86,29 @@ class Family(NamedTuple):
 
 
 REFUSED_WINDOW = "MistralForCausalLM"
+_GDN: dict[str, Any] = {
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "full_attention_interval": 4,
+}
+_GDN_EXPERTS: dict[str, Any] = {
+    **_EXPERTS,
+    "shared_expert_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+}
+_MAMBA: dict[str, Any] = {"state_size": 16, "expand": 2, "n_groups": 1, "chunk_size": 32}
+_HYBRID: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 32,
+}
 # By architecture.
 FAMILIES: dict[str, Family] = {
     # Latent attention.
@@ -117,6 +140,37 @@ FAMILIES: dict[str, Family] = {
     "LagunaForCausalLM": Family({**_ALTERNATING, **_EXPERTS, "shared_expert_intermediate_size": 32}, states=("swa",)),
     "MellumForCausalLM": Family({**_ALTERNATING, **_EXPERTS}, states=("swa",)),
     REFUSED_WINDOW: Family({"sliding_window": WINDOW}),
+    # Recurrent states.
+    "Qwen3NextForCausalLM": Family({**_GDN, **_GDN_EXPERTS}, states=("mamba",)),
+    "Qwen3_5ForCausalLM": Family(_GDN, states=("mamba",)),
+    "Qwen3_5MoeForCausalLM": Family({**_GDN, **_GDN_EXPERTS}, states=("mamba",)),
+    "Mamba2ForCausalLM": Family({**_MAMBA, "num_heads": 8, "rms_norm": True}, states=("mamba",)),
+    "FalconH1ForCausalLM": Family(
+        {**_HYBRID, "mamba_d_ssm": 128, "mamba_rms_norm": False, "mamba_norm_before_gate": False}, states=("mamba",)
+    ),
+    "GraniteMoeHybridForCausalLM": Family(
+        {
+            **_HYBRID,
+            **_LOCAL_EXPERTS,
+            "layer_types": ["mamba", "attention", "mamba", "mamba"],
+            "shared_intermediate_size": 32,
+        },
+        states=("mamba",),
+    ),
+    "Lfm2ForCausalLM": Family(
+        {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_multiple_of": 32},
+        states=("mamba",),
+    ),
+    "Lfm2MoeForCausalLM": Family(
+        {
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+            **_EXPERTS,
+            "num_dense_layers": 1,
+            "use_expert_bias": True,
+        },
+        states=("mamba",),
+    ),
+    "Qwen2MoeForCausalLM": Family({**_EXPERTS, "shared_expert_intermediate_size": 32, "decoder_sparse_step": 1}),
     # Every layer attends to everything before a token.
     "ApertusForCausalLM": Family(),
     "ArceeForCausalLM": Family(),

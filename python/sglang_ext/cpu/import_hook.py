@@ -17,7 +17,7 @@ from sglang_ext.cpu.missing import MissingObject, missing_class
 CANDIDATES = ("triton", "torchvision", "torchaudio", "sgl_kernel")
 # Packages that SGLang's benchmark tools import unconditionally, for data sets that most runs do not use.
 BENCHMARK_CANDIDATES = ("datasets",)
-# A CPU build of sgl_kernel has no other modules on the paths that SGLang takes without AMX.
+# A CPU build of sgl_kernel has one module on the paths that SGLang takes without AMX, that of recurrent layers.
 WITHOUT_SUBMODULES = frozenset({"sgl_kernel"})
 # SGLang copes with their absence, and would call into them otherwise.
 NOT_IMITATED = frozenset({"triton.knobs"})
@@ -59,9 +59,9 @@ class StandInFinder(MetaPathFinder):
         package, _, submodule = fullname.partition(".")
         if package not in self.packages or fullname in NOT_IMITATED:
             return None
-        if submodule and package in WITHOUT_SUBMODULES:
+        if submodule and package in WITHOUT_SUBMODULES and fullname != stand_in_definitions.RECURRENT:
             return None
-        return ModuleSpec(fullname, StandInLoader(), is_package=package not in WITHOUT_SUBMODULES)
+        return ModuleSpec(fullname, StandInLoader(), is_package=fullname != stand_in_definitions.RECURRENT)
 
 
 def absent_packages(candidates: Sequence[str] = CANDIDATES) -> tuple[str, ...]:

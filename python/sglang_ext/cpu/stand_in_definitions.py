@@ -97,6 +97,7 @@ TOP_LEVEL: dict[str, Any] = {
     "Config": Config,
 }
 LANGUAGE: dict[str, Any] = {"constexpr": Constexpr, "cdiv": cdiv}
+RECURRENT = "sgl_kernel.mamba"
 # Definitions by module name.
 DEFINITIONS: dict[str, dict[str, Any]] = {
     "triton": TOP_LEVEL,
@@ -109,8 +110,16 @@ DEFINITIONS: dict[str, dict[str, Any]] = {
 
 
 def populate(module: ModuleType) -> None:
-    """Add to a stand-in module what this file defines for it."""
+    """Add to a stand-in module what this file, and `recurrent_kernels`, define for it."""
     vars(module).update(DEFINITIONS.get(module.__name__, {}))
+    if module.__name__ == "sgl_kernel":
+        from sglang_ext.cpu import recurrent_kernels
+
+        recurrent_kernels.register_operators()
+    elif module.__name__ == RECURRENT:
+        from sglang_ext.cpu import recurrent_kernels
+
+        vars(module).update(recurrent_kernels.FUNCTIONS)
 
 
 def lookup_sgl_kernel(name: str) -> MissingObject:

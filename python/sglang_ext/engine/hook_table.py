@@ -252,6 +252,14 @@ HOOK_TABLE: tuple[Hook, ...] = (
         device=Device.CPU,
     ),
     Hook(
+        name="recurrent-kernels",
+        why="layers with a recurrent state have kernels for GPUs only; computes them in torch",
+        kind=HookKind.AROUND,
+        implementation="sglang_ext.cpu.recurrent_kernels:bind",
+        target="sglang.srt.model_executor.model_runner.ModelRunner.load_model",
+        device=Device.CPU,
+    ),
+    Hook(
         name="admitted-attention",
         why="SGLang refuses gpt-oss on its attention for CPUs, which has neither its windows nor sinks; admits it",
         kind=HookKind.AROUND,

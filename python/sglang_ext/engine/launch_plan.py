@@ -235,6 +235,8 @@ _CPU_ENVIRONMENT = {
     # SGLang compiles a few small functions under any flags: without this, each engine with tensor parallelism
     # needs a C++ compiler and a minute of start-up.
     "TORCHDYNAMO_DISABLE": "1",
+    # The last inputs of short convolutions would be rounded to bfloat16, and tokens differ from the float32 model's.
+    "SGLANG_MAMBA_CONV_DTYPE": "float32",
 }
 
 

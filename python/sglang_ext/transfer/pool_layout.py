@@ -39,7 +39,8 @@ LayerBuffers: TypeAlias = tuple[ItemBuffer, ...]
 @dataclass(frozen=True, slots=True)
 class PoolLayout:
     """One rank's pool. `aux` are the metadata buffers, one item per request; `states` the buffers of each kind of
-    extra state. Raises ValueError when the numbers contradict each other."""
+    extra state; a model of recurrent layers alone has nothing else. Raises ValueError when the numbers contradict each
+    other."""
 
     kv_dtype: str  # as SGLang names it: both sides must agree
     first_layer: int
@@ -50,8 +51,8 @@ class PoolLayout:
     states: tuple[tuple[ItemBuffer, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        if self.head_count < 1 or not self.layers:
-            raise ValueError("a KV pool has at least one layer and one head")
+        if self.head_count < 1 or not (self.layers or self.states):
+            raise ValueError("a KV pool has at least one head, and a layer or a kind of state")
         for layer in self.layers:
             for buffer in layer:
                 if buffer.item_bytes % self.head_count:
@@ -80,7 +81,10 @@ class PoolLayout:
             return "the metadata buffers differ from the peer's"
         mine_states = [[buffer.item_bytes for buffer in kind] for kind in self.states]
         if mine_states != [[buffer.item_bytes for buffer in kind] for kind in peer.states]:
-            return "extra states (sliding windows) take other bytes at the peer: both need one tensor parallel size"
+            return (
+                "extra states (sliding windows, recurrent states) take other bytes at the peer: both need one tensor "
+                "parallel size"
+            )
         return None
 
     def _shared(self, peer: PoolLayout) -> tuple[LayerBuffers, ...]:

@@ -166,10 +166,14 @@ _STATE = "layers with a recurrent state have no KV that could be divided"
 _WHY_REFUSED = {
     "DeepseekV32ForCausalLM": _SPARSE,
     "GlmMoeDsaForCausalLM": _SPARSE,
-    "MambaForCausalLM": _STATE,
-    "NemotronHForCausalLM": _STATE,
-    "FalconH1ForCausalLM": _STATE,
-    "Qwen3NextForCausalLM": _STATE,
+    **dict.fromkeys(
+        (
+            *("MambaForCausalLM", "Mamba2ForCausalLM", "NemotronHForCausalLM", "FalconH1ForCausalLM"),
+            *("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "KimiLinearForCausalLM"),
+            *("GraniteMoeHybridForCausalLM", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM"),
+        ),
+        _STATE,
+    ),
 }
 
 

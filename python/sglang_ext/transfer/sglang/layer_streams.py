@@ -95,6 +95,9 @@ def watch_layers(pool: Any, streams: Sequence[LayerStream], batch_tokens: int) -
 
 def _place(pool: Any, layer: int) -> int | None:
     """Return the place of a layer of the model among the layers that leave one by one; None for one with a window."""
+    attending: dict[int, int] | None = getattr(pool, "full_attention_layer_id_mapping", None)
+    if attending is not None:  # the others have recurrent states
+        return attending[layer]
     mapping = getattr(pool, "layers_mapping", None)
     if mapping is None:
         return layer - int(pool.start_layer)

@@ -74,8 +74,9 @@ class HandshakeKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is un
 
     @property
     def layer_token_bytes(self) -> int:
-        """Keys and values, or the latent row, of one token in one layer."""
-        token_bytes: int = sum(self.kv_args.kv_item_lens[:: self.layer_count]) // self.kv_args.page_size
+        """Keys and values, or the latent row, of one token in one layer; 0 without such layers."""
+        each = max(1, self.layer_count)
+        token_bytes: int = sum(self.kv_args.kv_item_lens[::each]) // self.kv_args.page_size
         return token_bytes
 
     @property

@@ -61,6 +61,8 @@ class HandshakeKVReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is 
             self.kv_mgr.fail(self.bootstrap_room, f"the bootstrap server {self.bootstrap_addr} does not know its ranks")
             return
         slots = array("I", token_slots(kv_indices, self.kv_mgr.kv_args.page_size).tobytes())
+        if not self.kv_mgr.layer_count:
+            slots = array("I")  # recurrent layers alone: the state comes with the metadata
         states = tuple(np.asarray(kind, np.uint32).tobytes() for kind in state_indices or ())
         self._wanted = self._need(slots, decode_prefix_len or 0, aux_index, states)
         if self._expect(self._slots_unused()):
@@ -158,7 +160,7 @@ class HandshakeKVReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is 
             first_head=heads.start,
             head_count=len(heads),
             first_layer=0,
-            layer_count=manager.layer_count,
+            layer_count=max(1, manager.layer_count),
             aux_slot=aux_index,
             state_slots=state_slots,
         )

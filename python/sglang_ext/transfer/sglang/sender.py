@@ -273,9 +273,10 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
 
     def _open(self, share: Share, invitation: Invitation) -> None:
         has_metadata = share.has_metadata and self.kv_mgr.pp_rank == 0
-        tokens = invitation.whole.tokens if share.head_count else ()
+        has_rows = share.head_count > 0 and self.kv_mgr.layer_count > 0
+        tokens = invitation.whole.tokens if has_rows else ()
         wanted_tokens = sum(span.token_count for span in tokens)
-        if share.head_count and wanted_tokens != self.num_kv_indices * self._page_size:
+        if has_rows and wanted_tokens != self.num_kv_indices * self._page_size:
             raise ValueError(f"decode wants {wanted_tokens} tokens, prefill has {self.num_kv_indices} pages")
         if not tokens and not has_metadata:
             return  # decode has every token cached and gets the metadata from another rank

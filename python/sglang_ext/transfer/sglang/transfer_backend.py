@@ -19,6 +19,7 @@ OWN_BACKENDS = (TCP, HANDSHAKE, STAND_IN)  # that SGLang does not know
 _NEVER_CUT = frozenset({"minimax_index_k", "minimax_dense_kv"})
 _CUT_FOR_LATENT_ATTENTION = frozenset({"block_scale", "block_scale_swa", "swa_ring", "c128_state", "request_row"})
 _CUTS_WINDOWS = frozenset({"mooncake", TCP})  # backends that divide the heads of sliding windows
+_CUTS_NO_STATES = HANDSHAKE  # which sends the slot of a recurrent state as it is
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,8 @@ def states_of_equal_ranks(scheduler: Any) -> list[str]:
     manager = getattr(queue, "kv_manager", None)
     if manager is None:
         return []
-    refused = set(_NEVER_CUT)
+    backend = scheduler.server_args.disaggregation_transfer_backend
+    refused = _NEVER_CUT | ({"mamba"} if backend == _CUTS_NO_STATES else set())
     if not (manager.is_mla_backend or manager.is_hybrid_mla_backend):
-        backend = scheduler.server_args.disaggregation_transfer_backend
         refused |= _CUT_FOR_LATENT_ATTENTION | (set() if backend in _CUTS_WINDOWS else {"swa"})
     return sorted(refused.intersection(kind.value for kind in manager.kv_args.state_types or ()))

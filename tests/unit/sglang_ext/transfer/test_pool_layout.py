@@ -139,10 +139,18 @@ def test_pools_of_other_heads_and_layers_fit_each_other() -> None:
 
 
 def test_a_pool_without_sense_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one layer"):
+    with pytest.raises(ValueError, match="a layer or a kind of state"):
         PoolLayout("float32", 0, (), 0, 1)
     with pytest.raises(ValueError, match="equal heads"):
         PoolLayout("float32", 0, layout().layers, 0, 3)
+
+
+def test_a_model_of_recurrent_layers_alone_has_states_alone() -> None:
+    states = ((ItemBuffer(1 << 20, 64, 8),),)
+    alone = PoolLayout("float32", 0, (), 0, 1, layout().aux, states)
+    assert alone.layout_mismatch(alone) is None
+    other = PoolLayout("float32", 0, (), 0, 1, layout().aux, ((ItemBuffer(1 << 20, 32, 8),),))
+    assert "both need one tensor parallel size" in (alone.layout_mismatch(other) or "")
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=30))

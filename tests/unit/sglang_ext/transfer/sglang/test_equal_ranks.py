@@ -28,6 +28,9 @@ def test_by_backend_and_attention(queue: str) -> None:
     states = ("mamba", "swa", "minimax_index_k", "block_scale", "dsa")
     assert states_of_equal_ranks(scheduler("nixl", *states, queue=queue)) == ["block_scale", "minimax_index_k", "swa"]
     assert states_of_equal_ranks(scheduler("mooncake", *states, queue=queue)) == ["block_scale", "minimax_index_k"]
+    assert states_of_equal_ranks(scheduler("handshake", "mamba", queue=queue)) == ["mamba"]
+    hybrid = scheduler("handshake", "mamba", has_latent_attention=True, queue=queue)
+    assert states_of_equal_ranks(hybrid) == ["mamba"]
     latent = scheduler("nixl", *states, has_latent_attention=True, queue=queue)
     assert states_of_equal_ranks(latent) == ["minimax_index_k"]
 

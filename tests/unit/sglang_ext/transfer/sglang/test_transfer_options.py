@@ -160,7 +160,10 @@ def test_a_staging_buffer_is_named() -> None:
         (("swa",), "nhd", 0, 2, "--pp-size above 1 with sliding windows"),
         (("swa",), "hnd", 0, 1, "windows are not kept by token"),
         (("swa",), None, 0, 1, "windows are not kept by token"),
-        (("mamba", "swa", "dsa"), "nhd", 0, 1, "extra state (dsa, mamba)"),
+        (("mamba",), None, 0, 1, None),
+        (("mamba", "swa"), "nhd", 0, 1, None),
+        (("mamba",), None, 0, 2, "--pp-size above 1 with recurrent states"),
+        (("mamba", "swa", "dsa"), "nhd", 0, 1, "extra state (dsa)"),
         (("block_scale",), "nhd", 0, 1, "extra state (block_scale)"),  # of MXFP8
         ((), None, 2, 1, "a draft model"),
     ],
