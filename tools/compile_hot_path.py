@@ -36,7 +36,8 @@ HOT_MODULES = (
     )),
     *(f"sglang_ext/live/decide/{name}.py" for name in ("encoding", "view")),
     *(f"sglang_ext_router/decide/{name}.py" for name in (
-        *("admission", "circuit_breaker", "decode_choice", "pd_actions", "pd_protocol"),
+        *("admission", "budgets", "circuit_breaker", "decode_choice", "fair_admission"),
+        *("pd_actions", "pd_protocol", "tenants"),
         *("pool_choice", "prefill_choice", "prefill_progress", "prefix_index", "retry_budget", "token_estimate"),
     )),
     *(f"sglang_ext_router/http/{name}.py" for name in (

@@ -21,6 +21,7 @@ from sglang_ext_router.control.control_plane import build_app, methods_of
 from sglang_ext_router.control.controller import PoolController
 from sglang_ext_router.decide.admission import AdmissionQueue, Demand
 from sglang_ext_router.decide.block_index import PromptKind
+from sglang_ext_router.decide.fair_admission import FairAdmissionQueue
 from sglang_ext_router.decide.pd_protocol import RetryPolicy
 from sglang_ext_router.decide.retry_budget import RetryBudget
 from sglang_ext_router.group.lease import LeaseHolder
@@ -119,10 +120,9 @@ class Router:
         self.discovery = Discovery(config, self, connect_kubernetes(config)) if config.service_discovery else None
         self.siblings = siblings or SharedState(process_index, config)
         self.running: dict[RequestFlow, None] = {}
-        self.admission: AdmissionQueue[RequestFlow] = AdmissionQueue(
-            config.max_concurrent_requests or None, config.queue_size, config.queue_timeout_secs
-        )
         self.tenants = Tenants(config.tenants_file, loop.time()) if config.tenants_file else None
+        queue: type[AdmissionQueue[RequestFlow]] = AdmissionQueue if self.tenants is None else FairAdmissionQueue
+        self.admission = queue(config.max_concurrent_requests or None, config.queue_size, config.queue_timeout_secs)
         self.access = Access(config, self.metrics, self.tenants)
         key = config.key_for_workers
         authorization = f"authorization: Bearer {key}\r\n".encode() if key else b""
@@ -329,7 +329,7 @@ class Router:
     def _on_ended(self, request: RequestFlow, now_s: float) -> None:
         """A running request is over: its place goes to the next in the queue."""
         del self.running[request]
-        self._start(self.admission.release(now_s), now_s)
+        self._start(self.admission.release(now_s, request), now_s)
 
     def _start(self, admitted: Sequence[RequestFlow], now_s: float) -> None:
         """Start what was admitted, in order."""
@@ -370,6 +370,8 @@ class Router:
         self._sweep_due_s = now_s + SWEEP_INTERVAL_S
         for waiting in self.admission.expire(now_s):
             waiting.on_queue_timeout()
+        if self.tenants is not None:
+            self._start(self.admission.refresh(now_s), now_s)
         self.services.instance_waits.expire(now_s)
         limit_s = self.config.request_timeout_secs
         expired = []

@@ -27,6 +27,16 @@ class AdmissionOutcome(Enum):
 _ADMITTED = AdmissionOutcome.ADMITTED
 
 
+class Claim(NamedTuple):
+    """A request's claim to a place, where tenants share the places."""
+
+    tenant: str
+    weight: float
+    concurrency: int  # requests of the tenant that may have a place at once; 0 is no limit
+    rank: int  # of its priority; 0 is the most urgent
+    work_tokens: float
+
+
 class AdmissionQueue(Generic[T]):
     """Bounded concurrency with a bounded queue. Items are compared by equality and must be hashable.
 
@@ -68,8 +78,13 @@ class AdmissionQueue(Generic[T]):
         """Return the requests in the queue."""
         return self._waiting
 
-    def offer(self, item: T, now_s: float, deadline_s: float | None = None) -> AdmissionOutcome:
-        """Admit the item, queue it, or refuse it. Raises ValueError when it is queued already."""
+    def offer(
+        self, item: T, now_s: float, deadline_s: float | None = None, claim: Claim | None = None
+    ) -> AdmissionOutcome:
+        """Admit the item, queue it, or refuse it. Raises ValueError when it is queued already.
+
+        A `claim` counts where tenants share the places (`decide/fair_admission.py`).
+        """
         if self.running < self.limit:
             self.running += 1
             self.admitted += 1
@@ -88,7 +103,7 @@ class AdmissionQueue(Generic[T]):
         self.queued += 1
         return AdmissionOutcome.QUEUED
 
-    def release(self, now_s: float) -> list[T]:
+    def release(self, now_s: float, item: T | None = None) -> list[T]:
         """Give back the place of an admitted item that has ended; return the items admitted instead, in order.
 
         Items that have expired meanwhile are not admitted; the next `expire` returns them.
@@ -105,6 +120,13 @@ class AdmissionQueue(Generic[T]):
             raise ValueError(f"max_concurrent must be at least 0, got {max_concurrent}")
         self.limit = float(max_concurrent)
         return self._admit(now_s) if self._heap else []
+
+    def refresh(self, now_s: float) -> list[T]:
+        """Return the items that the passing of time admits; to be called now and then. Here it admits none."""
+        return []
+
+    def correct(self, claim: Claim, work_tokens: float) -> None:
+        """An admitted item has done `work_tokens`, which its claim estimated. Here it changes nothing."""
 
     def expire(self, now_s: float) -> list[T]:
         """Take out and return the items whose effective deadline is not after `now_s`, earliest first."""

@@ -104,9 +104,12 @@ def bounded_priority(asked: str | None, limits: TenantLimits) -> str | None:
 
     None stays None, which is normal, where the tenant may have that.
     """
-    highest = PRIORITIES.index(limits.max_priority)
-    rank = NORMAL_RANK if asked is None else PRIORITIES.index(asked)
-    return asked if rank >= highest else limits.max_priority
+    return asked if priority_rank(asked) >= PRIORITIES.index(limits.max_priority) else limits.max_priority
+
+
+def priority_rank(priority: str | None) -> int:
+    """Return the rank of a request's priority, 0 for the most urgent; one without a priority is normal."""
+    return NORMAL_RANK if priority is None else PRIORITIES.index(priority)
 
 
 def _changed(bucket: Bucket | None, per_minute: int, now_s: float, parts: int) -> Bucket | None:

@@ -296,7 +296,8 @@ class RequestFlow:
             return
         slo_s = self._headers.ttft_slo_s
         deadline_s = None if slo_s is None else self.started_s + slo_s
-        outcome = services.admission.offer(self, self.started_s, deadline_s)
+        claim = None if self._charge is None else self._charge.claim
+        outcome = services.admission.offer(self, self.started_s, deadline_s, claim)
         if outcome is AdmissionOutcome.ADMITTED:
             self.start(self.started_s)
         elif outcome is AdmissionOutcome.QUEUED:
@@ -307,7 +308,7 @@ class RequestFlow:
     def _is_within_budgets(self, tenants: Tenants) -> bool:
         """Reserve what the request is expected to use of its tenant's budgets, or refuse it."""
         unread = self._unread
-        self._charge = charge = tenants.charge(unread.tenant, self._request, self.started_s)
+        self._charge = charge = tenants.charge(unread.tenant, self._request, self._services.planner, self.started_s)
         unread.reply_headers += charge.reply_headers
         if charge.refusal is None:
             return True
@@ -827,7 +828,7 @@ class RequestFlow:
         services, record = self._services, self.record
         record.close(services.loop.time())
         if self._charge is not None and services.tenants is not None:
-            services.tenants.settle(self._charge, record)
+            services.tenants.settle(self._charge, record, services.admission)
         if logger.isEnabledFor(logging.DEBUG):
             for at_s, what in record.events():
                 logger.debug("request %s: %8.3f s %s", record.request_id.decode("latin-1"), at_s, what)

@@ -11,8 +11,9 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from sglang_ext_router.decide.admission import AdmissionQueue, Claim
 from sglang_ext_router.decide.budgets import BudgetState, shown_duration
 from sglang_ext_router.decide.tenants import (
     DEFAULT_TENANT,
@@ -20,6 +21,7 @@ from sglang_ext_router.decide.tenants import (
     Exhausted,
     TenantAccount,
     bounded_priority,
+    priority_rank,
 )
 from sglang_ext_router.http.api_keys import HASH_PREFIX_BYTES, ApiKeyFileError, WatchedFile
 from sglang_ext_router.tenants.tenants_file import TenantsFile, read_tenants_file
@@ -27,6 +29,7 @@ from sglang_ext_router.tenants.tenants_file import TenantsFile, read_tenants_fil
 if TYPE_CHECKING:
     from sglang_ext_router.observe.request_record import RequestRecord
     from sglang_ext_router.request.prepared_request import ClientHeaders, PreparedRequest
+    from sglang_ext_router.request.routing import RoutePlanner
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +41,14 @@ _UNITS = ("requests", "tokens")
 class Charge:
     """One request in its tenant's account: what was reserved for it, and what it is refused for."""
 
-    __slots__ = ("account", "estimated_tokens", "prompt_tokens", "refusal", "reply_headers")
+    __slots__ = ("account", "claim", "estimated_tokens", "prompt_tokens", "refusal", "reply_headers")
 
     def __init__(self, account: TenantAccount, prompt_tokens: int, estimated_tokens: int) -> None:
         self.account = account
         self.prompt_tokens = prompt_tokens  # of all its prompts, estimated
         self.estimated_tokens = estimated_tokens  # of prompts and replies; reserved unless it is refused
         self.refusal: BudgetRefusal | None = None
+        self.claim: Claim | None = None  # to a place, unless it is refused
         self.reply_headers = b""  # header lines for its client
 
 
@@ -116,7 +120,7 @@ class Tenants:
         priority = bounded_priority(headers.priority, self.account(name).limits)
         return headers if priority == headers.priority else headers._replace(priority=priority)
 
-    def charge(self, name: str, request: PreparedRequest, now_s: float) -> Charge:
+    def charge(self, name: str, request: PreparedRequest, planner: RoutePlanner, now_s: float) -> Charge:
         """Reserve what a request is expected to use; its charge has a `refusal` where that is not there."""
         account = self.account(name)
         prompt_tokens = _all_prompt_tokens(request)
@@ -127,13 +131,21 @@ class Tenants:
         if account.has_budgets:
             charge.refusal = account.reserve(estimated, now_s)
             charge.reply_headers = _rate_limit_headers(account.states(now_s))
+        if charge.refusal is None:
+            cached_tokens = planner.max_cached_tokens(request.model, request.prompt, request.prompt_tokens)
+            limits, work_tokens = account.limits, max(1, estimated - cached_tokens)
+            rank = priority_rank(request.headers.priority)
+            charge.claim = Claim(limits.name, limits.weight, limits.concurrency, rank, work_tokens)
         return charge
 
-    def settle(self, charge: Charge, record: RequestRecord) -> Used:
+    def settle(self, charge: Charge, record: RequestRecord, admission: AdmissionQueue[Any]) -> Used:
         """A request has ended: return what it has used, which replaces its reservation."""
         used = _used(charge, record)
-        if charge.refusal is None:
+        if charge.claim is not None:
             charge.account.settle(charge.estimated_tokens, used.tokens)
+            if record.is_admitted:
+                cached_tokens = 0 if record.route is None else record.route.decision.cached_tokens
+                admission.correct(charge.claim, max(0, used.tokens - cached_tokens))
             request = record.request
             if record.outcome == "ok" and record.output_tokens is not None and request is not None:
                 charge.account.learn_output(record.output_tokens / request.prompt.sequence_count)

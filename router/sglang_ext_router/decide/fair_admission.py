@@ -1,0 +1,256 @@
+"""Admission shared fairly by tenants: the more urgent priority first, then weighted fair queueing by work.
+
+Within a priority each tenant has a virtual time, which grows by the work of each of its requests over the tenant's
+weight (start-time fair queueing: Goyal, Vin, Cheng, 1997). A free place goes to the waiting tenant whose time is the
+least, and to the earliest effective deadline within the tenant. A tenant that comes back after a pause begins at the
+time of the latest admission: it cannot save up a claim. Work is measured in tokens to compute.
+
+Places are kept free for tenants that come and go: as many as a tenant had in use or wanted at once within the last
+`RECENT_S`, up to its share of all places. So its next requests need not wait for a request of another tenant to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from heapq import heappop, heappush
+from typing import Final, Generic, TypeVar
+
+from sglang_ext_router.decide.admission import AdmissionOutcome, AdmissionQueue, Claim
+from sglang_ext_router.decide.tenants import PRIORITIES
+
+T = TypeVar("T", bound=Hashable)
+
+RECENT_S: Final = 5.0  # for at least this time, and at most twice as long, a tenant's peak is remembered
+MAX_PLACES: Final = 1 << 30
+_ADMITTED: Final = AdmissionOutcome.ADMITTED
+_UNBOUNDED: Final = float("inf")
+
+
+class _TenantPlaces:
+    """The places that a tenant has, wants, and has had lately."""
+
+    __slots__ = ("concurrency", "kept", "peak", "peak_before", "running", "waiting", "weight")
+
+    def __init__(self) -> None:
+        self.weight = 1.0
+        self.concurrency = 0
+        self.running = 0
+        self.waiting = 0
+        self.peak = 0  # of running and waiting, in this stretch of RECENT_S and in the one before
+        self.peak_before = 0
+        self.kept = 0  # places that others leave free for it
+
+    @property
+    def recent_peak(self) -> int:
+        return max(self.peak, self.peak_before)
+
+
+class _PriorityLevel(Generic[T]):
+    """The virtual times of one priority, and what waits there by tenant."""
+
+    __slots__ = ("finish", "virtual", "waiting")
+
+    def __init__(self) -> None:
+        self.virtual = 0.0  # start of the latest admission
+        self.finish: dict[str, float] = {}  # of each tenant's latest admission
+        self.waiting: dict[str, list[tuple[float, int, T]]] = {}  # heaps by effective deadline
+
+    def start(self, tenant: str) -> float:
+        return max(self.virtual, self.finish.get(tenant, 0.0))
+
+    def charge(self, tenant: str, cost: float) -> None:
+        self.virtual = self.start(tenant)
+        self.finish[tenant] = self.virtual + cost
+
+
+class FairAdmissionQueue(AdmissionQueue[T]):
+    """An admission queue in which every item has a claim. `queue_size` bounds the waiting items of each tenant."""
+
+    def __init__(self, max_concurrent: int | None, queue_size: int, queue_timeout_s: float) -> None:
+        super().__init__(max_concurrent, queue_size, queue_timeout_s)
+        self._levels: list[_PriorityLevel[T]] = [_PriorityLevel() for _ in PRIORITIES]
+        self._tenants: dict[str, _TenantPlaces] = {}
+        self._claims: dict[T, Claim] = {}  # of items that wait or run
+        self._kept = 0  # places, over all tenants
+        self._shares_weight = 0.0  # of the tenants that had a place or wanted one lately
+        self._stretch_end_s = 0.0
+
+    def offer(
+        self, item: T, now_s: float, deadline_s: float | None = None, claim: Claim | None = None
+    ) -> AdmissionOutcome:
+        """Admit the item, queue it, or refuse it. Raises ValueError without a claim, or when it is queued already."""
+        if claim is None:
+            raise ValueError(f"{item!r} has no claim")
+        if item in self._claims:
+            raise ValueError(f"already offered: {item!r}")
+        places = self._places(claim)
+        # A tenant that may have a place has none waiting that is more urgent: it would have got the place.
+        if self.running < self.limit and self._may_run(places):
+            self._claims[item] = claim
+            self._begin(claim, places)
+            return _ADMITTED
+        if places.waiting >= self.queue_size:
+            self.refused += 1
+            return AdmissionOutcome.REFUSED
+        effective_s = now_s + self.queue_timeout_s
+        if deadline_s is not None and deadline_s < effective_s:
+            effective_s = deadline_s
+        self._claims[item] = claim
+        self._sequence += 1
+        self._waiting[item] = self._sequence
+        entry = (effective_s, self._sequence, item)
+        heappush(self._heap, entry)  # by which it expires
+        level = self._levels[claim.rank]
+        heap = level.waiting.get(claim.tenant)
+        if heap is None:
+            level.waiting[claim.tenant] = heap = []
+        heappush(heap, entry)
+        places.waiting += 1
+        self._remember(places)
+        self.queued += 1
+        return AdmissionOutcome.QUEUED
+
+    def release(self, now_s: float, item: T | None = None) -> list[T]:
+        """Give back the place of `item`; return the items admitted instead, in order."""
+        assert item is not None
+        claim = self._claims.pop(item)
+        places = self._tenants[claim.tenant]
+        places.running -= 1
+        self.running -= 1
+        self._keep(places)
+        return self._admit(now_s) if self._waiting else []
+
+    def set_limit(self, max_concurrent: int, now_s: float) -> list[T]:
+        """Change how many items may run at once, as that of the base class does."""
+        if max_concurrent != self.limit:
+            self.limit = float(max_concurrent)
+            self._divide()
+        return self._admit(now_s) if self._waiting else []
+
+    def remove(self, item: T) -> bool:
+        """The client of a queued item has left. Returns False when the item is not in the queue."""
+        if not super().remove(item):
+            return False
+        self._forget_waiting(item)
+        return True
+
+    def expire(self, now_s: float) -> list[T]:
+        """Take out and return the items whose effective deadline is not after `now_s`, earliest first."""
+        late = super().expire(now_s)
+        for item in late:
+            self._forget_waiting(item)
+        return late
+
+    def refresh(self, now_s: float) -> list[T]:
+        """Forget old peaks; return the items that are admitted to places which are no longer kept."""
+        if now_s >= self._stretch_end_s:
+            self._stretch_end_s = now_s + RECENT_S
+            for name, places in list(self._tenants.items()):
+                places.peak_before, places.peak = places.peak, places.running + places.waiting
+                if not places.recent_peak:
+                    self._kept -= places.kept
+                    del self._tenants[name]
+            for level in self._levels:
+                level.finish = {name: at for name, at in level.finish.items() if at > level.virtual}
+            self._divide()
+        return self._admit(now_s) if self._waiting else []
+
+    def correct(self, claim: Claim, work_tokens: float) -> None:
+        """An admitted item has done `work_tokens`, which its claim estimated."""
+        level = self._levels[claim.rank]
+        finish = level.finish.get(claim.tenant)
+        if finish is not None:
+            level.finish[claim.tenant] = finish + (work_tokens - claim.work_tokens) / claim.weight
+
+    # -- which tenant is next ---------------------------------------------------------------------------
+
+    def _admit(self, now_s: float) -> list[T]:
+        admitted: list[T] = []
+        self._collect_late(now_s)
+        while self.running < self.limit:
+            item = self._take_next(now_s)
+            if item is None:
+                break
+            del self._waiting[item]
+            claim = self._claims[item]
+            places = self._tenants[claim.tenant]
+            places.waiting -= 1
+            self._begin(claim, places)
+            admitted.append(item)
+        if len(self._heap) > 2 * len(self._waiting) + 64:
+            self._heap = [entry for entry in self._heap if self._waiting.get(entry[2]) == entry[1]]
+            self._heap.sort()  # a sorted list is a heap
+        return admitted
+
+    def _take_next(self, now_s: float) -> T | None:
+        """Take out the next item to admit; None where no waiting tenant may have a place."""
+        for level in self._levels:
+            if not level.waiting:
+                continue
+            chosen, least, empty = "", _UNBOUNDED, ""
+            for tenant, heap in level.waiting.items():
+                while heap and (self._waiting.get(heap[0][2]) != heap[0][1] or heap[0][0] <= now_s):
+                    heappop(heap)
+                if not heap:
+                    empty = tenant
+                elif (start := level.start(tenant)) < least and self._may_run(self._tenants[tenant]):
+                    chosen, least = tenant, start
+            if empty:
+                del level.waiting[empty]  # one at a time: the others follow
+            if least < _UNBOUNDED:
+                return heappop(level.waiting[chosen])[2]
+        return None
+
+    def _begin(self, claim: Claim, places: _TenantPlaces) -> None:
+        places.running += 1
+        self.running += 1
+        self.admitted += 1
+        self._levels[claim.rank].charge(claim.tenant, claim.work_tokens / claim.weight)
+        self._remember(places)
+
+    def _forget_waiting(self, item: T) -> None:
+        places = self._tenants[self._claims.pop(item).tenant]
+        places.waiting -= 1
+
+    # -- places -----------------------------------------------------------------------------------------
+
+    def _places(self, claim: Claim) -> _TenantPlaces:
+        places = self._tenants.get(claim.tenant)
+        if places is None:
+            self._tenants[claim.tenant] = places = _TenantPlaces()
+        places.concurrency = claim.concurrency
+        if places.weight != claim.weight:
+            places.weight = claim.weight
+            self._divide()
+        return places
+
+    def _may_run(self, places: _TenantPlaces) -> bool:
+        """Return whether the tenant may have one more place, if there is one."""
+        if places.concurrency and places.running >= places.concurrency:
+            return False
+        return self.running + self._kept - places.kept < self.limit
+
+    def _remember(self, places: _TenantPlaces) -> None:
+        """Take note of the places that a tenant has or wants now."""
+        wanted = places.running + places.waiting
+        if wanted > places.peak:
+            is_new = not places.recent_peak
+            places.peak = wanted
+            if is_new:
+                self._divide()
+                return
+        self._keep(places)
+
+    def _divide(self) -> None:
+        """Divide the places among the tenants that had or wanted some lately."""
+        self._shares_weight = sum([places.weight for places in self._tenants.values() if places.recent_peak])
+        for places in self._tenants.values():
+            self._keep(places)
+
+    def _keep(self, places: _TenantPlaces) -> None:
+        kept = 0
+        if self.limit < _UNBOUNDED and self._shares_weight > 0:
+            share = min(int(self.limit * places.weight / self._shares_weight), places.concurrency or MAX_PLACES)
+            kept = max(0, min(share, places.recent_peak) - places.running)
+        self._kept += kept - places.kept
+        places.kept = kept
