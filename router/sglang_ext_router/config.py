@@ -270,6 +270,9 @@ class RouterConfig:
     tenants_file: str = _option(
         "", "YAML file of tenants, with the keys, weight and limits of each; read again when it changes"
     )
+    usage_db: str = _option(
+        "", "SQLite file for the tenants' usage and budgets, which then outlive the router; each router has its own"
+    )
     worker_api_key: str = _option(
         "", "bearer token for the workers, also read from SGLANG_EXT_WORKER_API_KEY; default: --api-key"
     )
@@ -401,6 +404,8 @@ class RouterConfig:
                 read_tenants_file(self.tenants_file)
             except ApiKeyFileError as error:
                 raise RouterConfigError(f"--tenants-file: {error}") from None
+        if self.usage_db and not self.tenants_file:
+            raise RouterConfigError("--usage-db needs --tenants-file")
         for name in self.forwarded_headers:
             if not may_be_forwarded(name):
                 raise RouterConfigError(f"--forward-headers: {name!r} is no header that can be passed on")

@@ -13,6 +13,7 @@ import logging
 import resource
 import signal
 import socket
+import sqlite3
 import ssl
 import sys
 from collections.abc import Coroutine, Mapping
@@ -31,6 +32,7 @@ from sglang_ext_router.instances.kubernetes_api import connect_kubernetes
 from sglang_ext_router.observe.access_log import AccessLog
 from sglang_ext_router.router import Router
 from sglang_ext_router.sglang_router_options import WITHOUT_EFFECT
+from sglang_ext_router.tenants.usage import open_usage_database
 
 __all__ = ["SETTINGS", "add_arguments", "run", "serve"]
 logger = logging.getLogger(__name__)
@@ -89,6 +91,8 @@ def _check_surroundings(config: RouterConfig) -> None:
         connect_kubernetes(config)
     if config.access_log:
         check_access_log(config.access_log)
+    if config.usage_db:
+        _check_usage_database(config.usage_db)
 
 
 def _run(serving: Coroutine[Any, Any, int]) -> int:
@@ -157,6 +161,13 @@ def check_access_log(target: str) -> None:
         AccessLog(target).close()
     except OSError as error:
         raise RouterConfigError(f"--access-log {target}: {error.strerror or error}") from None
+
+
+def _check_usage_database(path: str) -> None:
+    try:
+        open_usage_database(path).close()
+    except sqlite3.Error as error:
+        raise RouterConfigError(f"--usage-db {path}: {error}") from None
 
 
 def _warn_of_open_ports(config: RouterConfig) -> None:

@@ -120,7 +120,8 @@ class Router:
         self.discovery = Discovery(config, self, connect_kubernetes(config)) if config.service_discovery else None
         self.siblings = siblings or SharedState(process_index, config)
         self.running: dict[RequestFlow, None] = {}
-        self.tenants = Tenants(config.tenants_file, loop.time()) if config.tenants_file else None
+        origin = self.siblings.origin
+        self.tenants = Tenants(config, origin, self.metrics, loop.time()) if config.tenants_file else None
         queue: type[AdmissionQueue[RequestFlow]] = AdmissionQueue if self.tenants is None else FairAdmissionQueue
         self.admission = queue(config.max_concurrent_requests or None, config.queue_size, config.queue_timeout_secs)
         self.access = Access(config, self.metrics, self.tenants)
@@ -260,6 +261,8 @@ class Router:
         await self.prober.stop()
         await self.kv_events.stop()
         await self.services.stop()
+        if self.tenants is not None:
+            await self.tenants.stop(self.loop.time())
         self._tokenisers.close()
         if self.access_log is not None:
             await asyncio.to_thread(self.access_log.close)
@@ -372,6 +375,7 @@ class Router:
             waiting.on_queue_timeout()
         if self.tenants is not None:
             self._start(self.admission.refresh(now_s), now_s)
+            self.tenants.sweep(self.loop, now_s)
         self.services.instance_waits.expire(now_s)
         limit_s = self.config.request_timeout_secs
         expired = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Sequence
+from datetime import date
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import aiohttp
@@ -39,6 +40,7 @@ from sglang_ext_router.observe.live_page import read_page
 from sglang_ext_router.request.prompt import BadRequestError, parse_body
 from sglang_ext_router.request.relay import REASON_TEXT
 from sglang_ext_router.request.request_fields import check_detokenise
+from sglang_ext_router.tenants.usage import utc_day
 
 if TYPE_CHECKING:
     from sglang_ext_router.router import Router
@@ -202,6 +204,27 @@ def build_app(router: Router) -> FastAPI:
         async def live_page() -> Response:
             """Return the live page. Its data come from `/ui/stream`; the page asks for the key if one is needed."""
             return Response(page, headers=page_headers)
+
+    @app.get("/v1/usage", dependencies=client, responses=answers(_404="the router has no tenants"))
+    async def usage(
+        authorization: Annotated[str | None, Header(include_in_schema=False)] = None,
+        x_api_key: Annotated[str | None, Header(include_in_schema=False)] = None,
+        start: date | None = None,
+        end: date | None = None,
+    ) -> Response:
+        """Return what the key's tenant has used, by UTC day, model and length class; the administrator's key gets all.
+
+        Days from `start` to `end`, both included: without them today's. All routers of a group are added up.
+        """
+        if router.tenants is None:
+            return _json_error(404, "there is no usage: start the router with --tenants-file")
+        given = (authorization or f"Bearer {x_api_key or ''}").encode("latin-1")
+        tenant = None if router.access.is_admin(given) else router.access.tenant_of(given)
+        last = (end or start or date.fromisoformat(utc_day())).isoformat()
+        first = last if start is None else start.isoformat()
+        ledger = router.tenants.ledger
+        totals = await asyncio.to_thread(ledger.read_totals, ledger.rows_to_save(), first, last, tenant)
+        return _json({"object": "list", "data": [key._asdict() | count._asdict() for key, count in totals]})
 
     @app.get("/load", dependencies=client)
     async def load(model: str | None = None) -> Response:

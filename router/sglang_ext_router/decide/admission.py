@@ -125,6 +125,10 @@ class AdmissionQueue(Generic[T]):
         """Return the items that the passing of time admits; to be called now and then. Here it admits none."""
         return []
 
+    def demands(self) -> dict[str, Demand]:
+        """Return what runs and waits of each tenant; empty where there are none."""
+        return {}
+
     def correct(self, claim: Claim, work_tokens: float) -> None:
         """An admitted item has done `work_tokens`, which its claim estimated. Here it changes nothing."""
 

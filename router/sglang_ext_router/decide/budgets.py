@@ -14,19 +14,22 @@ from math import ceil
 from typing import NamedTuple
 
 MINUTE_S = 60.0
+REMEMBERED_S = 1.0  # refusals that follow each other within this time add up
 ROUNDING = 1e-6  # sums of many fractions differ by less
 
 
 class Bucket:
     """One router's part of a budget of `per_minute` units. It begins full, or with `level` units."""
 
-    __slots__ = ("_at_s", "level", "parts", "per_minute", "wanted")
+    __slots__ = ("_at_s", "_refused_s", "_wanted", "level", "parts", "per_minute", "spilled")
 
     def __init__(self, per_minute: float, now_s: float, parts: int = 1, level: float | None = None) -> None:
         self.per_minute = per_minute
         self.parts = parts  # routers among which the budget is divided
         self.level = per_minute / parts if level is None else level
-        self.wanted = 0.0  # units that were refused since the last `exchange`
+        self.spilled = 0.0  # units by which it would have filled if there had been room
+        self._wanted = 0.0  # units that were refused lately
+        self._refused_s = now_s  # the last time
         self._at_s = now_s
 
     @property
@@ -41,8 +44,11 @@ class Bucket:
     def fill(self, now_s: float) -> None:
         """Bring the level up to this time."""
         elapsed_s, self._at_s = now_s - self._at_s, max(now_s, self._at_s)
-        if elapsed_s > 0 and self.level < self.capacity:
-            self.level = min(self.capacity, self.level + elapsed_s * self._per_s)
+        if elapsed_s > 0:
+            units = elapsed_s * self._per_s
+            room = max(0.0, self.capacity - self.level)
+            self.level += min(units, room)
+            self.spilled += max(0.0, units - room)
 
     def change(self, per_minute: float, parts: int, now_s: float) -> None:
         """Take another budget, or another number of parts: the level stays, as far as there is room for it."""
@@ -54,7 +60,8 @@ class Bucket:
         """Take `units` if they are there."""
         self.fill(now_s)
         if self.level + ROUNDING < units:
-            self.wanted += units
+            self._wanted = min(self.per_minute, units + self.wanted_lately(now_s, REMEMBERED_S))
+            self._refused_s = now_s
             return False
         self.level -= units
         return True
@@ -70,13 +77,9 @@ class Bucket:
             return float("inf")
         return max(0.0, units - self.level) / self._per_s
 
-    def full_s(self) -> float:
-        """Return the time until the bucket is full, if nothing is taken."""
-        return max(0.0, self.capacity - self.level) / self._per_s
-
-    def surplus(self) -> float:
-        """Return what can be handed to another router: all that is there, where nothing was refused here."""
-        return 0.0 if self.wanted else max(0.0, self.level)
+    def wanted_lately(self, now_s: float, within_s: float) -> float:
+        """Return the units that were refused, where the last refusal was at most `within_s` ago."""
+        return self._wanted if now_s - self._refused_s <= within_s else 0.0
 
 
 class BudgetState(NamedTuple):

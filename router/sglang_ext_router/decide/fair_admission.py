@@ -15,7 +15,7 @@ from collections.abc import Hashable
 from heapq import heappop, heappush
 from typing import Final, Generic, TypeVar
 
-from sglang_ext_router.decide.admission import AdmissionOutcome, AdmissionQueue, Claim
+from sglang_ext_router.decide.admission import AdmissionOutcome, AdmissionQueue, Claim, Demand
 from sglang_ext_router.decide.tenants import PRIORITIES
 
 T = TypeVar("T", bound=Hashable)
@@ -154,6 +154,10 @@ class FairAdmissionQueue(AdmissionQueue[T]):
                 level.finish = {name: at for name, at in level.finish.items() if at > level.virtual}
             self._divide()
         return self._admit(now_s) if self._waiting else []
+
+    def demands(self) -> dict[str, Demand]:
+        """Return what runs and waits of each tenant."""
+        return {name: Demand(places.running, places.waiting) for name, places in self._tenants.items()}
 
     def correct(self, claim: Claim, work_tokens: float) -> None:
         """An admitted item has done `work_tokens`, which its claim estimated."""

@@ -80,8 +80,13 @@ class TenantAccount:
             return BudgetRefusal(Exhausted.TOKENS, round(budget.per_minute), _retry_s(budget, tokens, now_s))
         return None
 
-    def settle(self, reserved_tokens: int, used_tokens: int) -> None:
-        """A request has ended: what it did not use of its reservation is there again."""
+    def settle(self, reserved_tokens: int, used_tokens: int, *, was_admitted: bool = True) -> None:
+        """A request has ended: what it did not use of its reservation is there again.
+
+        One that was not admitted, as the queue was full or its time was over, does not count as a request either.
+        """
+        if self.requests is not None and not was_admitted:
+            self.requests.settle(1, 0)
         if self.tokens is not None:
             self.tokens.settle(reserved_tokens, used_tokens)
 

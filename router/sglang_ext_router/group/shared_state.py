@@ -173,7 +173,7 @@ class SharedState:
 
     def __init__(self, origin: int, config: RouterConfig, counts_file: Path | None = None) -> None:
         """`counts_file` is for processes of one router: it holds the counters of the processes of this number."""
-        self._origin = origin
+        self.origin = self._origin = origin
         self._counts_file = counts_file
         self._metrics_due_s = 0.0
         self._limit = config.max_concurrent_requests
@@ -247,6 +247,8 @@ class SharedState:
                 if worker.id in router.registry.suspects and worker.breaker.state(now_s) is not CircuitState.CLOSED
             ],
         }
+        if router.tenants is not None:
+            message["tenants"] = router.tenants.message(router.admission, now_s)
         if self._counts_file is not None and now_s >= self._metrics_due_s:
             self._metrics_due_s = now_s + METRICS_INTERVAL_S
             message["metrics"] = self._own_metrics(self._counts_file)
@@ -297,6 +299,8 @@ class SharedState:
         )
         metrics = read_snapshot(message["metrics"]) if "metrics" in message else None
         prefixes = read_prefixes(message["prefixes"])
+        if router.tenants is not None and "tenants" in message:
+            router.tenants.take(index, message["tenants"])
         changed = self._table.merge(message["members"])
         self._replace_state(index, state)
         if metrics is not None:
@@ -352,6 +356,8 @@ class SharedState:
         for index, state in tuple(self._states.items()):
             if now_s - state.received_s > forget_after_s:
                 self._forget(index)
+        if router.tenants is not None:
+            router.tenants.share(self._states.keys(), router.admission, now_s)
         suspected: set[str] = set()
         for state in self._states.values():
             suspected |= state.open_circuits

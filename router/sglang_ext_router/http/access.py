@@ -69,7 +69,7 @@ class Access:
             return None
         authorization = authorization_of(request)
         if self._tenants is not None:
-            request.tenant = self._tenants.find(bearer_key(authorization)) or DEFAULT_TENANT
+            request.tenant = self.tenant_of(authorization)
             if request.tenant != DEFAULT_TENANT:
                 return None
         if self.is_client(authorization):
@@ -97,6 +97,11 @@ class Access:
         if not is_client and self._tenants is not None and key:
             is_client = self._tenants.find(key) is not None
         return is_client or self.is_admin(authorization)
+
+    def tenant_of(self, authorization: bytes) -> str:
+        """Return the tenant whose key an Authorization header holds; the default one where it is no tenant's."""
+        found = None if self._tenants is None else self._tenants.find(bearer_key(authorization))
+        return found or DEFAULT_TENANT
 
     def is_admin(self, authorization: bytes) -> bool:
         """Return whether an Authorization header holds the administrator's key."""

@@ -44,6 +44,7 @@ class AccessEntry(NamedTuple):
     request_id: str = ""
     client: str = ""  # address and port
     method: str = "POST"
+    tenant: str = ""
     model: str = ""
     length_class: str | None = None
     stream: bool | None = None
@@ -52,6 +53,8 @@ class AccessEntry(NamedTuple):
     cached_tokens_estimated: int | None = None
     prompt_tokens: int | None = None  # as the instance reports
     output_tokens: int | None = None
+    used_prompt_tokens: int | None = None  # as the tenant is charged
+    used_output_tokens: int | None = None
     prefill: str | None = None  # URLs of the last attempt's instances
     decode: str | None = None
     attempts: int | None = None

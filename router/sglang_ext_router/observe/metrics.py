@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from sglang_ext_router.request.routing import Route
 
 Labels: TypeAlias = tuple[str, ...]
+MAX_TENANT_SERIES = 10_000  # combinations of tenant, model and class
 
 
 class MetricsSnapshot(NamedTuple):
@@ -111,6 +112,9 @@ class RouterMetrics:
         self.access_log_lines: dict[str, int] = {}  # outcome → count
         self.traces: dict[str, int] = {}  # outcome → count
         self.refusals: dict[str, int] = {}  # status → count; that of the client connections
+        self.tenant_requests: dict[Labels, int] = {}  # (tenant, model, class) → count
+        self.tenant_tokens: dict[Labels, int] = {}  # (tenant, model, class, kind) → count
+        self.tenant_refusals: dict[Labels, int] = {}  # (tenant, budget) → count
         self.loop_lag_s = Histogram(LOOP_LAG_BUCKETS_S)
         self.tokenised = 0
         self.tokenised_for_blocks = 0
@@ -131,6 +135,20 @@ class RouterMetrics:
     def count(self, counts: dict[str, int], key: str) -> None:
         """Add one to a counter of this object."""
         counts[key] = counts.get(key, 0) + 1
+
+    def count_usage(self, tenant: str, model: str, length_class: str, prompt_tokens: int, output_tokens: int) -> None:
+        """A tenant's request has used these tokens. Beyond `MAX_TENANT_SERIES` models are not distinguished."""
+        key = (tenant, model, length_class)
+        if key not in self.tenant_requests and len(self.tenant_requests) >= MAX_TENANT_SERIES:
+            key = (tenant, "(other)", "none")
+        self.tenant_requests[key] = self.tenant_requests.get(key, 0) + 1
+        for kind, tokens in (("prompt", prompt_tokens), ("output", output_tokens)):
+            counted = (*key, kind)
+            self.tenant_tokens[counted] = self.tenant_tokens.get(counted, 0) + tokens
+
+    def count_tenant_refusal(self, tenant: str, budget: str) -> None:
+        """A tenant's request was refused for a budget."""
+        self.tenant_refusals[tenant, budget] = self.tenant_refusals.get((tenant, budget), 0) + 1
 
     def count_route(self, route: Route, prompt_tokens: int) -> None:
         """A request is sent to its instances."""
@@ -233,6 +251,12 @@ class RouterMetrics:
             ("cached",),
             [(("true",), self.cached_tokens), (("false",), self.prompt_tokens - self.cached_tokens)],
         )
+
+        labels = ("tenant", "model", "length_class")
+        yield "tenant_requests", "Requests with a reply, by tenant", labels, list(self.tenant_requests.items())
+        yield "tenant_tokens", "Tokens that tenants are charged", (*labels, "kind"), list(self.tenant_tokens.items())
+        refused = ("tenant", "budget")
+        yield "tenant_refused", "Requests refused for a budget", refused, list(self.tenant_refusals.items())
 
     def _requests(self) -> list[tuple[tuple[str, str, int, str], int]]:
         return list(self.requests.items())

@@ -52,6 +52,8 @@ class RequestRecord:
         # What the instances report
         self.known_prompt_tokens: int | None = None  # read for the access log only
         self.output_tokens: int | None = None
+        self.tenant = ""  # where there are tenants
+        self.used_tokens: tuple[int, ...] | None = None  # of prompts and replies, as its tenant is charged
         self.error_status: int | None = None  # of an error within a stream of status 200
         # What the client was sent
         self.status = 0
@@ -181,7 +183,11 @@ class RequestRecord:
         path, request_id, outcome = self.path.decode(), self.request_id.decode("latin-1"), self.outcome or "ok"
         request, route, length_class, started_s = self.request, self.route, self.length_class, self.started_s
         if request is None or not self.is_admitted:
-            return AccessEntry(path, self.status, outcome, self.lived_s, request_id, self.peer, error=self.error)
+            lived_s = self.lived_s
+            return AccessEntry(
+                path, self.status, outcome, lived_s, request_id, self.peer, tenant=self.tenant, error=self.error
+            )
+        used = self.used_tokens
         return AccessEntry(
             path,
             self.status,
@@ -189,6 +195,7 @@ class RequestRecord:
             self.lived_s,
             request_id,
             self.peer,
+            tenant=self.tenant,
             model=request.model.name,
             length_class=None if length_class is None else length_class.value,
             stream=request.prompt.is_stream,
@@ -197,6 +204,8 @@ class RequestRecord:
             cached_tokens_estimated=None if route is None else route.decision.cached_tokens,
             prompt_tokens=self.known_prompt_tokens,
             output_tokens=self.output_tokens,
+            used_prompt_tokens=None if used is None else used[0],
+            used_output_tokens=None if used is None else used[1],
             prefill=None if route is None else route.prefill.url,
             decode=None if route is None or route.decode is None else route.decode.url,
             attempts=self.attempts,

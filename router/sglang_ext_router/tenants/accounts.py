@@ -3,18 +3,23 @@
     find -> limit_priority -> charge -> settle
 
 `find` names the tenant of a key, `charge` reserves what a request is expected to use, or refuses it, and `settle`
-replaces the reservation by what was used. Decisions are those of `decide/tenants.py`.
+replaces the reservation by what was used, and counts it. Decisions are those of `decide/tenants.py`. The routers of a
+group divide budgets and concurrency (`message`, `take`, `share`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import logging
+import time
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sglang_ext_router.decide.admission import AdmissionQueue, Claim
-from sglang_ext_router.decide.budgets import BudgetState, shown_duration
+from sglang_ext_router.decide.admission import AdmissionQueue, Claim, Demand, fair_shares
+from sglang_ext_router.decide.budget_exchange import BudgetExchange
+from sglang_ext_router.decide.budgets import MINUTE_S, Bucket, BudgetState, shown_duration
 from sglang_ext_router.decide.tenants import (
     DEFAULT_TENANT,
     BudgetRefusal,
@@ -25,8 +30,11 @@ from sglang_ext_router.decide.tenants import (
 )
 from sglang_ext_router.http.api_keys import HASH_PREFIX_BYTES, ApiKeyFileError, WatchedFile
 from sglang_ext_router.tenants.tenants_file import TenantsFile, read_tenants_file
+from sglang_ext_router.tenants.usage import FLUSH_S, UsageCount, UsageLedger, read_usage_rows, utc_day
 
 if TYPE_CHECKING:
+    from sglang_ext_router.config import RouterConfig
+    from sglang_ext_router.observe.metrics import RouterMetrics
     from sglang_ext_router.observe.request_record import RequestRecord
     from sglang_ext_router.request.prepared_request import ClientHeaders, PreparedRequest
     from sglang_ext_router.request.routing import RoutePlanner
@@ -35,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 RATE_LIMIT_CODE = "rate_limit_exceeded"
 TOO_LARGE_CODE = "request_too_large"
+LONELY_AFTER_S = 3.0  # without a message of another router of its group, a router takes itself to be the only one
+NO_DEMAND = Demand(0, 0)
 _UNITS = ("requests", "tokens")
 
 
@@ -66,14 +76,32 @@ class Used(NamedTuple):
 class Tenants:
     """The accounts of all tenants, which follow the file."""
 
-    def __init__(self, path: str, now_s: float) -> None:
-        """Read the file. Raise ApiKeyFileError if it cannot be used."""
+    def __init__(self, config: RouterConfig, origin: int, metrics: RouterMetrics, now_s: float) -> None:
+        """Read the file; `origin` is this router's number in its group.
+
+        Raise ApiKeyFileError or sqlite3.Error if the file or the database cannot be used.
+        """
+        path = config.tenants_file
         self._watched = WatchedFile(path)
         self._path = path
+        self._metrics = metrics
+        self._origin = origin
         self._by_prefix: dict[bytes, tuple[bytes, str]] = {}
-        self._parts = 1  # routers that divide the budgets
+        self._is_in_group = bool(config.peer_port)
+        self._processes = config.processes
+        # Routers that divide the budgets: at first those that are named, as it takes a moment until they are heard of.
+        self._parts = max(len(config.peer), 2) if self._is_in_group else config.processes
+        self._alone_from_s = now_s + LONELY_AFTER_S
+        self._exchange = BudgetExchange(origin)
+        self._concurrency: dict[str, int] = {}  # this router's share of it, of each tenant that has a limit
+        self._demands: dict[int, dict[str, Demand]] = {}  # of the other routers
         self.accounts: dict[str, TenantAccount] = {}
+        self._buckets: dict[str, Bucket] = {}
         self._take_file(read_tenants_file(path), now_s)
+        self.ledger = UsageLedger(config.usage_db, "0" if self._is_in_group else str(origin))
+        self._restore_levels()
+        self._save_due_s = 0.0
+        self._saving: asyncio.Future[None] | None = None
 
     # -- keys -------------------------------------------------------------------------------------------
 
@@ -108,6 +136,25 @@ class Tenants:
                 account.change(limits, now_s, self._parts)
             accounts[name] = account
         self.accounts = accounts
+        self._find_buckets()
+
+    def _find_buckets(self) -> None:
+        self._buckets = {
+            f"{name} {unit}": bucket
+            for name, account in self.accounts.items()
+            for unit, bucket in zip(_UNITS, (account.requests, account.tokens), strict=True)
+            if bucket is not None
+        }
+
+    def _restore_levels(self) -> None:
+        """Go on with the budgets as they were left. Without a database a router of a group begins without any."""
+        left = self.ledger.read_levels(time.time())
+        for name, bucket in self._buckets.items():
+            if name in left:
+                level, ago_s = left[name]
+                bucket.level = min(bucket.capacity, level + ago_s * bucket.capacity / MINUTE_S)
+            elif self._is_in_group:
+                bucket.level = 0.0
 
     # -- one request ------------------------------------------------------------------------------------
 
@@ -130,26 +177,106 @@ class Tenants:
         charge = Charge(account, prompt_tokens, estimated)
         if account.has_budgets:
             charge.refusal = account.reserve(estimated, now_s)
-            charge.reply_headers = _rate_limit_headers(account.states(now_s))
+            charge.reply_headers = _rate_limit_headers(account.states(now_s, self._elsewhere(account)))
         if charge.refusal is None:
             cached_tokens = planner.max_cached_tokens(request.model, request.prompt, request.prompt_tokens)
             limits, work_tokens = account.limits, max(1, estimated - cached_tokens)
             rank = priority_rank(request.headers.priority)
-            charge.claim = Claim(limits.name, limits.weight, limits.concurrency, rank, work_tokens)
+            concurrency = self._concurrency.get(limits.name, limits.concurrency)
+            charge.claim = Claim(limits.name, limits.weight, concurrency, rank, work_tokens)
+        else:
+            self._metrics.count_tenant_refusal(account.limits.name, charge.refusal.budget.value)
         return charge
 
     def settle(self, charge: Charge, record: RequestRecord, admission: AdmissionQueue[Any]) -> Used:
-        """A request has ended: return what it has used, which replaces its reservation."""
+        """A request has ended: count what it has used, which replaces its reservation."""
         used = _used(charge, record)
+        name, request = charge.account.limits.name, record.request
+        record.tenant, record.used_tokens = name, tuple(used)
+        if request is not None and record.sent_s is not None and (used.tokens or record.outcome == "ok"):
+            length_class = record.length_class
+            shown_class = "none" if length_class is None else length_class.value
+            model, now_s = request.model.name, record.ended_s or 0.0
+            self._metrics.count_usage(name, model, shown_class, used.prompt_tokens, used.output_tokens)
+            self.ledger.add(name, model, shown_class, UsageCount(1, *used), now_s, utc_day())
         if charge.claim is not None:
-            charge.account.settle(charge.estimated_tokens, used.tokens)
+            charge.account.settle(charge.estimated_tokens, used.tokens, was_admitted=record.is_admitted)
             if record.is_admitted:
                 cached_tokens = 0 if record.route is None else record.route.decision.cached_tokens
                 admission.correct(charge.claim, max(0, used.tokens - cached_tokens))
-            request = record.request
             if record.outcome == "ok" and record.output_tokens is not None and request is not None:
                 charge.account.learn_output(record.output_tokens / request.prompt.sequence_count)
         return used
+
+    # -- several routers --------------------------------------------------------------------------------
+
+    def message(self, admission: AdmissionQueue[Any], now_s: float) -> dict[str, Any]:
+        """Return what the other routers are sent."""
+        return {
+            **self._exchange.message(self._buckets, now_s),
+            "demands": {name: tuple(demand) for name, demand in admission.demands().items() if demand.total},
+            "usage": [tuple(row) for row in self.ledger.rows_to_send(now_s)],
+        }
+
+    def take(self, peer: int, message: Mapping[str, Any]) -> None:
+        """Take what another router has sent. ValueError, TypeError or LookupError where it cannot be read."""
+        demands = {name: Demand(int(running), int(waits)) for name, (running, waits) in message["demands"].items()}
+        rows = read_usage_rows(message["usage"])
+        self._exchange.take(peer, message, self._buckets)
+        self._demands[peer] = demands
+        self.ledger.merge(rows)
+
+    def share(self, peers: Collection[int], admission: AdmissionQueue[Any], now_s: float) -> None:
+        """Divide budgets and concurrency with the routers that are there now."""
+        if not peers and now_s < self._alone_from_s:
+            return
+        parts = max(len(peers) + 1, self._processes)
+        if parts != self._parts:
+            self._parts = parts
+            for account in self.accounts.values():
+                account.change(account.limits, now_s, parts)
+        self._exchange.share(self._buckets, peers, now_s)
+        self._demands = {peer: self._demands[peer] for peer in peers if peer in self._demands}
+        own = admission.demands()
+        self._concurrency = {}
+        for name, account in self.accounts.items():
+            limit = account.limits.concurrency
+            if limit:
+                demands = {peer: demands.get(name, NO_DEMAND) for peer, demands in self._demands.items()}
+                demands[self._origin] = own.get(name, NO_DEMAND)
+                self._concurrency[name] = max(1, fair_shares(limit, demands)[self._origin])
+
+    def _elsewhere(self, account: TenantAccount) -> tuple[float, float]:
+        """Return what the other routers have of an account's budgets."""
+        requests, tokens = account.requests, account.tokens
+        name = account.limits.name
+        return (
+            0.0 if requests is None else self._exchange.elsewhere(f"{name} {_UNITS[0]}", requests.capacity),
+            0.0 if tokens is None else self._exchange.elsewhere(f"{name} {_UNITS[1]}", tokens.capacity),
+        )
+
+    # -- keeping ----------------------------------------------------------------------------------------
+
+    def sweep(self, loop: asyncio.AbstractEventLoop, now_s: float) -> None:
+        """Write usage and budgets, in a thread, once in `FLUSH_S`."""
+        if now_s < self._save_due_s or (self._saving is not None and not self._saving.done()):
+            return
+        self._save_due_s = now_s + FLUSH_S
+        self.ledger.forget_old(utc_day())
+        rows, levels = self.ledger.rows_to_save(), self._levels(now_s)
+        self._saving = loop.run_in_executor(None, self.ledger.save, rows, levels)
+
+    async def stop(self, now_s: float) -> None:
+        """Write what has not been written, and close the database."""
+        if self._saving is not None:
+            await self._saving
+        await asyncio.to_thread(self.ledger.save, self.ledger.rows_to_save(), self._levels(now_s))
+        self.ledger.close()
+
+    def _levels(self, now_s: float) -> dict[str, float]:
+        for bucket in self._buckets.values():
+            bucket.fill(now_s)
+        return {name: bucket.level for name, bucket in self._buckets.items()}
 
 
 def refusal_text(charge: Charge, refusal: BudgetRefusal) -> tuple[str, str, int | None]:

@@ -108,8 +108,8 @@ async def test_the_document_lists_what_is_shown() -> None:
         "pool_offers_total",
         "traces_total",
     }
-    # Nor is there a group or a cluster, and no instance publishes KV events.
-    absent = ("peer", "controller_lea", "discovery_", "kv_events_")
+    # Nor is there a group, a cluster or a tenant, and no instance publishes KV events.
+    absent = ("peer", "controller_lea", "discovery_", "kv_events_", "tenant_")
     idle |= {one.removeprefix(PREFIX) for one in rows if one.removeprefix(PREFIX).startswith(absent)}
     for name in idle:
         assert shown[PREFIX + name] == (rows[PREFIX + name][0], set())

@@ -87,8 +87,8 @@ async def test_a_tenant_at_its_concurrency_waits_while_places_are_free(tmp_path:
         second.close()
 
 
-async def test_one_that_leaves_the_queue_gives_its_tokens_back(tmp_path: Path) -> None:
-    path = tenants_file(tmp_path, a={"tokens_per_minute": 100, "concurrency": 1})
+async def test_what_leaves_the_queue_gives_its_budgets_back(tmp_path: Path) -> None:
+    path = tenants_file(tmp_path, a={"tokens_per_minute": 100, "requests_per_minute": 5, "concurrency": 1})
     async with cluster(tenants_file=path) as served:
         served.decode[0].script = hang()
         first = await waiting(served, "a", "first", 40)
@@ -100,4 +100,7 @@ async def test_one_that_leaves_the_queue_gives_its_tokens_back(tmp_path: Path) -
         assert bucket.level < 20
         second.close()
         await served.until(lambda: bucket.level > 50)
+        requests = tenants.account("a").requests
+        assert requests is not None
+        assert 4 <= requests.level < 4.9
         first.close()
