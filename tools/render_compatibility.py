@@ -18,6 +18,7 @@ from sglang_ext.engine.hooks.served_models import window_of  # noqa: E402
 from sglang_ext.graphs.sglang.graph_options import architecture_exclusion  # noqa: E402
 from sglang_ext.long_pool.sglang import cdsp_options  # noqa: E402
 from sglang_ext.transfer.sglang import transfer_options  # noqa: E402
+from sglang_ext.transfer.sglang.transfer_backend import RECURRENT  # noqa: E402
 from support.model_families import FAMILIES, REFUSED_WINDOW, SIZES, Family  # noqa: E402
 
 DOCUMENT = ROOT / "docs" / "reference" / "compatibility.md"
@@ -130,7 +131,7 @@ def _reason(problem: str) -> str:
 def _handshake(family: Family, cell: Any) -> str:
     kv_args = SimpleNamespace(state_types=family.states, num_draft_entries=0, swa_kv_cache_layout="nhd")
     problem = transfer_options.model_conflict(kv_args, 1)
-    return _ONE_SIZE if problem is None and family.states else str(cell(problem))
+    return _ONE_SIZE if problem is None and RECURRENT in family.states else str(cell(problem))
 
 
 def _pipeline(architecture: str, family: Family, cell: Any) -> str:

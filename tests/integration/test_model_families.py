@@ -134,9 +134,31 @@ def test_latent_rows_of_a_prefill_in_stages(transfer: tuple[str, ...]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("architecture", ["GptOssForCausalLM", "Qwen3NextForCausalLM"])
-def test_windows_and_states_go_between_ranks_of_one_number(architecture: str) -> None:
+@pytest.mark.parametrize(("prefill_ranks", "decode_ranks", "page"), [(1, 2, 1), (2, 1, 1), (2, 1, 16), (1, 2, 16)])
+@pytest.mark.parametrize("architecture", ["GptOssForCausalLM", "LagunaForCausalLM"])
+def test_windows_between_other_numbers_of_ranks(
+    architecture: str, prefill_ranks: int, decode_ranks: int, page: int
+) -> None:
+    """Each prefill rank sends its heads of what the windows still need, to each decode rank that wants some."""
+    pages = ("--page-size", str(page))
+    prefill, decode = FLEET.get(
+        spec(architecture, Role.SHORT, (*CHUNKS, *pages, "--tp", str(prefill_ranks)), (*HANDSHAKE, *BY_LAYER)),
+        spec(architecture, Role.DECODE, ("--tp", str(decode_ranks), *pages, *CACHING), HANDSHAKE),
+    )
+    try:
+        for turn in range(2):
+            for prompt in prompts():
+                wanted = family_greedy(architecture, prompt, NEW_TOKENS)
+                assert greedy(prefill, decode, prompt, NEW_TOKENS) == wanted, (turn, len(prompt))
+    finally:
+        prefill.stop()
+        decode.stop()
+
+
+@pytest.mark.full
+def test_recurrent_states_go_between_ranks_of_one_number() -> None:
     """A router pairs no others; without one the request fails and says why."""
+    architecture = "Qwen3NextForCausalLM"
     ranks = ("--tp", "2")
     prefill, decode, other = FLEET.get(
         spec(architecture, Role.SHORT, (*CHUNKS, *ranks), HANDSHAKE),

@@ -7,7 +7,7 @@ share: it is a pool of one KV head. A page is a run of slots, so the page size d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple, TypeAlias
@@ -49,6 +49,7 @@ class PoolLayout:
     head_count: int  # heads that there is memory for
     aux: tuple[ItemBuffer, ...] = ()
     states: tuple[tuple[ItemBuffer, ...], ...] = ()
+    states_by_head: tuple[bool, ...] = ()  # per kind: items are tokens' heads, as in a layer; none where empty
 
     def __post_init__(self) -> None:
         if self.head_count < 1 or not (self.layers or self.states):
@@ -79,13 +80,22 @@ class PoolLayout:
             a.item_bytes != b.item_bytes for a, b in zip(self.aux, peer.aux, strict=True)
         ):
             return "the metadata buffers differ from the peer's"
-        mine_states = [[buffer.item_bytes for buffer in kind] for kind in self.states]
-        if mine_states != [[buffer.item_bytes for buffer in kind] for kind in peer.states]:
-            return (
-                "extra states (sliding windows, recurrent states) take other bytes at the peer: both need one tensor "
-                "parallel size"
-            )
+        if self._state_bytes != peer._state_bytes:
+            return "extra states take other bytes at the peer: both need one tensor parallel size"
         return None
+
+    @property
+    def _state_bytes(self) -> list[tuple[bool, list[int]]]:
+        """Per kind, whether its items are cut by heads, and the bytes of a head or of an item."""
+        return [
+            (is_cut, [buffer.item_bytes // (self.head_count if is_cut else 1) for buffer in kind])
+            for is_cut, kind in zip(self.cut_states, self.states, strict=True)
+        ]
+
+    @property
+    def cut_states(self) -> tuple[bool, ...]:
+        """Return per kind of extra state whether it is cut by heads."""
+        return self.states_by_head or (False,) * len(self.states)
 
     def _shared(self, peer: PoolLayout) -> tuple[LayerBuffers, ...]:
         """Layers of this pool that the peer has too."""
@@ -145,23 +155,56 @@ def plan_rows(
         )
         if not heads_fit or not layers_fit:
             raise ValueError(f"the {name} pool does not hold these heads and layers")
-    rows = []
+    rows: list[RowCopy] = []
     for layer in range(shard.first_layer, shard.first_layer + shard.layer_count):
-        pair = zip(source.layers[layer - source.first_layer], target.layers[layer - target.first_layer], strict=True)
-        for here, there in pair:
-            head_bytes = here.item_bytes // source.head_count
-            rows.append(
-                RowCopy(
-                    here.address + (shard.first_head - source.first_head) * head_bytes,
-                    here.item_bytes,
-                    source_slots,
-                    there.address + (shard.first_head - target.first_head) * head_bytes,
-                    there.item_bytes,
-                    target_slots,
-                    shard.head_count * head_bytes,
-                )
-            )
+        buffers = source.layers[layer - source.first_layer], target.layers[layer - target.first_layer]
+        rows += _plan_heads(source, target, shard, *buffers, source_slots, target_slots)
     return rows
+
+
+def plan_states(
+    source: PoolLayout,
+    target: PoolLayout,
+    shard: KVShard,
+    source_slots: Sequence[Slots],
+    target_slots: Sequence[Slots],
+) -> list[RowCopy]:
+    """Extra states, per kind: the shard's heads of those that are cut, and the others whole with the metadata.
+
+    Raises ValueError when the numbers of kinds, buffers or items differ.
+    """
+    copies: list[RowCopy] = []
+    kinds = zip(source.cut_states, source.states, target.states, source_slots, target_slots, strict=True)
+    for is_cut, here, there, mine, theirs in kinds:
+        if not is_cut and shard.has_aux:
+            copies += plan_items(here, there, mine, theirs)
+        elif is_cut and shard.head_count:
+            if len(mine) != len(theirs):
+                raise ValueError("source and target of items differ in number")
+            copies += _plan_heads(source, target, shard, here, there, mine, theirs)
+    return copies
+
+
+def _plan_heads(
+    source: PoolLayout,
+    target: PoolLayout,
+    shard: KVShard,
+    here: Iterable[ItemBuffer],
+    there: Iterable[ItemBuffer],
+    source_slots: Slots,
+    target_slots: Slots,
+) -> Iterator[RowCopy]:
+    for mine, theirs in zip(here, there, strict=True):
+        head_bytes = mine.item_bytes // source.head_count
+        yield RowCopy(
+            mine.address + (shard.first_head - source.first_head) * head_bytes,
+            mine.item_bytes,
+            source_slots,
+            theirs.address + (shard.first_head - target.first_head) * head_bytes,
+            theirs.item_bytes,
+            target_slots,
+            shard.head_count * head_bytes,
+        )
 
 
 def plan_items(

@@ -74,7 +74,7 @@ class Grant(NamedTuple):
     backend: int | None  # which of the receiver's backends takes it, None where it needs none
     slots: bytes
     aux_slot: int | None  # where the metadata go, for the chunk that brings them
-    state_slots: tuple[bytes, ...]  # per kind of extra state, with the metadata
+    state_slots: tuple[bytes, ...]  # per kind of extra state, for the chunks that bring some
 
 
 class SenderReport(ControlRecord, frozen=True):

@@ -216,7 +216,8 @@ class ReceiveRequest:
         slots = b"".join(
             self.need.slots[span.start - first : span.stop - first : span.step].tobytes() for span in shard.tokens
         )
-        aux_slot, state_slots = (self.need.aux_slot, self.need.state_slots) if shard.has_aux else (None, ())
+        aux_slot = self.need.aux_slot if shard.has_aux else None
+        state_slots = self.need.state_slots if shard.has_extras else ()
         return Grant(chunk, outstanding.permit, outstanding.backend, slots, aux_slot, state_slots)
 
     def report_to(self, sender: SenderState, seen: int, receiver: str, epoch: int) -> ReceiverReport:

@@ -162,7 +162,7 @@ class Sender:
         if self._phase is not SenderPhase.OPEN or self._stop_if_lost(now_s):
             return self._flush()
         state = self._chunks[chunk]
-        is_aux_surplus = part.has_aux and (state.is_aux_ready or not state.shard.has_aux)
+        is_aux_surplus = part.has_aux and (state.is_aux_ready or not state.shard.has_extras)
         if part.cells < 0 or state.cells_ready + part.cells > state.shard.cells or is_aux_surplus:
             raise ValueError(f"transfer {self.transfer_id}: the parts of chunk {chunk} are more than the chunk")
         state.cells_ready += part.cells
@@ -426,4 +426,4 @@ class OfferedChunk:
 
     @property
     def is_written(self) -> bool:
-        return self.cells_written == self.shard.cells and self.is_aux_written == self.shard.has_aux
+        return self.cells_written == self.shard.cells and self.is_aux_written == self.shard.has_extras

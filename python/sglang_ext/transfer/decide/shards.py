@@ -30,8 +30,8 @@ class TokenSpan(NamedTuple):
 class KVShard(NamedTuple):
     """The KV that one sender writes under one grant. Heads are the model's (global) KV heads.
 
-    `has_aux` says that the request's metadata (first output token and the like) come with it. A shard that
-    brings nothing else has no tokens.
+    `has_aux` says that the request's metadata (first output token and the like) come with it, and `has_states` that its
+    heads of extra states do (sliding windows). A shard that brings nothing but metadata has no tokens.
     """
 
     tokens: tuple[TokenSpan, ...]
@@ -40,6 +40,7 @@ class KVShard(NamedTuple):
     first_layer: int
     layer_count: int
     has_aux: bool = False
+    has_states: bool = False
 
     @property
     def token_count(self) -> int:
@@ -49,6 +50,11 @@ class KVShard(NamedTuple):
     def cells(self) -> int:
         """Its volume in tokens × heads × layers."""
         return self.token_count * self.head_count * self.layer_count
+
+    @property
+    def has_extras(self) -> bool:
+        """Return whether something comes behind its rows, in one part: metadata, extra states or both."""
+        return self.has_aux or self.has_states
 
 
 def can_overlap(first: TokenSpan, other: TokenSpan) -> bool:

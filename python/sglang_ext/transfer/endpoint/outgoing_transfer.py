@@ -13,7 +13,7 @@ from sglang_ext.transfer.decide.sender import Part, Sender, SenderPhase
 from sglang_ext.transfer.decide.shards import KVShard
 from sglang_ext.transfer.endpoint.part_times import PartTime
 from sglang_ext.transfer.endpoint.transfer_status import SendResult, Stage, TransferStatus
-from sglang_ext.transfer.pool_layout import PoolLayout, RowCopy, Slots, plan_items, plan_rows
+from sglang_ext.transfer.pool_layout import PoolLayout, RowCopy, Slots, plan_items, plan_rows, plan_states
 
 
 class SourceChunk(NamedTuple):
@@ -35,7 +35,7 @@ class PartRows(NamedTuple):
     layer_count: int
     first_token: int
     token_count: int
-    has_aux: bool
+    has_aux: bool  # the metadata and extra states of the chunk come with it
 
 
 class DeviceEvent(Protocol):
@@ -136,9 +136,9 @@ class OutgoingTransfer:
     ) -> None:
         """A part of a chunk is in its source slots: `slots`, where they did not come with the chunk, one per token.
 
-        `state_slots` likewise, per kind of extra state, with the metadata. `computed` is waited for before it is read.
-        Ignored once the transfer has ended. Raises ValueError when it is more than the chunk has, or its slots are not
-        known.
+        `state_slots` likewise, per kind of extra state, in the part with metadata or states. `computed` is waited for
+        before it is read. Ignored once the transfer has ended. Raises ValueError when it is more than the chunk has, or
+        its slots are not known.
         """
         with self._lock:
             if self.machine.outcome is None:
@@ -200,9 +200,9 @@ class OutgoingTransfer:
             copies += plan_rows(mine, peer, shard, slots, target_slots[tokens])
         if spec.has_aux and source.aux_slot is not None and grant.aux_slot is not None:
             copies += plan_items(mine.aux, peer.aux, _one(source.aux_slot), _one(grant.aux_slot))
-            kinds = zip(mine.states, peer.states, state_slots or (), grant.state_slots, strict=True)
-            for here, there, source_slots, target_bytes in kinds:
-                copies += plan_items(here, there, source_slots, np.frombuffer(target_bytes, np.uint32))
+        if spec.has_aux and mine.states:
+            theirs = [np.frombuffer(target_bytes, np.uint32) for target_bytes in grant.state_slots]
+            copies += plan_states(mine, peer, source.shard, state_slots or (), theirs)
         return copies
 
     def _part_source(

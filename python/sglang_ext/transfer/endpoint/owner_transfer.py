@@ -32,6 +32,7 @@ class Source(NamedTuple):
     layer_count: int
     aux_slot: int | None
     first_layer: int = 0  # of a pipeline's stage
+    has_states: bool = False  # its heads of extra states come from this rank
 
 
 class _Rows(NamedTuple):
@@ -273,6 +274,7 @@ class OwnerTransfer:
             source.first_layer,
             source.layer_count,
             source.aux_slot is not None,
+            source.has_states and bool(self._rest),
         )
         self._rest_chunk = self._handle.offer(SourceChunk(shard, None, source.aux_slot), is_last=True)
 
@@ -284,7 +286,7 @@ class OwnerTransfer:
                 part = PartRows(first_layer + sent_layers, layers - sent_layers, place, stop - start, False)
                 slots = rows.slots[start - rows.first_token : stop - rows.first_token]
                 self._handle.part(self._rest_chunk, part, slots, computed=rows.computed)
-        if rows.has_aux and self._source.aux_slot is not None:
+        if rows.has_aux and (self._source.aux_slot is not None or (self._source.has_states and self._rest)):
             self._handle.part(self._rest_chunk, PartRows(first_layer, layers, 0, 0, True), state_slots=rows.state_slots)
 
     def _in_rest(self, low: int, high: int) -> Iterator[tuple[int, int, int]]:

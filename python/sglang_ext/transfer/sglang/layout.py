@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from sglang_ext.transfer.decide.shards import HeadLayout, plan_head_moves
 from sglang_ext.transfer.pool_layout import ItemBuffer, LayerBuffers, PoolLayout, Slots
+from sglang_ext.transfer.sglang.transfer_backend import WINDOWS
 
 
 class PoolArguments(Protocol):
@@ -28,6 +29,7 @@ class PoolArguments(Protocol):
     aux_data_ptrs: Sequence[int]
     aux_data_lens: Sequence[int]
     aux_item_lens: Sequence[int]
+    state_types: Sequence[object]
     state_data_ptrs: Sequence[Sequence[int]]
     state_data_lens: Sequence[Sequence[int]]
     state_item_lens: Sequence[Sequence[int]]
@@ -44,7 +46,12 @@ def pool_layout(
     kv = _buffers(arguments.kv_data_ptrs, arguments.kv_data_lens, kv_token_bytes)
     count = len(kv) if is_latent else len(kv) // 2
     layers: list[LayerBuffers] = [tuple(kv[layer::count]) for layer in range(count)]
-    states = zip(arguments.state_data_ptrs, arguments.state_data_lens, arguments.state_item_lens, strict=True)
+    states: list[tuple[ItemBuffer, ...]] = []
+    by_head = windows_by_head(arguments, heads)
+    kinds = zip(arguments.state_data_ptrs, arguments.state_data_lens, arguments.state_item_lens, strict=True)
+    for is_cut, (addresses, lengths, item_bytes) in zip(by_head, kinds, strict=True):
+        token_bytes = [size_bytes // arguments.page_size for size_bytes in item_bytes] if is_cut else item_bytes
+        states.append(tuple(_buffers(addresses, lengths, token_bytes)))
     return PoolLayout(
         arguments.kv_cache_dtype_str,
         first_layer,
@@ -52,7 +59,34 @@ def pool_layout(
         heads.first_head(rank),
         heads.heads_per_rank,
         tuple(_buffers(arguments.aux_data_ptrs, arguments.aux_data_lens, arguments.aux_item_lens)),
-        tuple(tuple(_buffers(*kind)) for kind in states),
+        tuple(states),
+        by_head if any(by_head) else (),
+    )
+
+
+def windows_by_head(arguments: PoolArguments, heads: HeadLayout) -> tuple[bool, ...]:
+    """Return per kind of extra state whether ranks hold consecutive heads of its rows, as of those of other layers.
+
+    So it is with sliding windows, unless their layers have a number of heads that does not go into that of the others.
+    """
+    unit = arguments.page_size * heads.heads_per_rank
+    kinds = zip(arguments.state_types, arguments.state_item_lens, strict=True)
+    return tuple(
+        getattr(kind, "value", kind) == WINDOWS and all(size_bytes % unit == 0 for size_bytes in item_bytes)
+        for kind, item_bytes in kinds
+    )
+
+
+def state_slots(
+    indices: Sequence[npt.NDArray[np.integer[npt.NBitBase]]], by_head: Sequence[bool], page_size: int
+) -> tuple[Slots, ...]:
+    """Return the slots of extra states, per kind: of tokens where rows are cut by heads, else items as SGLang has
+    them."""
+    if not indices:
+        return ()
+    return tuple(
+        token_slots(kind, page_size) if is_cut else np.asarray(kind, np.uint32)
+        for kind, is_cut in zip(indices, by_head, strict=True)
     )
 
 

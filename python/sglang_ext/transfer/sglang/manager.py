@@ -49,6 +49,7 @@ class HandshakeKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is un
     refused_rooms: RefusedRooms
     heads: HeadLayout
     transport_name: str
+    windows_by_head: tuple[bool, ...] = ()  # per kind of extra state: rows are cut by heads, as of other layers
     stream_layer_bytes: int | None = None  # of a chunk that leaves by layer, at least; None: none does
     late_slots_tokens: int | None = None  # decode: a prompt of this many tokens takes slots when prefill calls for them
     slot_calls: SlotCalls | None = None  # prefill, on the rank that decides
@@ -143,6 +144,7 @@ class HandshakeKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is un
         layout = pool_layout(
             *(self.kv_args, self.heads, self.attn_tp_rank, self.first_layer), is_latent=self._is_latent
         )
+        self.windows_by_head = layout.cut_states
         device_memory: GpuBuffers | None = None
         prepare_thread: Callable[[], object] | None = None
         if not self.is_on_cpu:

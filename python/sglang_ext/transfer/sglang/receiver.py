@@ -12,7 +12,6 @@ from array import array
 from contextlib import suppress
 from typing import Any
 
-import numpy as np
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from sglang.srt.utils.network import NetworkAddress
@@ -23,7 +22,7 @@ from sglang_ext.transfer.decide.receive_request import Need, needed
 from sglang_ext.transfer.endpoint.outgoing_transfer import DeviceEvent
 from sglang_ext.transfer.endpoint.transfer_status import Stage
 from sglang_ext.transfer.sglang.device_events import record_event
-from sglang_ext.transfer.sglang.layout import token_slots
+from sglang_ext.transfer.sglang.layout import state_slots, token_slots
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +62,8 @@ class HandshakeKVReceiver(CommonKVReceiver):  # type: ignore[misc]  # SGLang is 
         slots = array("I", token_slots(kv_indices, self.kv_mgr.kv_args.page_size).tobytes())
         if not self.kv_mgr.layer_count:
             slots = array("I")  # recurrent layers alone: the state comes with the metadata
-        states = tuple(np.asarray(kind, np.uint32).tobytes() for kind in state_indices or ())
+        by_head, page_size = self.kv_mgr.windows_by_head, self.kv_mgr.kv_args.page_size
+        states = tuple(kind.tobytes() for kind in state_slots(state_indices or (), by_head, page_size))
         self._wanted = self._need(slots, decode_prefix_len or 0, aux_index, states)
         if self._expect(self._slots_unused()):
             self._is_expected = True

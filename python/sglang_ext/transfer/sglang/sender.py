@@ -31,7 +31,7 @@ from sglang_ext.transfer.endpoint.owner_transfer import LayerStream, OwnerTransf
 from sglang_ext.transfer.endpoint.part_times import layer_ranges
 from sglang_ext.transfer.endpoint.transfer_status import Stage
 from sglang_ext.transfer.pool_layout import Slots
-from sglang_ext.transfer.sglang.layout import Share, shares_of, token_slots
+from sglang_ext.transfer.sglang.layout import Share, shares_of, state_slots, token_slots
 
 _GIVEN_UP = "the request was given up on the prefill instance"
 _ABORTED = "the request was aborted on the prefill instance"
@@ -113,7 +113,7 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
         if is_last:
             self._computed_s = time.perf_counter()
         slots = token_slots(pages, self._page_size)
-        states = tuple(np.asarray(kind, np.uint32) for kind in state_indices or ())
+        states = state_slots(state_indices or (), self.kv_mgr.windows_by_head, self._page_size) if is_last else ()
         # A cached prefix leaves before its batch is computed, while the batch before may still be writing it.
         written, self._early_send_wait_event = self._early_send_wait_event, None
         for outgoing in self._outgoing or ():
@@ -287,6 +287,7 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
             self.kv_mgr.layer_count,
             self.aux_index if has_metadata else None,
             self.kv_mgr.first_layer,
+            any(self.kv_mgr.windows_by_head),
         )
         transfer = OwnerTransfer(
             *(self.kv_mgr.endpoint, self.bootstrap_room, invitation.receiver, source),

@@ -14,11 +14,13 @@ TCP = "sglang_ext_tcp"
 HANDSHAKE = "handshake"
 STAND_IN = "sglang_ext_stand_in"  # only of benchmarks, which start engines themselves
 OWN_BACKENDS = (TCP, HANDSHAKE, STAND_IN)  # that SGLang does not know
-# Kinds of state in addition to the KV of full attention, by SGLang's names (`StateType` of 0.5.23). The other kinds
-# are cut by heads, or whole on every rank.
+# Kinds of state in addition to the KV of full attention, by SGLang's names (`StateType` of 0.5.23): the KV of layers
+# with a sliding window, in a pool of its own, and recurrent states, one slot for each request.
+WINDOWS, RECURRENT = "swa", "mamba"
+# The kinds that are not named here are cut by heads, or whole on every rank.
 _NEVER_CUT = frozenset({"minimax_index_k", "minimax_dense_kv"})
 _CUT_FOR_LATENT_ATTENTION = frozenset({"block_scale", "block_scale_swa", "swa_ring", "c128_state", "request_row"})
-_CUTS_WINDOWS = frozenset({"mooncake", TCP})  # backends that divide the heads of sliding windows
+_CUTS_WINDOWS = frozenset({"mooncake", TCP, HANDSHAKE})  # backends that divide the heads of sliding windows
 _CUTS_NO_STATES = HANDSHAKE  # which sends the slot of a recurrent state as it is
 
 
@@ -95,7 +97,7 @@ def states_of_equal_ranks(scheduler: Any) -> list[str]:
     if manager is None:
         return []
     backend = scheduler.server_args.disaggregation_transfer_backend
-    refused = _NEVER_CUT | ({"mamba"} if backend == _CUTS_NO_STATES else set())
+    refused = _NEVER_CUT | ({RECURRENT} if backend == _CUTS_NO_STATES else set())
     if not (manager.is_mla_backend or manager.is_hybrid_mla_backend):
-        refused |= _CUT_FOR_LATENT_ATTENTION | (set() if backend in _CUTS_WINDOWS else {"swa"})
+        refused |= _CUT_FOR_LATENT_ATTENTION | (set() if backend in _CUTS_WINDOWS else {WINDOWS})
     return sorted(refused.intersection(kind.value for kind in manager.kv_args.state_types or ()))

@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang_ext.engine.device import Device
 from sglang_ext.settings import Setting
-from sglang_ext.transfer.sglang.transfer_backend import HANDSHAKE
+from sglang_ext.transfer.sglang.transfer_backend import HANDSHAKE, RECURRENT, WINDOWS
 from sglang_ext.transfer.transports.registry import DEVICE_TRANSPORTS, TRANSPORTS, unavailable_reason
 from sglang_ext.types import Role
 
@@ -160,15 +160,10 @@ def conflict(server_args: Any, *, has_staging_buffer: bool) -> str | None:
     )
 
 
-# SGLang's names of state besides KV that travels: of layers with a sliding window, in a pool of their own, and of
-# recurrent layers, one slot for each request.
-_WINDOWS, _RECURRENT = "swa", "mamba"
-
-
 def model_conflict(kv_args: Any, stages: int) -> str | None:
     """Return why a model's KV pool cannot be transferred by an instance of `stages`; None when it can."""
     kinds = {str(getattr(kind, "value", kind)) for kind in kv_args.state_types}
-    unmoved = ", ".join(sorted(kinds - {_WINDOWS, _RECURRENT}))
+    unmoved = ", ".join(sorted(kinds - {WINDOWS, RECURRENT}))
     return _first(
         (
             bool(unmoved),
@@ -176,12 +171,12 @@ def model_conflict(kv_args: Any, stages: int) -> str | None:
             "keys, values, latent rows and recurrent states travel",
         ),
         (
-            _WINDOWS in kinds and kv_args.swa_kv_cache_layout != "nhd",
+            WINDOWS in kinds and kv_args.swa_kv_cache_layout != "nhd",
             "a model whose sliding windows are not kept by token",
             "they travel as keys and values of tokens",
         ),
-        (_WINDOWS in kinds and stages > 1, "--pp-size above 1 with sliding windows", "one rank sends them all"),
-        (_RECURRENT in kinds and stages > 1, "--pp-size above 1 with recurrent states", "one rank sends them all"),
+        (WINDOWS in kinds and stages > 1, "--pp-size above 1 with sliding windows", "one rank sends them all"),
+        (RECURRENT in kinds and stages > 1, "--pp-size above 1 with recurrent states", "one rank sends them all"),
         (kv_args.num_draft_entries > 0, "a draft model", "its KV stays behind"),
     )
 

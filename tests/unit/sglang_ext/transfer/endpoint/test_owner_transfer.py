@@ -41,12 +41,19 @@ class Side:
     """One instance; all prefill instances have computed the same KV."""
 
     def __init__(
-        self, stack: ExitStack, seed: int, layers: slice = slice(None), window_layers: slice = slice(0)
+        self,
+        stack: ExitStack,
+        seed: int,
+        layers: slice = slice(None),
+        window_layers: slice = slice(0),
+        heads: range | None = None,
     ) -> None:
-        self.pool = Pool(PoolShape(), seed)
+        shape = PoolShape() if heads is None else PoolShape(heads=len(heads), first_head=heads.start)
+        self.pool = Pool(shape, seed)
         layout = self.pool.layout
         states = layout.layers[window_layers]
         layout = replace(layout, first_layer=layers.start or 0, layers=layout.layers[layers], states=states)
+        layout = replace(layout, states_by_head=() if heads is None else (True,) * len(states))
         self.transport = TcpTransport("127.0.0.1")
         self.endpoint = HandshakeEndpoint("127.0.0.1", self.transport, layout, OPTIONS)
         stack.callback(self.endpoint.close)
@@ -125,6 +132,41 @@ def test_windows_come_with_the_metadata(is_restarted: bool) -> None:
         for have, want in zip(decode.pool.buffers[4:], prefill.pool.buffers[4:], strict=True):
             np.testing.assert_array_equal(have[windows[1]], want[windows[0]])
         np.testing.assert_array_equal(decode.pool.aux[3], prefill.pool.aux[1])
+
+
+@pytest.mark.parametrize("metadata_last", [False, True])
+def test_each_rank_sends_its_heads_of_the_windows(metadata_last: bool) -> None:
+    """Two ranks with a head each: nothing is complete before the windows of both have been written."""
+    with ExitStack() as stack:
+        ranks = [Side(stack, seed, slice(0, 2), slice(2, 3), heads=range(seed, seed + 1)) for seed in (0, 1)]
+        decode = Side(stack, 2, slice(0, 2), slice(2, 3), heads=range(2))
+        windows = [7, 9, 4], [11, 30, 12]
+        wanted = need(1)
+        wanted = wanted._replace(
+            whole=wanted.whole._replace(layer_count=2), state_slots=(np.array(windows[1], np.uint32).tobytes(),)
+        )
+        decode.endpoint.expect(wanted, [side.endpoint.address for side in ranks])
+        span = SOURCE.tokens
+        transfers = [
+            OwnerTransfer(
+                *(side.endpoint, 1, decode.endpoint.address),
+                *(Source(span, head, 1, 2, 1 if head == 0 else None, has_states=True), 2),
+            )
+            for head, side in enumerate(ranks)
+        ]
+        states = (np.array(windows[0], np.uint32),)
+        order = transfers[::-1] if metadata_last else transfers
+        order[0].send(0, slots(0, 12), has_aux=True, state_slots=states)
+        order[1].send(0, slots(0, 12), has_aux=False)
+        time.sleep(0.1)
+        assert order[1].poll().stage is not Stage.COMPLETE  # all rows are there, its windows are not
+        order[1].send(12, slots(12, 12), has_aux=True, state_slots=states)
+        for transfer in transfers:
+            wait_until(lambda transfer=transfer: transfer.poll().stage is Stage.COMPLETE)  # type: ignore[misc]
+        for number, have in enumerate(decode.pool.buffers):
+            mine, theirs = (TARGET_SLOTS, SOURCE_SLOTS[FIRST:]) if number < 4 else (windows[1], windows[0])
+            for head, side in enumerate(ranks):
+                np.testing.assert_array_equal(have[mine, head], side.pool.buffers[number][theirs, 0])
 
 
 def test_it_sends_what_no_helper_does(sides: tuple[Side, Side, Side]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from enum import StrEnum
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,8 +21,16 @@ from sglang_ext.transfer.sglang.layout import (
     latent_layout,
     pool_layout,
     shares_of,
+    state_slots,
     token_slots,
 )
+
+
+class StateType(StrEnum):
+    """As SGLang's."""
+
+    MAMBA = "mamba"
+    SWA = "swa"
 
 
 def arguments(page_size: int, token_bytes: int = 64, tokens: int = 160) -> Any:
@@ -34,6 +43,7 @@ def arguments(page_size: int, token_bytes: int = 64, tokens: int = 160) -> Any:
         aux_data_ptrs=[7000, 8000],
         aux_data_lens=[8 * 16, 8 * 64],
         aux_item_lens=[16, 64],
+        state_types=[],
         state_data_ptrs=[],
         state_data_lens=[],
         state_item_lens=[],
@@ -68,15 +78,35 @@ def test_rows_are_tokens_whatever_the_page(page_size: int) -> None:
     assert (stage.first_layer, stage.layers) == (5, layout.layers)
 
 
-def test_latent_rows_and_windows_have_places_of_their_own() -> None:
-    """A layer of a model with latent attention is one buffer; the pages of windows are items, one kind of state."""
+def test_latent_rows_and_states_have_places_of_their_own() -> None:
+    """A layer of a model with latent attention is one buffer; the slots of requests are items, one kind of state."""
     pools = arguments(16)
+    pools.state_types = [StateType.MAMBA]
     pools.state_data_ptrs, pools.state_data_lens, pools.state_item_lens = [[5000, 6000]], [[800, 800]], [[80, 80]]
     layout = pool_layout(pools, latent_layout(2), rank=1, is_latent=True)
     assert layout.layers == tuple((ItemBuffer(address, 64, 160),) for address in (1000, 2000, 3000, 4000))
     assert (layout.first_head, layout.head_count) == (0, 1)
     assert layout.states == ((ItemBuffer(5000, 80, 10), ItemBuffer(6000, 80, 10)),)
     assert set(layout.states[0]) < set(layout.buffers)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_rows_of_windows_are_those_of_tokens_and_cut_by_heads(page_size: int) -> None:
+    pools = arguments(page_size)
+    pools.state_types = [StateType.MAMBA, StateType.SWA]
+    pools.state_data_ptrs, pools.state_data_lens = [[5000], [6000, 7000]], [[800], [3200, 3200]]
+    pools.state_item_lens = [[80], [20 * page_size] * 2]
+    layout = pool_layout(pools, HeadLayout(4, 2, 4), rank=1)
+    assert layout.cut_states == (False, True)
+    assert layout.states == ((ItemBuffer(5000, 80, 10),), (ItemBuffer(6000, 20, 160), ItemBuffer(7000, 20, 160)))
+    indices = [np.array([3], np.int32), np.array([2, 0], np.int32)]
+    states, windows = state_slots(indices, layout.cut_states, page_size)
+    assert states.tolist() == [3]
+    assert windows.tolist() == [*range(2 * page_size, 3 * page_size), *range(page_size)]
+    # Their layers have other heads, which do not go into those of the others: only ranks of equal number agree.
+    pools.state_item_lens = [[80], [21 * page_size] * 2]
+    assert pool_layout(pools, HeadLayout(4, 2, 4), rank=1).cut_states == (False, False)
+    assert state_slots((), layout.cut_states, page_size) == ()
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (1, 2), (2, 1), (2, 4), (4, 2)])
