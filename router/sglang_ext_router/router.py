@@ -98,7 +98,6 @@ class Router:
         self._process_index = process_index
         self.registry = WorkerRegistry(config)
         self.planner = RoutePlanner(config, self.registry, random.random)
-        self.kv_events = KvEvents(loop, self.planner.blocks)
         self._tokenisers = Tokenisers(loop)
         worker_tls = worker_context(config)
         pools = UpstreamPools(loop, worker_tls)
@@ -112,6 +111,7 @@ class Router:
             last_worked_s=pools.last_worked_s,
             tls=worker_tls,
         )
+        self.kv_events = KvEvents(loop, self.planner.blocks, self.prober.take_published_load)
         self._token_checks = TokenChecks(loop, self.prober.ask, self._on_reading_changed)
         self.lease = _lease_holder(config, loop)
         may_act = (lambda: True) if self.lease is None else lambda: self.lease is not None and self.lease.is_leader

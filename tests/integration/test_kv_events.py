@@ -178,7 +178,7 @@ def test_an_engine_that_is_started_again_holds_nothing() -> None:
             await asyncio.to_thread(second.wait_ready)
             ready_s = time.monotonic()
             while followed.found_tokens(prompt) or not followed.rank.is_connected:
-                assert time.monotonic() < ready_s + 4
+                assert time.monotonic() < ready_s + SETTLED_S
                 await asyncio.sleep(0.05)
             traffic.engine = second
             assert await asyncio.to_thread(traffic.cached_tokens, prompt) == 0
@@ -220,6 +220,27 @@ def test_a_pair_behind_a_router_publishes_by_itself() -> None:
         counted = re.search(r'prompt_tokens_total\{cached="true"\} (\S+)', str(page))
         assert counted is not None
         assert float(counted[1]) == 192
+
+
+def test_a_router_follows_the_load_that_an_instance_publishes() -> None:
+    """It is asked for its load once, when it comes, and what another client has it compute is known all the same."""
+    endpoint = f"tcp://*:{free_port()}"
+    (engine,) = FLEET.get(EngineSpec(Role.PLAIN, arguments=(*SMALL, "--load-publish-endpoint", endpoint)))
+    never = ("--set", "health.load_poll_interval_secs=3600")
+    with running_router([engine], *never) as router:
+
+        def described() -> dict[str, Any]:
+            return router.workers()[engine.url]
+
+        wait_until(lambda: described()["load"] == "published", 20)
+        for number in range(3):
+            rate = described()["prefill_tokens_per_s"]
+            prompt = [30 + (number + place * 7) % 300 for place in range(600)]
+            body = {"input_ids": prompt, "sampling_params": {"temperature": 0, "max_new_tokens": 2}}
+            assert engine.post("/generate", body).status == 200
+            wait_until(lambda known=rate: described()["prefill_tokens_per_s"] != known, SETTLED_S)  # type: ignore[misc]
+        assert described()["load"] == "published"
+        assert described()["running"] == 0
 
 
 @pytest.mark.full

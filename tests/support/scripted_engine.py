@@ -272,6 +272,7 @@ class ScriptedEngine:
             "sglang_ext": {"hooks": ["parallel-samples"]},
         }
         self.is_generation = True  # by its /model_info; else it embeds
+        self.loads_read = 0
         self.loads: object = {"loads": [{"num_running_reqs": 0, "num_used_tokens": 0, "max_total_num_tokens": 1 << 20}]}
         self.pages: dict[str, Script] = {}  # path → answer to what is no generation, in place of an echo
         self.connections_made = 0
@@ -389,6 +390,7 @@ class ScriptedEngine:
             self.health_checks += 1
             return hang() if self.health_status is None else reply({}, self.health_status)
         if request.path == "/v1/loads":
+            self.loads_read += 1
             return reply(self.loads)
         if request.path == "/ping":
             self.liveness_checks += 1

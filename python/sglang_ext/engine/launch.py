@@ -173,7 +173,7 @@ def _publish_kv_events(server_args: ServerArgs, options: ExtensionOptions) -> No
         print(f"sglang-ext: no KV events: --host {asked.host} has no IPv4 address", file=sys.stderr)
         return
     host = "*" if address.is_unspecified else str(address)
-    free = iter(pick_free_ports(str(address), 2, draw=random.SystemRandom()))
+    free = iter(pick_free_ports(str(address), 3, draw=random.SystemRandom()))
     config = {
         "publisher": "zmq",
         "endpoint": f"tcp://{host}:{asked.port or next(free)}",
@@ -181,6 +181,10 @@ def _publish_kv_events(server_args: ServerArgs, options: ExtensionOptions) -> No
         "bind": True,  # a publisher would connect to an address that is no wildcard
     }
     server_args.kv_events_config = json.dumps(config)
+    # SGLang publishes its load on all addresses or not at all; where ports are given, others may be shut off.
+    has_port = asked.load_port or not asked.port
+    if host == "*" and has_port and getattr(server_args, "load_publish_endpoint", "off") is None:
+        server_args.load_publish_endpoint = f"tcp://*:{asked.load_port or next(free)}"
 
 
 def _end_when_asked() -> None:

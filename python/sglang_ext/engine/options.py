@@ -28,11 +28,12 @@ class InvalidOptionsError(ValueError):
 
 @dataclass(frozen=True)
 class KvEventsOptions:
-    """Address at which an instance publishes the KV events of its prefix cache; port 0 is a free one."""
+    """Address at which an instance publishes the KV events of its prefix cache, and its load; port 0 is a free one."""
 
     host: str
     port: int = 0
     replay_port: int = 0
+    load_port: int = 0
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         help="port where the last 10,000 batches of them are sent again (default: a free one)",
     )
+    parser.add_argument(
+        "--load-events-port",
+        type=_port,
+        default=None,
+        help="port where the instance's load is published with them, which routers ask for otherwise (default: a free "
+        "one where --host is 0.0.0.0 and --kv-events-port is not given)",
+    )
     parser.add_argument("--device", choices=["auto", *Device], default="auto", help="what to run on")
     parser.add_argument(
         "--transfer-backend",
@@ -222,10 +229,14 @@ def _kv_events(arguments: argparse.Namespace, *, is_shared: bool) -> KvEventsOpt
     """Return where an instance publishes its events, if it may; the members of a long pool hold prompts together."""
     if arguments.kv_events == "off" or not arguments.role.computes_prompts or is_shared:
         return None
-    port, replay_port = arguments.kv_events_port or 0, arguments.kv_events_replay_port or 0
-    if port and port == replay_port:
-        raise ValueError(f"--kv-events-port {port}: --kv-events-replay-port must be another one")
-    return KvEventsOptions(arguments.host, port, replay_port)
+    ports = (arguments.kv_events_port, arguments.kv_events_replay_port, arguments.load_events_port)
+    given = [port for port in ports if port]
+    if len(set(given)) < len(given):
+        raise ValueError(
+            "--kv-events-port, --kv-events-replay-port and --load-events-port must be different: "
+            + ", ".join(map(str, given))
+        )
+    return KvEventsOptions(arguments.host, *(port or 0 for port in ports))
 
 
 def _problem(options: WorkerOptions, machine: MachineFacts) -> str | None:

@@ -22,10 +22,11 @@ _ID_BYTES = 8  # of a token id in a prompt's text of ids
 _SHARDS = 4096
 _SHARD_SHIFT = 52  # of a key: its upper 12 bits
 _REST_SHIFT = 12  # of a key: the 40 bits below these, which are kept in an entry
-_REST = (1 << 40) - 1
 _SIGN = 1 << 63
 _GROUP_SHIFT = 24  # of an entry: below its part of a key is its group
 _GROUP = (1 << _GROUP_SHIFT) - 1
+_KEPT_SHIFT = _GROUP_SHIFT - _REST_SHIFT  # to the left: what is kept of a key lies above the group
+_KEPT = (1 << 64) - 1 ^ _GROUP
 
 
 class Tier(IntEnum):
@@ -125,10 +126,11 @@ class BlockIndex:
         stored = added = 0
         for key in keys:
             shard = shards[key >> _SHARD_SHIFT & _SHARDS - 1]
-            rest = key >> _REST_SHIFT & _REST
-            at = bisect_left(shard, rest << _GROUP_SHIFT)
-            entry = shard[at] if at < len(shard) else 0
-            former = entry & _GROUP if entry >> _GROUP_SHIFT == rest else 0
+            kept = key << _KEPT_SHIFT & _KEPT
+            at = bisect_left(shard, kept)
+            former = shard[at] ^ kept if at < len(shard) else 0
+            if former > _GROUP:
+                former = 0
             if former and (former == own or masks[former] & bit):
                 continue
             if stored == room:
@@ -139,12 +141,12 @@ class BlockIndex:
                 mask = masks[former] | bit
                 group = group_of.get(mask) or self._new_group(mask)
                 uses[group] += 1
-                shard[at] = rest << _GROUP_SHIFT | group
+                shard[at] = kept | group
                 self._leave(former)
             else:
                 own = own or self._new_group(bit)
                 added += 1
-                shard.insert(at, rest << _GROUP_SHIFT | own)
+                shard.insert(at, kept | own)
         uses[own] += added
         held[tier] += stored
 
@@ -159,11 +161,11 @@ class BlockIndex:
         removed = deleted = 0
         for key in keys:
             shard = shards[key >> _SHARD_SHIFT & _SHARDS - 1]
-            rest = key >> _REST_SHIFT & _REST
-            at = bisect_left(shard, rest << _GROUP_SHIFT)
-            if at == len(shard) or shard[at] >> _GROUP_SHIFT != rest:
+            kept = key << _KEPT_SHIFT & _KEPT
+            at = bisect_left(shard, kept)
+            former = shard[at] ^ kept if at < len(shard) else _GROUP + 1
+            if former > _GROUP:
                 continue
-            former = shard[at] & _GROUP
             if former == own:
                 deleted += 1
                 del shard[at]
@@ -176,7 +178,7 @@ class BlockIndex:
             if mask:
                 group = group_of.get(mask) or self._new_group(mask)
                 uses[group] += 1
-                shard[at] = rest << _GROUP_SHIFT | group
+                shard[at] = kept | group
             else:
                 del shard[at]
             self._leave(former)
@@ -272,9 +274,10 @@ class BlockIndex:
 
     def _mask(self, key: int) -> int:
         shard = self._shards[key >> _SHARD_SHIFT & _SHARDS - 1]
-        rest = key >> _REST_SHIFT & _REST
-        at = bisect_left(shard, rest << _GROUP_SHIFT)
-        return self._masks[shard[at] & _GROUP] if at < len(shard) and shard[at] >> _GROUP_SHIFT == rest else 0
+        kept = key << _KEPT_SHIFT & _KEPT
+        at = bisect_left(shard, kept)
+        group = shard[at] ^ kept if at < len(shard) else 0
+        return self._masks[group] if group <= _GROUP else 0
 
     # -- groups ---------------------------------------------------------------------------------------------
 

@@ -1,7 +1,8 @@
-"""Follows the KV events of every instance that publishes some, into the router's index of blocks.
+"""Follows the KV events of every instance that publishes some, into the router's index of blocks, and its load.
 
-For each rank there are two connections: one brings batches as they are published, the other brings replays. What
-follows from a batch, a gap or a lost connection is decided in `decide/event_sequence.py`.
+For each rank there are two connections: one brings batches as they are published, the other brings replays; and a third
+one for an instance that publishes its load. What follows from a batch, a gap or a lost connection is decided in
+`decide/event_sequence.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from sglang_ext_router.decide.zmtp import (
     ready,
     subscription,
 )
-from sglang_ext_router.instances.workers import HeldBlocks, KvEventsAddress, Worker
+from sglang_ext_router.instances.workers import HeldBlocks, KvEventsAddress, SchedulerLoad, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -36,9 +37,10 @@ RECHECK_S = 30.0  # between two such looks while nothing comes
 MAX_CHECKS = 5  # such looks at a tick
 REPLAY_TIMEOUT_S = 5.0  # without a part of a replay
 CONNECT_TIMEOUT_S = 2.0
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 3.0  # before a connection is tried again
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 0.8  # before a connection is tried again
 MAX_WHOLE_REPLAYS = 16  # at once, as each brings up to 10,000 batches
 SWEPT_SHARDS = 64  # of the index, at a tick
+LOAD_TOPIC = b"load"
 _END = (-1).to_bytes(8, "big", signed=True)  # the number behind a replay's last batch
 _NUMBER_BYTES = 8
 _TIERS = {None: Tier.DEVICE, "GPU": Tier.DEVICE, "CPU_PINNED": Tier.HOST}  # any other medium is storage
@@ -69,14 +71,37 @@ class EventsOfBatch(msgspec.Struct, array_like=True, gc=False):
     events: list[StoredBlocks | RemovedBlocks | ClearedBlocks]
 
 
+class LoadStat(msgspec.Struct, tag=True, array_like=True, gc=False):
+    """The load of one rank, as SGLang's `LoadStat` has it; what it has behind these fields is not read."""
+
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_tokens: int
+    max_total_num_tokens: int
+    attn_dp_rank: int | None = None
+    num_waiting_uncached_tokens: int = 0
+    num_total_tokens: int = 0
+    max_running_requests: int = 0
+    total_prefill_uncached_tokens: int = 0
+    total_prefill_busy_us: int = 0
+
+
+_read_load = msgspec.msgpack.Decoder(LoadStat).decode
 _read_batch = msgspec.msgpack.Decoder(EventsOfBatch).decode
 
 
 class KvEvents:
     """Keeps the index as the instances report it; it follows the instances that are given to `follow`."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, index: BlockIndex) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        index: BlockIndex,
+        on_load: Callable[[Worker, SchedulerLoad], None] = lambda worker, report: None,
+    ) -> None:
+        """`on_load` is called with the load that an instance publishes."""
         self.index = index
+        self.on_load = on_load
         self.loop = loop
         self._ranks: dict[int, list[_RankEvents]] = {}  # by worker
         self._timer: asyncio.TimerHandle | None = None
@@ -89,6 +114,8 @@ class KvEvents:
         known = self._ranks.get(worker.id)
         address = worker.kv_events
         if known is not None and known[0].address == address:
+            for rank in known:
+                rank.connect_now()
             return
         self.forget(worker)
         if address is None:
@@ -133,6 +160,23 @@ class KvEvents:
             "losses": sum(rank.sequence.losses for rank in ranks),
             "restarts": sum(rank.sequence.restarts for rank in ranks),
         }
+
+    def on_rank_load(self, worker: Worker) -> None:
+        """A rank has published its load: that of an instance is known once every rank has."""
+        loads = [rank.load for rank in self.ranks(worker)]
+        known = [load for load in loads if load is not None]
+        if len(known) < len(loads):
+            return
+        report = SchedulerLoad(
+            sum(load.num_running_reqs for load in known),
+            sum(load.num_waiting_uncached_tokens for load in known),
+            sum(max(load.num_tokens, load.num_total_tokens) for load in known),
+            0,  # none of the instances that are followed waits for KV of others
+            sum(load.max_total_num_tokens for load in known),
+            sum(load.total_prefill_uncached_tokens for load in known),
+            sum(load.total_prefill_busy_us for load in known),
+        )
+        self.on_load(worker, report)
 
     async def stop(self) -> None:
         """Close all connections."""
@@ -194,11 +238,16 @@ class _RankEvents:
         self._heard_s = self._loop.time()  # when the last batch came
         self._checked_s = float("-inf")  # when a look at the last batch was taken
         self._replay_s = float("inf")  # when a replay was asked for, or a part of it came
+        self._is_back = asyncio.Event()  # the instance, so that its publisher may be, too
+        self.load: LoadStat | None = None  # while it is published
         self._live: _PublisherConnection | None = None
         self._replay: _PublisherConnection | None = None
+        self._load: _PublisherConnection | None = None
         self._tasks = [self._loop.create_task(self._keep_live(address.port + rank))]
         if address.replay_port is not None:
             self._tasks.append(self._loop.create_task(self._keep_replay(address.replay_port + rank)))
+        if address.load_port is not None:
+            self._tasks.append(self._loop.create_task(self._keep_load(address.load_port + rank)))
 
     @property
     def is_connected(self) -> bool:
@@ -207,11 +256,15 @@ class _RankEvents:
     def stop(self) -> list[asyncio.Task[None]]:
         for task in self._tasks:
             task.cancel()
-        for connection in (self._live, self._replay):
+        for connection in (self._live, self._replay, self._load):
             if connection is not None:
                 connection.close()
         self._index.remove_source(self.source)
         return self._tasks
+
+    def connect_now(self) -> None:
+        """Try again at once what cannot be connected so far."""
+        self._is_back.set()
 
     def on_instance_lost(self) -> None:
         self._act(self.sequence.on_instance_lost())
@@ -269,6 +322,13 @@ class _RankEvents:
             if self._wanted is None:
                 self._on_replay_failed()
 
+    async def _keep_load(self, port: int) -> None:
+        async for connection in self._connections(port, SocketKind.SUB, self._on_load):
+            connection.send(subscription(LOAD_TOPIC))
+            self._load = connection
+            await connection.closed
+            self._load = self.load = None
+
     async def _connections(
         self, port: int, kind: SocketKind, on_message: Callable[[list[bytes]], None]
     ) -> AsyncIterator[_PublisherConnection]:
@@ -282,10 +342,18 @@ class _RankEvents:
             except (OSError, ZmtpError) as error:  # TimeoutError is an OSError
                 connection.close()
                 logger.debug("no KV events from %s, port %d: %s", self._worker.url, port, error)
+            except asyncio.CancelledError:
+                connection.close()
+                raise
             else:
                 pause_s = FIRST_PAUSE_S
                 yield connection
-            await asyncio.sleep(pause_s)
+            self._is_back.clear()
+            try:
+                async with asyncio.timeout(pause_s):
+                    await self._is_back.wait()
+            except TimeoutError:
+                pass
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     # -- messages -------------------------------------------------------------------------------------------
@@ -301,6 +369,14 @@ class _RankEvents:
             self._apply(actions[0].payload)
         else:
             self._act(actions)
+
+    def _on_load(self, parts: list[bytes]) -> None:
+        try:
+            self.load = _read_load(parts[-1])
+        except msgspec.DecodeError as error:  # then it is asked for
+            logger.debug("the load that %s publishes cannot be read: %s", self._worker.url, error)
+            return
+        self._events.on_rank_load(self._worker)
 
     def _on_replay(self, parts: list[bytes]) -> None:
         if len(parts) != 4 or len(parts[2]) != _NUMBER_BYTES:
@@ -376,17 +452,24 @@ class _PublisherConnection(asyncio.Protocol):
         self._on_message = on_message
         self._reader = ZmtpReader()
         self._transport: asyncio.Transport | None = None
+        self._is_left = False  # perhaps before it was connected
 
     def send(self, data: bytes) -> None:
         if self._transport is not None:
             self._transport.write(data)
 
     def close(self) -> None:
+        self._is_left = True
+        if not self.opened.done():
+            self.opened.cancel()
         if self._transport is not None:
             self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are of no common class
+        if self._is_left:
+            self._transport.abort()
+            return
         self._transport.write(GREETING + ready(self._kind))
 
     def data_received(self, data: bytes) -> None:

@@ -24,7 +24,13 @@ from sglang_ext_router.decide.role_choice import Side
 from sglang_ext_router.decide.served_models import AUTO, PairingFacts, pairing_refusal
 from sglang_ext_router.decide.signs_of_life import FailedChecks, Judgement, Silence, judge_checks, judge_silence
 from sglang_ext_router.instances.registry import WorkerRegistry, kind_of
-from sglang_ext_router.instances.workers import UNKNOWN_CAPACITY_TOKENS, KvEventsAddress, TokenSource, Worker
+from sglang_ext_router.instances.workers import (
+    UNKNOWN_CAPACITY_TOKENS,
+    KvEventsAddress,
+    SchedulerLoad,
+    TokenSource,
+    Worker,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +176,7 @@ class Prober:
             is_due = loop.time() >= next_check_s or wake.is_set() or not worker.is_healthy or worker.failed_checks > 0
             wake.clear()
             was_healthy = worker.is_healthy
-            if was_healthy:
+            if was_healthy and not worker.publishes_load(loop.time()):
                 await self._read_load(worker)
             if is_due:
                 await self._check(worker)
@@ -498,30 +504,49 @@ class Prober:
             async with asyncio.timeout(timeout_s):
                 reply = await self.get_json(worker, "/v1/loads?include=core")
             ranks = reply["loads"]
-            running = sum(int(rank["num_running_reqs"]) for rank in ranks)
-            waiting_tokens = sum(int(rank.get("num_waiting_uncached_tokens", 0)) for rank in ranks)
-            used = sum(int(rank["num_used_tokens"]) for rank in ranks)
-            awaiting = sum(_awaiting_tokens(rank) for rank in ranks)
-            unallocated = sum(_unallocated_tokens(rank) for rank in ranks)
-            capacity = sum(int(rank["max_total_num_tokens"]) for rank in ranks)
-            prefilled = sum(int(rank.get("total_prefill_uncached_tokens", 0)) for rank in ranks)
-            busy_us = sum(int(rank.get("total_prefill_busy_us", 0)) for rank in ranks)
+            report = SchedulerLoad(
+                sum(int(rank["num_running_reqs"]) for rank in ranks),
+                sum(int(rank.get("num_waiting_uncached_tokens", 0)) for rank in ranks),
+                sum(int(rank["num_used_tokens"]) + _unallocated_tokens(rank) for rank in ranks),
+                sum(_awaiting_tokens(rank) for rank in ranks),
+                sum(int(rank["max_total_num_tokens"]) for rank in ranks),
+                sum(int(rank.get("total_prefill_uncached_tokens", 0)) for rank in ranks),
+                sum(int(rank.get("total_prefill_busy_us", 0)) for rank in ranks),
+            )
             written_s = sum(float(rank.get("timestamp", 0.0)) for rank in ranks)
         except _ANSWER_ERRORS as error:
             logger.debug("no load report from %s: %s", worker.url, error)
             return
         now_s = asyncio.get_running_loop().time()
         worker.heard_s = now_s
-        stamp = (written_s, running, waiting_tokens, used, prefilled, busy_us)
+        if worker.publishes_load(now_s):  # what came meanwhile is newer
+            return
+        stamp = (written_s, *report)
         if worker.load_stamp and stamp != worker.load_stamp:
             worker.worked_s = now_s
         worker.load_stamp = stamp
-        worker.reported_running = running
-        worker.foreign_tokens = max(0, waiting_tokens - worker.pending_tokens - worker.sibling_tokens)
+        self._take_load(worker, report, now_s)
+
+    def take_published_load(self, worker: Worker, report: SchedulerLoad) -> None:
+        """Take over a load report that came by itself, which shows that the instance's scheduler works.
+
+        That of a decode instance would leave out what it waits for; it was another kind of instance a moment ago.
+        """
+        if not worker.role.computes_prompts:
+            return
+        now_s = asyncio.get_running_loop().time()
+        worker.load_published_s = worker.worked_s = now_s
+        self._take_load(worker, report, now_s)
+
+    def _take_load(self, worker: Worker, report: SchedulerLoad, now_s: float) -> None:
+        worker.reported_running = report.running
+        worker.foreign_tokens = max(0, report.waiting_tokens - worker.pending_tokens - worker.sibling_tokens)
         # Slots that wait for their KV are counted with what is on its way, not with what is used.
-        worker.reported_awaiting_tokens = awaiting
-        worker.reported_free_kv_tokens = max(0, capacity - (used + unallocated - awaiting))
-        worker.rate.observe(prefilled, busy_us, now_s, self._registry.expected_tokens_per_s(worker, now_s))
+        worker.reported_awaiting_tokens = report.awaiting_tokens
+        used_tokens = report.used_tokens - report.awaiting_tokens
+        worker.reported_free_kv_tokens = max(0, report.capacity_tokens - used_tokens)
+        expected_rate = self._registry.expected_tokens_per_s(worker, now_s)
+        worker.rate.observe(report.prefilled_tokens, report.busy_us, now_s, expected_rate)
 
 
 def _awaiting_tokens(rank: dict[str, Any]) -> int:
@@ -592,6 +617,7 @@ def read_kv_events(host: str, info: Mapping[str, Any]) -> KvEventsAddress | None
         topic.encode() if isinstance(topic, str) else b"",
         block_tokens,
         min(_positive(given.get("dp_size")) or 1, MAX_EVENT_RANKS),
+        _positive(given.get("load_endpoint_port_base")),
     )
 
 

@@ -17,6 +17,7 @@ PRIOR_TOKENS_PER_S = 2000.0
 PRIOR_BUSY_S = 0.5  # what is expected of an instance weighs as much as this much busy time of its own
 MEMORY_S = 30.0  # time after which old observations count half
 _new = tuple.__new__  # a named tuple without its slow constructor: several are made for every request
+FRESH_LOAD_S = 2.5  # from a published load report, of which one comes every second, until one is asked for again
 UNKNOWN_CAPACITY_TOKENS = 1 << 40  # until an instance has reported its own
 
 
@@ -80,6 +81,19 @@ class KvEventsAddress(NamedTuple):
     topic: bytes
     block_tokens: int
     ranks: int
+    load_port: int | None = None  # where it publishes its load as well
+
+
+class SchedulerLoad(NamedTuple):
+    """What an instance's scheduler says of its load, of all ranks together."""
+
+    running: int
+    waiting_tokens: int  # of prompts whose prefill has not ended, without what is cached
+    used_tokens: int  # of the KV cache, and of what waits for room in it
+    awaiting_tokens: int  # of these, KV that comes from prefill
+    capacity_tokens: int
+    prefilled_tokens: int  # all ever
+    busy_us: int  # of prefill, all ever
 
 
 class TokenSource(NamedTuple):
@@ -159,6 +173,7 @@ class Worker:
         self.reading = ReadingTime()
         self.load_stamp: tuple[float, ...] = ()  # of its last load report: other numbers show that its scheduler works
         self.worked_s = float("-inf")  # when a load report last had other numbers than the one before
+        self.load_published_s = float("-inf")  # when a load report last came by itself
         # Load: the router's own view, exact for what it sent, and the instance's last report
         self.in_flight = 0
         self.pending_tokens = 0
@@ -205,6 +220,10 @@ class Worker:
             if len(self.request_heads) < 64:  # targets come from clients (query strings): keep it bounded
                 self.request_heads[target] = head
         return head
+
+    def publishes_load(self, now_s: float) -> bool:
+        """Return whether its load reports come by themselves, and have not stopped."""
+        return now_s - self.load_published_s <= FRESH_LOAD_S
 
     @property
     def is_ready(self) -> bool:

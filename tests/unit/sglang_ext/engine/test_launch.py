@@ -56,10 +56,48 @@ def reserved_port(**given: Any) -> int | None:
     return cast("int | None", arguments.nccl_port)
 
 
-def published(kv_events: KvEventsOptions | None, **given: Any) -> dict[str, Any] | None:
-    arguments = SimpleNamespace(**{"kv_events_config": None, "disable_radix_cache": False, "page_size": 16, **given})
+def with_events(kv_events: KvEventsOptions | None, **given: Any) -> SimpleNamespace:
+    defaults = {"kv_events_config": None, "disable_radix_cache": False, "page_size": 16, "load_publish_endpoint": None}
+    arguments = SimpleNamespace(**{**defaults, **given})
     _publish_kv_events(cast(Any, arguments), ExtensionOptions(Role.SHORT, Device.CPU, kv_events=kv_events))
-    config = arguments.kv_events_config
+    return arguments
+
+
+@pytest.mark.parametrize(
+    ("kv_events", "given", "endpoint"),
+    [
+        (KvEventsOptions("0.0.0.0", 7001, 7002, 7003), {}, "tcp://*:7003"),
+        (KvEventsOptions("0.0.0.0", 7001, 7002), {}, None),  # others may be shut off
+        (KvEventsOptions("127.0.0.1", 0, 0, 7003), {}, None),  # SGLang would publish it everywhere
+        (KvEventsOptions("0.0.0.0"), {"load_publish_endpoint": "off"}, "off"),
+        (KvEventsOptions("0.0.0.0"), {"page_size": 1}, None),
+        (None, {}, None),
+    ],
+)
+def test_where_load_is_published(
+    kv_events: KvEventsOptions | None, given: dict[str, Any], endpoint: str | None
+) -> None:
+    assert with_events(kv_events, **given).load_publish_endpoint == endpoint
+
+
+def test_load_is_published_on_a_free_port_where_the_events_are() -> None:
+    arguments = with_events(KvEventsOptions("0.0.0.0"))
+    config = json.loads(arguments.kv_events_config)
+    ports = [int(text.rpartition(":")[2]) for text in (config["endpoint"], config["replay_endpoint"])]
+    assert arguments.load_publish_endpoint.startswith("tcp://*:")
+    assert len({*ports, int(arguments.load_publish_endpoint.rpartition(":")[2])}) == 3
+
+
+def test_an_sglang_that_publishes_no_load_is_left_alone() -> None:
+    arguments = SimpleNamespace(kv_events_config=None, disable_radix_cache=False, page_size=16)
+    _publish_kv_events(
+        cast(Any, arguments), ExtensionOptions(Role.SHORT, Device.CPU, kv_events=KvEventsOptions("0.0.0.0"))
+    )
+    assert not hasattr(arguments, "load_publish_endpoint")
+
+
+def published(kv_events: KvEventsOptions | None, **given: Any) -> dict[str, Any] | None:
+    config = with_events(kv_events, **given).kv_events_config
     return None if config is None else cast("dict[str, Any]", json.loads(config))
 
 

@@ -61,8 +61,12 @@ def test_a_small_model_that_cannot_be_had_is_one_line(
 @pytest.mark.parametrize(
     ("role", "options", "expected"),
     [
-        ("short", ("--kv-events-port", "7001"), {"host": "127.0.0.1", "port": 7001, "replay_port": 0}),
-        ("plain", ("--host", "0.0.0.0"), {"host": "0.0.0.0", "port": 0, "replay_port": 0}),
+        ("short", ("--kv-events-port", "7001"), {"host": "127.0.0.1", "port": 7001, "replay_port": 0, "load_port": 0}),
+        (
+            "plain",
+            ("--load-events-port", "7003"),
+            {"host": "127.0.0.1", "port": 0, "replay_port": 0, "load_port": 7003},
+        ),
         ("short", ("--kv-events", "off"), None),
         ("decode", (), None),
         ("long", ("--cdsp-coordinator", "127.0.0.1:7", "--transfer-backend", "handshake"), None),
@@ -79,7 +83,7 @@ def test_which_instances_publish_their_blocks(
 def test_one_port_for_both_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ports = ("--kv-events-port", "7001", "--kv-events-replay-port", "7001")
     assert worker.run(parse("--role", "short", "--model-path", str(tmp_path), "--dry-run", *ports)) == 2
-    assert "--kv-events-replay-port must be another one" in capsys.readouterr().err
+    assert "must be different: 7001, 7001" in capsys.readouterr().err
 
 
 def test_missing_model_folder_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -170,6 +170,18 @@ def test_a_match_looks_at_few_blocks() -> None:
     assert warm.asked < 40
 
 
+def test_what_is_held_without_its_beginning_does_not_count() -> None:
+    """An end of a prompt that a source reports without what it builds on, after a loss say."""
+    index = BlockIndex(100)
+    first, second = index.add_source(), index.add_source()
+    keys = chain(*range(12))
+    index.store(first, keys[:9])
+    for start in range(1, 12):
+        index.store(second, keys[start:])
+        assert index.matched(Keys(keys)) == {first: 9}
+        index.clear(second)
+
+
 def test_a_source_that_is_cleared_is_forgotten_at_once_and_its_memory_bit_by_bit() -> None:
     index = BlockIndex(100_000)
     one, other = index.add_source(), index.add_source()
