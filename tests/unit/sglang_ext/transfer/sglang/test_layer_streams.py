@@ -56,6 +56,19 @@ def test_each_layer_leaves_once_it_is_written() -> None:
     assert "set_kv_buffer" not in vars(pool)
 
 
+def test_layers_with_attention_leave_one_by_one_among_recurrent_ones() -> None:
+    """Layers 3, 7 and 11 of a hybrid, say, are the first, second and third that have rows."""
+    from sglang_ext.transfer.sglang.layer_streams import watch_layers
+
+    pool, sent = PoolThatCounts(), []
+    pool.full_attention_layer_id_mapping = {3: 0, 7: 1, 11: 2}  # type: ignore[attr-defined]
+    stream = LayerStream(TokenSpan(0, 5), LAYERS, lambda layer, count, computed: sent.append(layer))
+    with watch_layers(pool, [stream], 5):
+        for layer in (3, 7, 11):
+            write(pool, layer - FIRST_LAYER, 5)
+    assert sent == [0, 1, 2]
+
+
 @pytest.mark.parametrize(
     ("writes", "expected"),
     [
