@@ -1,7 +1,7 @@
 -- Chat requests, as many bytes as asked for. Every prompt differs from its neighbours from its start, as prompts do,
 -- and has line breaks and quotes, which JSON writes with an escape.
 -- Arguments after "--": "stream" or "whole", the size of a body in bytes, and how many milliseconds a connection waits
--- before each request.
+-- before each request; a key, or nothing.
 local prepared = {}
 local next_one = 0
 local WORDS = {"the", "of", "and", "prefill", "decode", "instance", "length", "that", "was", "for", "on", "are", "with",
@@ -37,7 +37,11 @@ function init(args)
   for i = 1, count do
     local prompt = string.format("Request %06d: ", i) .. rest
     local body = '{"model":"m","messages":[{"role":"user","content":"' .. prompt .. '"}],"max_tokens":1' .. stream .. '}'
-    prepared[i] = wrk.format("POST", nil, {["Content-Type"] = "application/json"}, body)
+    local headers = {["Content-Type"] = "application/json"}
+    if args[4] and args[4] ~= "" then
+      headers["Authorization"] = "Bearer " .. args[4]
+    end
+    prepared[i] = wrk.format("POST", nil, headers, body)
   end
 end
 

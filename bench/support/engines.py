@@ -131,15 +131,18 @@ class BenchEngine:
 
 
 @contextmanager
-def running_router(options: Sequence[str], instances: int) -> Iterator[str]:
-    """Run our router; its URL, once `instances` of it take requests. Raises EngineStartError."""
+def running_router(options: Sequence[str], instances: int, key: str = "") -> Iterator[str]:
+    """Run our router; its URL, once `instances` of it take requests. Raises EngineStartError.
+
+    `key` is a client's, where the router asks for one.
+    """
     port = free_port()
     words = ("router", "--pd-disaggregation", "--port", str(port), "--log-level", "warning", *options)
     process = subprocess.Popen([sys.executable, "-m", "sglang_ext.cli", *words])
     url = f"http://127.0.0.1:{port}"
     try:
         deadline_s = time.monotonic() + ROUTER_TIMEOUT_S
-        while _ready_instances(url) < instances:
+        while _ready_instances(url, key) < instances:
             if process.poll() is not None or time.monotonic() > deadline_s:
                 raise EngineStartError("the router did not start")
             time.sleep(0.2)
@@ -149,9 +152,10 @@ def running_router(options: Sequence[str], instances: int) -> Iterator[str]:
         process.wait()
 
 
-def _ready_instances(url: str) -> int:
+def _ready_instances(url: str, key: str) -> int:
+    request = urllib.request.Request(url + "/workers", headers={"authorization": f"Bearer {key}"} if key else {})
     try:
-        with urllib.request.urlopen(url + "/workers", timeout=30) as reply:
+        with urllib.request.urlopen(request, timeout=30) as reply:
             workers = json.load(reply)["workers"]
     except OSError:
         return 0

@@ -82,8 +82,15 @@ class RunningRouter:
         *,
         options: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        key: str = "",
     ) -> None:
-        """`options` are added to its command; `environment` takes the place of this process's."""
+        """`options` are added to its command; `environment` takes the place of this process's.
+
+        `key` is a client's, where it asks for one.
+        """
+        self._headers = {"content-type": "application/json"}
+        if key:
+            self._headers["authorization"] = f"Bearer {key}"
         self.name = name
         self.port = port
         self._command = [*COMMANDS[name](port, metrics_port, upstreams), *options]
@@ -127,7 +134,7 @@ class RunningRouter:
         body = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1, "stream": stream}
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
         try:
-            connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
+            connection.request("POST", "/v1/chat/completions", json.dumps(body), self._headers)
             reply = connection.getresponse()
             content = reply.read()
         except (OSError, http.client.HTTPException) as error:

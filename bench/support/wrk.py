@@ -25,17 +25,26 @@ class Load(NamedTuple):
 
 
 def run_wrk(
-    port: int, *, concurrency: int, duration_s: float, stream: bool, prompt_bytes: int = PROMPT_BYTES, pause_ms: int = 0
+    port: int,
+    *,
+    concurrency: int,
+    duration_s: float,
+    stream: bool,
+    prompt_bytes: int = PROMPT_BYTES,
+    pause_ms: int = 0,
+    key: str = "",
 ) -> Load:
     """Send chat requests with prompts of `prompt_bytes` to 127.0.0.1:`port` for `duration_s`.
 
     Each connection waits `pause_ms` before a request: there are at most `concurrency / pause_ms` in a millisecond.
 
+    `key` is sent as a bearer token.
+
     Raises WrkError on any answer outside 2xx and on any connection error.
     """
     command = ["wrk", "-t1", f"-c{concurrency}", f"-d{duration_s:g}s", "--timeout", "20s"]
     command += ["-s", str(_SCRIPT), f"http://127.0.0.1:{port}/v1/chat/completions"]
-    command += ["--", "stream" if stream else "whole", str(prompt_bytes), str(pause_ms)]
+    command += ["--", "stream" if stream else "whole", str(prompt_bytes), str(pause_ms), key]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("SUMMARY ")]
     if done.returncode or not lines:
