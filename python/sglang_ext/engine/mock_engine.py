@@ -48,6 +48,7 @@ class MockEngine:
         app.router.add_post("/abort_request", self._healthy)
         app.router.add_post("/flush_cache", self._healthy)
         app.router.add_get("/server_info", self._server_info)
+        app.router.add_get("/model_info", self._model_info)
         app.router.add_get("/v1/loads", self._loads)
         app.router.add_get("/v1/models", self._models)
         for path in (_CHAT, _TEXT, _GENERATE):
@@ -67,6 +68,9 @@ class MockEngine:
                 "disaggregation_bootstrap_port": BOOTSTRAP_PORT,
             }
         )
+
+    async def _model_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"model_path": self.model, "is_generation": True})
 
     async def _loads(self, request: web.Request) -> web.Response:
         load = {"num_running_reqs": self._running, "num_used_tokens": 0, "max_total_num_tokens": KV_TOKENS}

@@ -6,6 +6,8 @@ import asyncio
 import json
 import subprocess
 import sys
+from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from aiohttp.test_utils import TestClient, TestServer
 
 from sglang_ext.engine.mock_engine import MockEngine
 from sglang_ext.types import Role
+from sglang_ext_router.config import WorkerAddress
+from support.router_process import FAST, running_router
 
 PAIRED = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 7}
 
@@ -79,3 +83,20 @@ def test_neither_torch_nor_sglang_is_imported() -> None:
     code = "import sys, sglang_ext.engine.mock_engine; print({'torch', 'sglang'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+@pytest.mark.parametrize("roles", [(Role.PLAIN,), (Role.SHORT, Role.DECODE)])
+def test_a_router_takes_it_for_ready(roles: tuple[Role, ...]) -> None:
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            servers = [TestServer(MockEngine(role, model="m", token_s=0.0).app()) for role in roles]
+            for server in servers:
+                await stack.enter_async_context(server)
+            workers = tuple(
+                WorkerAddress(f"http://127.0.0.1:{server.port}", role)
+                for server, role in zip(servers, roles, strict=True)
+            )
+            served = await stack.enter_async_context(running_router(replace(FAST, workers=workers)))
+            await served.until_ready()
+
+    asyncio.run(run())
