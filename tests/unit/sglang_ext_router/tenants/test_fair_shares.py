@@ -60,6 +60,19 @@ async def test_a_large_request_counts_as_what_it_is(tmp_path: Path) -> None:
         ]
 
 
+async def test_what_was_used_counts_and_not_what_was_estimated(tmp_path: Path) -> None:
+    """The first large request turns out to be as small as the others."""
+    path = tenants_file(tmp_path, large={}, small={})
+    async with cluster(tenants_file=path, max_concurrent_requests=1) as served:
+        served.decode[0].plan(hang())
+        served.decode[0].script = reply({"meta_info": {"prompt_tokens": 10, "completion_tokens": 1}})
+        first = await waiting(served, "small", "first")
+        await served.decode[0].received(1)
+        clients = [await waiting(served, "large", f"large{number}", 2000) for number in range(2)]
+        clients += [await waiting(served, "small", f"small{number}") for number in range(5)]
+        assert (await served_order(served, first, clients))[:3] == ["large0", "small0", "large1"]
+
+
 async def test_the_more_urgent_request_is_first(tmp_path: Path) -> None:
     path = tenants_file(tmp_path, a={}, b={"max_priority": "low"})
     async with cluster(tenants_file=path, max_concurrent_requests=1) as served:
