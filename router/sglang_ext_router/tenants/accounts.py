@@ -100,6 +100,7 @@ class Tenants:
         self._take_file(read_tenants_file(path), now_s)
         self.ledger = UsageLedger(config.usage_db, "0" if self._is_in_group else str(origin))
         self._restore_levels()
+        self._day = utc_day()  # of the last sweep: to find it for each request would take longer than to count it
         self._save_due_s = 0.0
         self._saving: asyncio.Future[None] | None = None
 
@@ -198,7 +199,7 @@ class Tenants:
             shown_class = "none" if length_class is None else length_class.value
             model, now_s = request.model.name, record.ended_s or 0.0
             self._metrics.count_usage(name, model, shown_class, used.prompt_tokens, used.output_tokens)
-            self.ledger.add(name, model, shown_class, UsageCount(1, *used), now_s, utc_day())
+            self.ledger.add(name, model, shown_class, UsageCount(1, *used), now_s, self._day)
         if charge.claim is not None:
             charge.account.settle(charge.estimated_tokens, used.tokens, was_admitted=record.is_admitted)
             if record.is_admitted:
@@ -248,6 +249,8 @@ class Tenants:
 
     def _elsewhere(self, account: TenantAccount) -> tuple[float, float]:
         """Return what the other routers have of an account's budgets."""
+        if self._parts == 1:
+            return 0.0, 0.0
         requests, tokens = account.requests, account.tokens
         name = account.limits.name
         return (
@@ -259,6 +262,7 @@ class Tenants:
 
     def sweep(self, loop: asyncio.AbstractEventLoop, now_s: float) -> None:
         """Write usage and budgets, in a thread, once in `FLUSH_S`."""
+        self._day = utc_day()
         if now_s < self._save_due_s or (self._saving is not None and not self._saving.done()):
             return
         self._save_due_s = now_s + FLUSH_S

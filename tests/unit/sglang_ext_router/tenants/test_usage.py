@@ -257,7 +257,7 @@ async def test_a_group_lends_what_one_router_needs(tmp_path: Path) -> None:
             assert tenants is not None
             bucket = tenants.account("a").requests
             assert bucket is not None
-            assert bucket.parts == 3
+            await served.until(lambda bucket=bucket: bucket.parts == 3)  # type: ignore[misc]
             bucket.level = 10.0
         served = routers[0]
         let_in, began_s = 0, served.router.loop.time()
