@@ -51,16 +51,21 @@ class _PriorityLevel(Generic[T]):
     __slots__ = ("finish", "virtual", "waiting")
 
     def __init__(self) -> None:
-        self.virtual = 0.0  # start of the latest admission
+        self.virtual = 0.0  # the least start of what waits; of an admission while nothing waits, its start
         self.finish: dict[str, float] = {}  # of each tenant's latest admission
         self.waiting: dict[str, list[tuple[float, int, T]]] = {}  # heaps by effective deadline
 
     def start(self, tenant: str) -> float:
-        return max(self.virtual, self.finish.get(tenant, 0.0))
+        return self.finish.get(tenant, self.virtual)
+
+    def catch_up(self, tenant: str) -> None:
+        """A tenant of which nothing waited begins at the virtual time. One that waits does not lose its place by that:
+        others may pass it while it must not have a place.
+        """
+        self.finish[tenant] = max(self.virtual, self.finish.get(tenant, 0.0))
 
     def charge(self, tenant: str, cost: float) -> None:
-        self.virtual = self.start(tenant)
-        self.finish[tenant] = self.virtual + cost
+        self.finish[tenant] = self.start(tenant) + cost
 
 
 class FairAdmissionQueue(AdmissionQueue[T]):
@@ -87,6 +92,11 @@ class FairAdmissionQueue(AdmissionQueue[T]):
         # A tenant that may have a place has none waiting that is more urgent: it would have got the place.
         if self.running < self.limit and self._may_run(places):
             self._claims[item] = claim
+            level = self._levels[claim.rank]
+            if claim.tenant not in level.waiting:
+                level.catch_up(claim.tenant)
+            if not level.waiting:
+                level.virtual = level.start(claim.tenant)
             self._begin(claim, places)
             return _ADMITTED
         if places.waiting >= self.queue_size:
@@ -104,6 +114,7 @@ class FairAdmissionQueue(AdmissionQueue[T]):
         heap = level.waiting.get(claim.tenant)
         if heap is None:
             level.waiting[claim.tenant] = heap = []
+            level.catch_up(claim.tenant)
         heappush(heap, entry)
         places.waiting += 1
         self._remember(places)
@@ -191,14 +202,19 @@ class FairAdmissionQueue(AdmissionQueue[T]):
         for level in self._levels:
             if not level.waiting:
                 continue
-            chosen, least, empty = "", _UNBOUNDED, ""
+            chosen, least, floor, empty = "", _UNBOUNDED, _UNBOUNDED, ""
             for tenant, heap in level.waiting.items():
                 while heap and (self._waiting.get(heap[0][2]) != heap[0][1] or heap[0][0] <= now_s):
                     heappop(heap)
                 if not heap:
                     empty = tenant
-                elif (start := level.start(tenant)) < least and self._may_run(self._tenants[tenant]):
+                    continue
+                start = level.start(tenant)
+                floor = min(floor, start)
+                if start < least and self._may_run(self._tenants[tenant]):
                     chosen, least = tenant, start
+            if floor < _UNBOUNDED:
+                level.virtual = max(level.virtual, floor)
             if empty:
                 del level.waiting[empty]  # one at a time: the others follow
             if least < _UNBOUNDED:

@@ -193,6 +193,44 @@ def test_no_place_is_kept_beyond_a_tenants_share() -> None:
     assert outcomes == {ADMITTED: 6, QUEUED: 2}  # the share of `a` is a quarter
 
 
+@pytest.mark.parametrize("places", [4, 12, 32])
+def test_shares_hold_where_places_are_kept_and_do_not_divide_evenly(places: int) -> None:
+    """Ten tenants always have something waiting; requests of the first take four times as long and as much work."""
+    random, now_s, done = Random(places), 0.0, Counter[str]()
+    queue: FairAdmissionQueue[str] = FairAdmissionQueue(places, 1000, 1e9)
+    works = {str(tenant): 4.0 if tenant == 0 else 1.0 for tenant in range(10)}
+    ends: dict[str, float] = {}
+    count = 0
+
+    def offer(tenant: str) -> None:
+        nonlocal count
+        count += 1
+        item = f"{tenant}-{count}"
+        if queue.offer(item, now_s, None, claim(tenant, works[tenant])) is ADMITTED:
+            begin(item)
+
+    def begin(item: str) -> None:
+        ends[item] = now_s + works[item.split("-")[0]] * random.uniform(0.9, 1.1)
+
+    for tenant in works:
+        for _ in range(places + 2):
+            offer(tenant)
+    for number in range(6000):
+        item = min(ends, key=ends.__getitem__)
+        now_s = ends.pop(item)
+        tenant = item.split("-")[0]
+        if number >= 1000:
+            done[tenant] += int(works[tenant])
+        for admitted in queue.release(now_s, item):
+            begin(admitted)
+        offer(tenant)
+        if number % 20 == 0:
+            for admitted in queue.refresh(now_s):
+                begin(admitted)
+    mean = sum(done.values()) / len(works)
+    assert max(abs(done[tenant] / mean - 1) for tenant in works) < 0.05, done
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_an_item_needs_one_claim(count: int) -> None:
     queue = full_queue()
