@@ -30,6 +30,7 @@ from sglang_ext.laps.decide.wait_depth import (
     ArrivalRate,
     BusyShare,
     GatheringBatch,
+    LongWork,
     OfferedWork,
     Verdict,
     WindowLimits,
@@ -71,6 +72,7 @@ class InstanceModel:
         self.rate = ArrivalRate()
         self.offered = OfferedWork()
         self.short_offered = OfferedWork()  # of it, by short prefills
+        self._long_work = LongWork()
         self.account = TimeAccount()
         self.busy = BusyShare()
         self.online_s = -inf  # when a request with a deadline arrived last
@@ -103,7 +105,7 @@ class InstanceModel:
         fitted = self.fit.fitted
         if fitted is not self._predicted_by and self._differs(fitted):
             self._predicted_by = fitted
-            for offered in (self.offered, self.short_offered):
+            for offered in (self.offered, self.short_offered, self._long_work):
                 offered.predict_again(self._work_s)
             self.predictions += 1
         elif self.boundary.tokens != boundary_tokens:
@@ -122,6 +124,8 @@ class InstanceModel:
         self.offered.add(now_s, work_s, new_tokens, cached_tokens)
         if length_class is _SHORT:
             self.short_offered.add(now_s, work_s, new_tokens, cached_tokens)
+        else:
+            self._long_work.add(work_s, new_tokens, cached_tokens)
 
     def _work_s(self, new_tokens: int, cached_tokens: int) -> float:
         cost = self.fit.coefficients
@@ -144,8 +148,8 @@ class InstanceModel:
             return idle_s
         cost = self.fit.coefficients
         longest_s = cost.chunk_s(self.limits.max_chunk_tokens, cached_tokens)
-        short_s = cost.kappa_s + self.short_offered.load(now_s).mean_work_s
-        loaded_s = loaded_round_s(self._fixed_s(cached_tokens), self.short_slo_s, self.offered.load(now_s), short_s)
+        load, long_s = self.offered.load(now_s), self._long_work.typical_s
+        loaded_s = loaded_round_s(self._fixed_s(cached_tokens), self.short_slo_s, load, long_s)
         return max(idle_s, min(loaded_s, longest_s))
 
     def idle_round_s(self, cached_tokens: int) -> float:

@@ -26,7 +26,9 @@ _LEAST_ON_STAGES: Final = 2.4  # fixed costs, at any objective: below, next to n
 _HELD_OVERHEADS: Final = 16.0  # fixed costs that an objective holds which may cost batches: two batches of eight
 _MOST_LOST: Final = 0.75  # of the time that the load leaves free, for the fixed costs of batches that hold an objective
 _LEAST_SPARE: Final = 0.25  # an estimate of the load that is a little too high must not make batches long
-_BATCH_WAITS: Final = 1.5  # batches that a short prefill waits which arrives during one and shares the next
+_MOST_OF_SPARE: Final = 1 / 2  # of the time that the load leaves free, for the fixed costs of batches
+_SHARE_OF_SPARE: Final = 1 / 5  # where a long prefill has at least five parts then
+_PART_OF_LONG: Final = 1 / 5
 _RARE_ARRIVALS: Final = 0.05  # during a batch that is longer than the objective allows
 _LONG_MODE_ROUNDS: Final = 3.0
 _WITHOUT_SHORTS: Final = 1.5  # a request that arrives meanwhile waits for this batch, not for a part of it
@@ -56,15 +58,15 @@ def packed_round_s(fixed_s: float, short_slo_s: float, stages: int = 1) -> float
     return max(min(round_s, _MOST_OF_SLO * short_slo_s), _LEAST_ON_STAGES * fixed_s)
 
 
-def loaded_round_s(fixed_s: float, short_slo_s: float, load: OfferedLoad, short_s: float) -> float:
-    """Time budget of a batch under a load, s; a short prefill takes `short_s` by itself.
+def loaded_round_s(fixed_s: float, short_slo_s: float, load: OfferedLoad, long_s: float) -> float:
+    """Time budget of a batch under a load, s; `long_s`: what a long prefill takes by itself (`LongWork`).
 
     With batches of T the fixed cost f takes the share f / T of the time. Under the load u, long prefills wait as in an
-    M/G/1 queue of the load u + f / T, as 1 / (1 - u - f / T). A short prefill that arrives during a batch waits for
-    half of it and shares the next one: it takes s + 3 T / 2. By how much each class is slower counts alike, so T is
-    where the product of the two is least: at T = (f + sqrt(f^2 + 2/3 (1 - u) f s)) / (1 - u). The fixed costs take half
-    of the free time there if s is small, else less. Above u = 0.75 a longer batch saves less than an eighth of the
-    time, and the load is only estimated: 1 - u counts as a quarter.
+    M/G/1 queue of the load u + f / T, as 1 / (1 - u - f / T); a short prefill that arrives during a batch waits for
+    half of it and shares the next one. Fixed costs may take half of the free time, T = 2 f / (1 - u): the product of
+    both waits is least there. They take a fifth of it, T = 5 f / (1 - u), where a long prefill still has five parts
+    then: parts that are nearly whole prompts let short ones wait and bring the others little. Above u = 0.75 a longer
+    batch saves little time, and the load is only estimated: 1 - u counts as a quarter.
 
     An objective that can be held (`can_hold`) is held: a batch is no longer than a third of it, unless the fixed costs
     would take more than three quarters of the free time. In any case a batch may be as long as the time in which in
@@ -73,7 +75,7 @@ def loaded_round_s(fixed_s: float, short_slo_s: float, load: OfferedLoad, short_
     spare = max(1.0 - load.utilisation, _LEAST_SPARE)
     if load.requests_per_s <= 0:
         return inf
-    round_s = (fixed_s + sqrt(fixed_s * fixed_s + spare * fixed_s * short_s / _BATCH_WAITS)) / spare
+    round_s = max(fixed_s / (_MOST_OF_SPARE * spare), min(fixed_s / (_SHARE_OF_SPARE * spare), _PART_OF_LONG * long_s))
     if can_hold(fixed_s, short_slo_s) and load.utilisation < 1.0:
         least_s = fixed_s / (_MOST_LOST * (1.0 - load.utilisation))
         round_s = min(round_s, max(_MOST_OF_SLO * short_slo_s, least_s))

@@ -32,6 +32,7 @@ _VALUE_OF_OTHERS: Final = 0.3
 _MOST_OTHERS: Final = 3.0
 _LEAST_SPAN_S: Final = 1e-3  # arrivals of one instant are a burst, not an infinite rate
 _MOST_OFFERED: Final = 256
+_LONG_WORKS: Final = 64
 _LEAST_OFFERED: Final = 32
 _OFFERED_FOR_S: Final = 60.0
 
@@ -308,6 +309,37 @@ class OfferedWork:
         first_s, first_work_s, _, _ = arrivals[0]
         span_s = max(now_s - first_s, _LEAST_SPAN_S)
         return OfferedLoad(len(arrivals) / span_s, max(0.0, self._work_s - first_work_s) / span_s)
+
+
+class LongWork:
+    """The work of the latest 64 long prefills.
+
+    `typical_s` is the mean work, s, of the prefill that a second of it belongs to, sum(x^2) / sum(x); 0 without any.
+    """
+
+    __slots__ = ("_works", "typical_s")
+
+    def __init__(self) -> None:
+        self._works: deque[tuple[float, int, int]] = deque(maxlen=_LONG_WORKS)
+        self.typical_s = 0.0
+
+    def add(self, work_s: float, new_tokens: int, cached_tokens: int) -> None:
+        """A long prefill has arrived that takes `work_s`."""
+        self._works.append((work_s, new_tokens, cached_tokens))
+        self._weigh()
+
+    def predict_again(self, work_s: Callable[[int, int], float]) -> None:
+        """Predict all of them again; `work_s` returns the time of a number of new and cached tokens."""
+        works = [(work_s(new, cached), new, cached) for _, new, cached in self._works]
+        self._works = deque(works, maxlen=_LONG_WORKS)
+        self._weigh()
+
+    def _weigh(self) -> None:
+        total_s = square_s2 = 0.0
+        for work_s, _, _ in self._works:
+            total_s += work_s
+            square_s2 += work_s * work_s
+        self.typical_s = square_s2 / total_s if total_s > 0 else 0.0
 
 
 class BusyShare:

@@ -19,6 +19,7 @@ from sglang_ext.laps.decide.wait_depth import (
     BusyShare,
     Evidence,
     GatheringBatch,
+    LongWork,
     OfferedLoad,
     OfferedWork,
     WindowLimits,
@@ -574,3 +575,17 @@ def test_a_time_before_the_latest_request_counts_as_that_one_s() -> None:
     offered.add(2.0, 1.0)
     offered.add(1.0, 1.0)
     assert offered.load(4.0) == OfferedLoad(1.0, 0.5)
+
+
+def test_a_typical_long_prefill_is_one_that_a_second_of_work_belongs_to() -> None:
+    longs = LongWork()
+    assert longs.typical_s == 0.0
+    for tokens in (1, 1, 1, 9):
+        longs.add(0.5 * tokens, tokens, 0)
+    # 3 x 0.5 s and 4.5 s: of 6 s of work a quarter belongs to the former.
+    assert longs.typical_s == pytest.approx(0.25 * 0.5 + 0.75 * 4.5)
+    longs.predict_again(lambda new, cached: 2.0 * new)
+    assert longs.typical_s == pytest.approx(0.25 * 2.0 + 0.75 * 18.0)
+    for _ in range(64):
+        longs.add(3.0, 3, 0)
+    assert longs.typical_s == pytest.approx(3.0)  # the earlier ones are forgotten
