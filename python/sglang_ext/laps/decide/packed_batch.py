@@ -68,14 +68,18 @@ def loaded_round_s(fixed_s: float, short_slo_s: float, load: OfferedLoad, long_s
     then: parts that are nearly whole prompts let short ones wait and bring the others little. Above u = 0.75 a longer
     batch saves little time, and the load is only estimated: 1 - u counts as a quarter.
 
-    An objective that can be held (`can_hold`) is held: a batch is no longer than a third of it, unless the fixed costs
-    would take more than three quarters of the free time. In any case a batch may be as long as the time in which in
-    fewer than one of twenty a request arrives: while nothing comes, nothing is cut.
+    An objective that can be held (`can_hold`) is held: no batch is longer than a third of it so that fixed costs take
+    less than half of the free time, nor otherwise unless they would take more than three quarters. In any case a batch
+    may be as long as the time in which in fewer than one of twenty a request arrives: while nothing comes, nothing is
+    cut.
     """
     spare = max(1.0 - load.utilisation, _LEAST_SPARE)
     if load.requests_per_s <= 0:
         return inf
-    round_s = max(fixed_s / (_MOST_OF_SPARE * spare), min(fixed_s / (_SHARE_OF_SPARE * spare), _PART_OF_LONG * long_s))
+    longest_s = min(fixed_s / (_SHARE_OF_SPARE * spare), _PART_OF_LONG * long_s)
+    if can_hold(fixed_s, short_slo_s):
+        longest_s = min(longest_s, _MOST_OF_SLO * short_slo_s)
+    round_s = max(fixed_s / (_MOST_OF_SPARE * spare), longest_s)
     if can_hold(fixed_s, short_slo_s) and load.utilisation < 1.0:
         least_s = fixed_s / (_MOST_LOST * (1.0 - load.utilisation))
         round_s = min(round_s, max(_MOST_OF_SLO * short_slo_s, least_s))

@@ -246,6 +246,9 @@ def test_under_load_a_batch_takes_what_its_fixed_costs_leave() -> None:
     # More comes than can be served, and the objective cannot be held.
     assert loaded_round_s(0.01, 0.01, OfferedLoad(1e6, 1.5), 0.0) == pytest.approx(0.01 / 0.125)
     assert loaded_round_s(0.01, 0.3, OfferedLoad(1e6, 0.6), 9.0) == pytest.approx(0.1)  # a third of the objective
+    # Batches are made no longer than that for long prefills: not where the load leaves little time, or none.
+    assert loaded_round_s(0.01, 0.3, OfferedLoad(1e6, 0.9), 9.0) == pytest.approx(0.1)
+    assert loaded_round_s(0.01, 0.3, OfferedLoad(1e6, 1.2), 9.0) == pytest.approx(0.1)
     # Batches of a third of 0.18 s lose half of the time that is free; of 0.165 s they would lose nine tenths.
     assert loaded_round_s(0.01, 0.18, OfferedLoad(1e6, 0.67), 0.0) == pytest.approx(0.06)
     assert loaded_round_s(0.01, 0.165, OfferedLoad(1e6, 0.8), 0.0) == pytest.approx(0.01 / 0.15)
