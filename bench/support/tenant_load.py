@@ -14,7 +14,7 @@ REFUSED_PAUSE_S = 0.05  # before a flooding connection asks again
 
 
 class TenantRequest(NamedTuple):
-    """What a tenant sends: a prompt of random token ids, and how many tokens it wants."""
+    """A request of a tenant: a prompt of random token ids, and the number of tokens that it wants."""
 
     prompt_tokens: int
     output_tokens: int

@@ -98,6 +98,18 @@ def undivided(engine: Engine, prompt: list[int]) -> list[int]:
     return tokens
 
 
+def check_two_turns(architecture: str, prefill: Engine, decode: Engine) -> None:
+    """Compare all prompts with the model's own tokens, twice: the second time behind cached prefixes."""
+    try:
+        for turn in range(2):
+            for prompt in prompts():
+                wanted = family_greedy(architecture, prompt, NEW_TOKENS)
+                assert greedy(prefill, decode, prompt, NEW_TOKENS) == wanted, (turn, len(prompt))
+    finally:
+        prefill.stop()
+        decode.stop()
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), [(1, 2), (2, 1), (2, 2)])
 @pytest.mark.parametrize("architecture", ["DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"])
@@ -107,14 +119,7 @@ def test_latent_rows_between_other_numbers_of_ranks(architecture: str, prefill_r
         spec(architecture, Role.SHORT, (*CHUNKS, "--tp", str(prefill_ranks)), (*HANDSHAKE, *BY_LAYER)),
         spec(architecture, Role.DECODE, ("--tp", str(decode_ranks), *CACHING), HANDSHAKE),
     )
-    try:
-        for turn in range(2):
-            for prompt in prompts():
-                wanted = family_greedy(architecture, prompt, NEW_TOKENS)
-                assert greedy(prefill, decode, prompt, NEW_TOKENS) == wanted, (turn, len(prompt))
-    finally:
-        prefill.stop()
-        decode.stop()
+    check_two_turns(architecture, prefill, decode)
 
 
 @pytest.mark.full
@@ -145,14 +150,7 @@ def test_windows_between_other_numbers_of_ranks(
         spec(architecture, Role.SHORT, (*CHUNKS, *pages, "--tp", str(prefill_ranks)), (*HANDSHAKE, *BY_LAYER)),
         spec(architecture, Role.DECODE, ("--tp", str(decode_ranks), *pages, *CACHING), HANDSHAKE),
     )
-    try:
-        for turn in range(2):
-            for prompt in prompts():
-                wanted = family_greedy(architecture, prompt, NEW_TOKENS)
-                assert greedy(prefill, decode, prompt, NEW_TOKENS) == wanted, (turn, len(prompt))
-    finally:
-        prefill.stop()
-        decode.stop()
+    check_two_turns(architecture, prefill, decode)
 
 
 @pytest.mark.full

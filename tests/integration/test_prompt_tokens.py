@@ -140,7 +140,7 @@ def cached_tokens(running: RunningRouter) -> float:
 
 
 def test_a_router_counts_chats_and_texts_by_events() -> None:
-    """What another router has sent is found, to the block; an instance that reads chats otherwise says so."""
+    """A router finds prompts that another has sent, to the block; an instance that reads chats otherwise says so."""
     roles = (EngineSpec(Role.BOTH, arguments=PAGES), EngineSpec(Role.DECODE, arguments=PAGES))
     other_template = EngineSpec(Role.BOTH, arguments=(*PAGES, "--chat-template", "chatml"))
     engines = FLEET.get(*roles, other_template)

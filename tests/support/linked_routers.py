@@ -8,11 +8,12 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from sglang_ext.types import Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress
 from sglang_ext_router.group.peers import Peers
 from sglang_ext_router.group.supervisor import ProcessPlace
 from support.router_process import FAST, RunningRouter, running_router
-from support.scripted_engine import ScriptedEngine
+from support.scripted_engine import Script, ScriptedEngine
 
 
 @asynccontextmanager
@@ -51,3 +52,29 @@ async def processes(
         yield running
         for one in running:
             await one.until_idle()
+
+
+@asynccontextmanager
+async def peer_group(
+    count: int,
+    own: Callable[[int, RouterConfig], RouterConfig] = lambda number, config: config,
+    script: Script | None = None,
+) -> AsyncIterator[list[RunningRouter]]:
+    """Routers that are each other's peers, over the same two instances; `own` makes the options of each."""
+    engines = [ScriptedEngine(Role.BOTH), ScriptedEngine(Role.DECODE)]
+    if script is not None:
+        engines[1].script = script
+    async with AsyncExitStack() as stack:
+        for engine in engines:
+            await engine.start()
+            stack.push_async_callback(engine.stop)
+        sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+        peers = tuple(f"127.0.0.1:{sock.getsockname()[1]}" for sock in sockets)
+        workers = tuple(WorkerAddress(engine.url, engine.role) for engine in engines)
+        shared = replace(FAST, workers=workers, peer=peers, peer_port=1, peer_key="secret")
+        routers = []
+        for number, sock in enumerate(sockets):
+            sock.setblocking(False)
+            config = own(number, shared)
+            routers.append(await stack.enter_async_context(running_router(config, siblings=Peers(config, sock))))
+        yield routers

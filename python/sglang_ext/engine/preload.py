@@ -74,7 +74,7 @@ class Imports:
         return {**wanted, **own}
 
     def _seen(self, name: str) -> set[str | None]:
-        """Return the values with which the imports behave as they did: that before them, and those that they set."""
+        """Return the values with which the imports behave as they did: the earlier value, and the values they set."""
         before = self.environment.get(name)
         return {before, self.set_variables.get(name, before)}
 

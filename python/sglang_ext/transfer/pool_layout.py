@@ -169,7 +169,7 @@ def plan_states(
     source_slots: Sequence[Slots],
     target_slots: Sequence[Slots],
 ) -> list[RowCopy]:
-    """Extra states, per kind: the shard's heads of those that are cut, and the others whole with the metadata.
+    """Return the copies of extra states, per kind: the shard's heads of cut states, others whole with the metadata.
 
     Raises ValueError when the numbers of kinds, buffers or items differ.
     """

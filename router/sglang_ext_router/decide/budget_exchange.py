@@ -1,8 +1,9 @@
 """Routers of a group that hand each other parts of their budgets: what one does not need, another may spend.
 
-Each router sends how many units it has of each budget, how many it has refused lately, and the sum of all that it ever
-handed to each peer. A sum that grew is credited by its receiver, so a lost or repeated message changes nothing. A unit
-leaves the sender's bucket when it is handed over: the buckets of a group never add up to more than the budget.
+Each router sends how many units it has of each budget, how many it has refused within the last second, and the sum of
+all that it ever handed to each peer. A sum that grew is credited by its receiver, so a lost or repeated message changes
+nothing. A unit leaves the sender's bucket when it is handed over: the buckets of a group never add up to more than the
+budget.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from sglang_ext_router.decide.budgets import REMEMBERED_S, Bucket
 
 
 class PeerBucket(NamedTuple):
-    """What a peer has of a budget, and how many units it has refused lately."""
+    """The units that a peer has of a budget, and those that it has refused within the last second."""
 
     level: float
     wanted: float

@@ -28,7 +28,7 @@ class Bucket:
         self.parts = parts  # routers among which the budget is divided
         self.level = per_minute / parts if level is None else level
         self.spilled = 0.0  # units by which it would have filled if there had been room
-        self._wanted = 0.0  # units that were refused lately
+        self._wanted = 0.0  # units of refusals that follow each other within REMEMBERED_S
         self._refused_s = now_s  # the last time
         self._at_s = now_s
 
@@ -91,7 +91,7 @@ class BudgetState(NamedTuple):
 
 
 def budget_state(bucket: Bucket, elsewhere: float = 0.0) -> BudgetState:
-    """Return what a client is told of a budget; `elsewhere` is what the other routers have of it."""
+    """Return a budget as a client sees it; `elsewhere`: the units that the other routers have of it."""
     remaining = max(0.0, bucket.level + elsewhere)
     reset_s = max(0.0, bucket.per_minute - remaining) / bucket.per_minute * MINUTE_S
     return BudgetState(round(bucket.per_minute), int(remaining + ROUNDING), reset_s)

@@ -27,7 +27,7 @@ _UNBOUNDED: Final = float("inf")
 
 
 class _TenantPlaces:
-    """The places that a tenant has, wants, and has had lately."""
+    """The places that a tenant has, wants, and has had within the last two stretches of RECENT_S."""
 
     __slots__ = ("concurrency", "kept", "peak", "peak_before", "running", "waiting", "weight")
 
@@ -77,7 +77,7 @@ class FairAdmissionQueue(AdmissionQueue[T]):
         self._tenants: dict[str, _TenantPlaces] = {}
         self._claims: dict[T, Claim] = {}  # of items that wait or run
         self._kept = 0  # places, over all tenants
-        self._shares_weight = 0.0  # of the tenants that had a place or wanted one lately
+        self._shares_weight = 0.0  # of the tenants with a recent peak
         self._stretch_end_s = 0.0
 
     def offer(
@@ -262,7 +262,7 @@ class FairAdmissionQueue(AdmissionQueue[T]):
         self._keep(places)
 
     def _divide(self) -> None:
-        """Divide the places among the tenants that had or wanted some lately."""
+        """Divide the places among the tenants with a recent peak."""
         self._shares_weight = sum([places.weight for places in self._tenants.values() if places.recent_peak])
         for places in self._tenants.values():
             self._keep(places)

@@ -17,7 +17,7 @@ MIN_RETRY_S = 1.0
 
 
 class TenantLimits(NamedTuple):
-    """What the file of tenants says of one; 0 is no limit."""
+    """The limits of one tenant in the file of tenants; 0 is no limit."""
 
     name: str
     weight: float = 1.0
@@ -95,7 +95,7 @@ class TenantAccount:
         self.output_tokens += LEARNING_SHARE * (tokens - self.output_tokens)
 
     def states(self, now_s: float, elsewhere: tuple[float, float] = (0.0, 0.0)) -> tuple[BudgetState | None, ...]:
-        """Return what clients are told of requests and of tokens; None of what has no limit."""
+        """Return the budgets of requests and of tokens as clients see them; None for a budget without a limit."""
         states: list[BudgetState | None] = []
         for bucket, others in ((self.requests, elsewhere[0]), (self.tokens, elsewhere[1])):
             if bucket is not None:

@@ -21,20 +21,24 @@ class ApiKeyFileError(ValueError):
     """A file of keys cannot be used; the message is one line and names the file and the line."""
 
 
+def read_key_file(path: str) -> str:
+    """Return the text of a file of keys. Raise ApiKeyFileError if it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ApiKeyFileError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ApiKeyFileError(f"{path} is not text in UTF-8") from None
+
+
 def read_api_keys(path: str) -> dict[str, bytes]:
     """Return the names and SHA-256 hashes of the keys in a file of lines `NAME:SHA256-HEX`.
 
     Blank lines and what follows `#` are skipped. Raise ApiKeyFileError for any other line, for a name or a hash that
     occurs twice, and for a file without keys.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ApiKeyFileError(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ApiKeyFileError(f"{path} is not text in UTF-8") from None
     keys: dict[str, bytes] = {}
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(read_key_file(path).splitlines(), 1):
         entry = line.partition("#")[0].strip()
         if not entry:
             continue

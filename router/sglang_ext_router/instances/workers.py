@@ -85,7 +85,7 @@ class KvEventsAddress(NamedTuple):
 
 
 class SchedulerLoad(NamedTuple):
-    """What an instance's scheduler says of its load, of all ranks together."""
+    """The load of an instance as its scheduler reports it, all ranks together."""
 
     running: int
     waiting_tokens: int  # of prompts whose prefill has not ended, without what is cached

@@ -36,7 +36,7 @@ _RESERVED = frozenset({
 _SCHEMA_TYPES = frozenset({"string", "number", "integer", "boolean", "object", "array", "null"})
 _FUNCTION_FIELDS = ("description", "name", "parameters")
 _SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-# Words by which SGLang takes a template for one that reads the parts of a message.
+# Words by which SGLang recognises a template that reads the parts of a message.
 _MEDIA_WORDS = ("image", "audio", "video", "vision")
 _MESSAGE_NAMES = ("message", "msg", "m")
 
@@ -199,7 +199,7 @@ def _source(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def _given_source(file: Path) -> str | None:
-    """Return the template of SGLang's `--chat-template`; None for the name of one that SGLang has built in."""
+    """Return the template of SGLang's `--chat-template`; None for the name of a template that SGLang has built in."""
     if file.suffix != ".jinja" or not file.is_file():
         return None
     return file.read_text(encoding="utf-8").strip("\n").replace("\\n", "\n")

@@ -97,7 +97,7 @@ class PromptTokeniser:
             if not needs <= readings:
                 raise UnknownPromptError("instances read this chat in another way")
             ids = self._encode(text, False)
-            if continued:  # whose first token must not be the one that begins a text
+            if continued:  # its first token must not be the token that begins a text
                 start = self._encode("", True)
                 behind = self._encode(continued, True)
                 ids += behind[1:] if start and behind[:1] == start[:1] else behind

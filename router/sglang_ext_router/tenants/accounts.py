@@ -89,7 +89,8 @@ class Tenants:
         self._by_prefix: dict[bytes, tuple[bytes, str]] = {}
         self._is_in_group = bool(config.peer_port)
         self._processes = config.processes
-        # Routers that divide the budgets: at first those that are named, as it takes a moment until they are heard of.
+        self._has_places = config.max_concurrent_requests > 0  # without a limit nothing waits for a place
+        # Routers that divide the budgets: at first the configured ones, as their first messages take a moment.
         self._parts = max(len(config.peer), 2) if self._is_in_group else config.processes
         self._alone_from_s = now_s + LONELY_AFTER_S
         self._exchange = BudgetExchange(origin)
@@ -113,7 +114,7 @@ class Tenants:
         return known[1] if known is not None and hmac.compare_digest(known[0], digest) else None
 
     def reload(self, now_s: float) -> None:
-        """Read the file again if it has changed; one that cannot be used is logged, and nothing changes."""
+        """Read the file again if it has changed; where it cannot be used, log the reason and keep the tenants."""
         if not self._watched.has_changed(now_s):
             return
         try:
@@ -180,7 +181,9 @@ class Tenants:
             charge.refusal = account.reserve(estimated, now_s)
             charge.reply_headers = _rate_limit_headers(account.states(now_s, self._elsewhere(account)))
         if charge.refusal is None:
-            cached_tokens = planner.max_cached_tokens(request.model, request.prompt, request.prompt_tokens)
+            cached_tokens = 0
+            if self._has_places:
+                cached_tokens = planner.max_cached_tokens(request.model, request.prompt, request.prompt_tokens)
             limits, work_tokens = account.limits, max(1, estimated - cached_tokens)
             rank = priority_rank(request.headers.priority)
             concurrency = self._concurrency.get(limits.name, limits.concurrency)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
 from sglang_ext_router.decide.tenants import DEFAULT_TENANT, PRIORITIES, TenantLimits
-from sglang_ext_router.http.api_keys import ApiKeyFileError
+from sglang_ext_router.http.api_keys import ApiKeyFileError, read_key_file
 
 MAX_TENANTS = 1000  # each has series of its own in the metrics
 MAX_LIMIT = 10**12
@@ -29,12 +28,7 @@ class TenantsFile(NamedTuple):
 
 def read_tenants_file(path: str) -> TenantsFile:
     """Read a file of tenants. Raise ApiKeyFileError, which names the entry and shows no key, if it cannot be used."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ApiKeyFileError(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ApiKeyFileError(f"{path} is not text in UTF-8") from None
+    text = read_key_file(path)
     try:
         return _read(_parsed(text))
     except ValueError as error:

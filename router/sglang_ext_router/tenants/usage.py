@@ -1,4 +1,4 @@
-"""What tenants have used, by UTC day, model and length class: counted here, kept in SQLite, added up over routers.
+"""Usage of tenants by UTC day, model and length class: counted here, kept in SQLite, added up over routers.
 
 Each start of a router process counts under an identifier of its own. A count only grows, and routers send each other
 theirs: the larger number of an identifier is the later one, so that messages may be lost or repeated, and a router that
@@ -42,7 +42,7 @@ INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET
 
 
 class UsageKey(NamedTuple):
-    """What is counted apart."""
+    """The dimensions of a count."""
 
     day: str  # YYYY-MM-DD
     tenant: str
@@ -79,7 +79,7 @@ NOTHING = UsageCount(0, 0, 0)
 
 
 class UsageLedger:
-    """The counts of this process, and those that others have sent."""
+    """The counts of this process, and the counts that other routers have sent."""
 
     def __init__(self, path: str = "", router: str = "0", today: str | None = None) -> None:
         """`path` is the database, empty for none; `router` distinguishes the processes that share it.
@@ -115,7 +115,7 @@ class UsageLedger:
         self._unsaved.add((key, self.origin))
 
     def rows_to_send(self, now_s: float) -> list[UsageRow]:
-        """Return what other routers should be sent now: what changed lately, and at times everything."""
+        """Return the rows for other routers: those that changed within RESENT_S, and every EVERYTHING_S all."""
         rows = []
         is_everything = now_s >= self._everything_due_s
         for key, count in self._own.items():

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from sglang_ext.types import Role
-from sglang_ext_router.config import WorkerAddress
 from sglang_ext_router.group import peers as peers_module
-from sglang_ext_router.group.peers import Peers
 from sglang_ext_router.instances import discovery as discovery_module
 from sglang_ext_router.observe.exposition import PREFIX
+from support.linked_routers import peer_group
 from support.router_process import FAST, RunningRouter, running_router
 from support.running_time import running_s
-from support.scripted_engine import ScriptedEngine
 from support.scripted_kubernetes import ScriptedKubernetes, endpoint, endpoint_slice
 
 
@@ -61,29 +57,9 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers_module, "FORGET_AFTER_S", 1.0)
 
 
-@asynccontextmanager
-async def group(count: int) -> AsyncIterator[list[RunningRouter]]:
-    """Routers that are each other's peers, over the same instances."""
-    engines = [ScriptedEngine(Role.BOTH), ScriptedEngine(Role.DECODE)]
-    async with AsyncExitStack() as stack:
-        for engine in engines:
-            await engine.start()
-            stack.push_async_callback(engine.stop)
-        sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-        peers = tuple(f"127.0.0.1:{sock.getsockname()[1]}" for sock in sockets)
-        workers = tuple(WorkerAddress(engine.url, engine.role) for engine in engines)
-        config = replace(FAST, workers=workers, peer=peers, peer_port=1, peer_key="secret")
-        routers = []
-        for sock in sockets:
-            sock.setblocking(False)
-            link = Peers(config, sock)
-            routers.append(await stack.enter_async_context(running_router(config, siblings=link)))
-        yield routers
-
-
 @pytest.mark.slow
 async def test_peers_that_are_found_connected_and_received() -> None:
-    async with group(3) as (first, second, third):
+    async with peer_group(3) as (first, second, third):
         for one in (first, second, third):
             await until_shown(one, peers_found=2, peers_connected=2, peers_received=2)
         await third.router.siblings.stop()  # as if its process had been killed; its address is still among the options

@@ -1,4 +1,4 @@
-"""Budgets per minute: never exceeded, whatever is reserved, used and returned, and however the routers divide them."""
+"""Budgets per minute: no order of reservations, uses and returns exceeds them, and no division among routers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = st.lists(st.tuples(st.floats(0, 30), st.integers(1, 400), st.floats(0, 1
 @given(steps=STEPS)
 @settings(max_examples=examples(200))
 def test_what_is_used_never_exceeds_the_budget(steps: list[tuple[float, int, float]]) -> None:
-    """With requests that use at most what was reserved, in any stretch of time."""
+    """Requests that use at most their reservations keep the budget in any stretch of time."""
     bucket, now_s = Bucket(600, 0.0), 0.0
     taken: list[tuple[float, float]] = []
     for pause_s, units, used_share in steps:

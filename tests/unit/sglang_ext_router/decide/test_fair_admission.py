@@ -48,7 +48,7 @@ def order_of(queue: FairAdmissionQueue[str], running: str = "busy0") -> list[str
 )
 @settings(max_examples=examples(40), deadline=None)
 def test_shares_of_work_converge_to_the_weights(weights: list[float], largest: int, seed: int) -> None:
-    """Of tenants that always have something waiting, whatever the sizes of their requests."""
+    """Tenants that always have something waiting get work by their weights, also where requests differ in size."""
     random, queue, done = Random(seed), full_queue(), Counter[str]()
     works = {str(tenant): random.randint(1, largest) for tenant in range(len(weights))}
     costs: dict[str, tuple[str, float]] = {}
@@ -143,7 +143,7 @@ def test_what_was_used_corrects_what_was_estimated() -> None:
 
 
 def test_a_tenants_concurrency() -> None:
-    """What exceeds it waits, and others pass."""
+    """Requests above it wait, and other tenants' pass them."""
     queue: FairAdmissionQueue[str] = FairAdmissionQueue(None, 10, 60.0)
     assert [queue.offer(f"a{number}", 0.0, None, claim("a", concurrency=2)) for number in range(4)] == [
         *(ADMITTED, ADMITTED, QUEUED, QUEUED)
@@ -316,7 +316,7 @@ class Bookkeeping(RuleBasedStateMachine):
             assert places.waiting == sum(self.tenants[item] == name for item in self.waiting)
 
     def teardown(self) -> None:
-        """With time and without further arrivals, everything is served or expires."""
+        """Let time pass without further arrivals: everything is served or expires."""
         self.admit(self.queue.set_limit(4, self.now_s))
         for _ in range(3):
             self.wait(RECENT_S)

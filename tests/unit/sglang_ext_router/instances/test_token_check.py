@@ -1,4 +1,4 @@
-"""What an instance and the router read alike, by what the instance answers."""
+"""An instance's answers show which prompts it and the router read alike."""
 
 from __future__ import annotations
 

@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 from sglang_ext_router.http import api_keys
+from sglang_ext_router.instances.registry import ModelPools
+from sglang_ext_router.request.prompt import Prompt
+from sglang_ext_router.request.routing import RoutePlanner
 from support.raw_client import Reply, request_bytes
 from support.router_process import RunningRouter, cluster
 from support.scripted_engine import DONE, chunk, event, hang, reply, status, stream, stream_head
@@ -197,3 +200,19 @@ async def test_nothing_is_added_without_tenants() -> None:
     async with cluster() as served:
         assert shown(await served.ask("POST", "/generate", PROMPT)) == {}
         assert served.router.tenants is None
+
+
+@pytest.mark.parametrize(("places", "lookups"), [(0, 0), (4, 1)])
+async def test_cached_prefixes_are_looked_up_only_to_share_places(
+    places: int, lookups: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def max_cached_tokens(planner: RoutePlanner, model: ModelPools, prompt: Prompt, prompt_tokens: int) -> int:
+        asked.append(prompt_tokens)
+        return 0
+
+    monkeypatch.setattr(RoutePlanner, "max_cached_tokens", max_cached_tokens)
+    async with cluster(tenants_file=tenants_file(tmp_path, a={}), max_concurrent_requests=places) as served:
+        assert (await ask(served, "a")).status == 200
+    assert len(asked) == lookups

@@ -1,13 +1,12 @@
-"""What tenants have used: counted once, over routers, restarts and kills; read by its tenant and the administrator."""
+"""Usage of tenants: counted once over routers, restarts and kills; read by its tenant and the administrator."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import sqlite3
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -15,13 +14,12 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.types import Role
-from sglang_ext_router.config import RouterConfig, RouterConfigError, WorkerAddress
-from sglang_ext_router.group.peers import Peers
+from sglang_ext_router.config import RouterConfig, RouterConfigError
 from sglang_ext_router.tenants import usage as usage_module
 from sglang_ext_router.tenants.usage import UsageCount, UsageLedger, read_usage_rows, utc_day
-from support.router_process import FAST, RunningRouter, cluster, running_router
-from support.scripted_engine import DONE, ScriptedEngine, event, reply, status, stream
+from support.linked_routers import peer_group
+from support.router_process import FAST, RunningRouter, cluster
+from support.scripted_engine import DONE, event, reply, status, stream
 from support.tenants import bearer, tenants_file
 
 DAY = "2026-11-27"
@@ -198,29 +196,13 @@ def test_a_database_that_cannot_be_used(tmp_path: Path) -> None:
 
 @asynccontextmanager
 async def group(tmp_path: Path, count: int, **limits: int) -> AsyncIterator[list[RunningRouter]]:
-    """Routers that are each other's peers, over the same instances, each with a database of its own."""
-    engines = [ScriptedEngine(Role.BOTH), ScriptedEngine(Role.DECODE)]
-    engines[1].script = reply(USED)
-    async with AsyncExitStack() as stack:
-        for engine in engines:
-            await engine.start()
-            stack.push_async_callback(engine.stop)
-        sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-        peers = tuple(f"127.0.0.1:{sock.getsockname()[1]}" for sock in sockets)
-        workers = tuple(WorkerAddress(engine.url, engine.role) for engine in engines)
-        config: RouterConfig = replace(
-            FAST,
-            workers=workers,
-            peer=peers,
-            peer_port=1,
-            peer_key="secret",
-            tenants_file=tenants_file(tmp_path, a=dict(limits)),
-        )
-        routers = []
-        for number, sock in enumerate(sockets):
-            sock.setblocking(False)
-            own = replace(config, usage_db=str(tmp_path / f"usage-{number}.db"))
-            routers.append(await stack.enter_async_context(running_router(own, siblings=Peers(own, sock))))
+    """Routers of one group that share a file of tenants, each with a database of its own."""
+    path = tenants_file(tmp_path, a=dict(limits))
+
+    def own(number: int, config: RouterConfig) -> RouterConfig:
+        return replace(config, tenants_file=path, usage_db=str(tmp_path / f"usage-{number}.db"))
+
+    async with peer_group(count, own, reply(USED)) as routers:
         for served in routers:
             await served.until_ready()
             await served.until(lambda served=served: len(served.router.siblings.demands()) == count - 1)  # type: ignore[misc]

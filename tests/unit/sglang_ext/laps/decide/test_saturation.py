@@ -89,8 +89,8 @@ def closed_loop(policy: IterationPolicy, count: int, seed: int) -> Clients:
 
 @pytest.mark.parametrize("count", [16, 64, 128])
 def test_no_prompt_starves_in_saturation(count: int) -> None:
-    """Where late ones only go shortest first, long prompts wait ten times as long as in SGLang's order; where waiting
-    ones are not predicted again once their costs are known, seven times.
+    """If late ones only went shortest first, long prompts would wait ten times as long as in SGLang's order; if
+    waiting ones were not predicted again once their costs are known, seven times.
 
     The longest wait of a run differs by half from seed to seed: the mean of six is compared.
     """

@@ -27,7 +27,7 @@ from sglang_ext.transfer.sglang.layout import (
 
 
 class StateType(StrEnum):
-    """As SGLang's."""
+    """The kinds of states, named as in SGLang."""
 
     MAMBA = "mamba"
     SWA = "swa"
