@@ -15,7 +15,7 @@ from sglang_ext_router.decide.budgets import REMEMBERED_S, Bucket
 
 
 class PeerBucket(NamedTuple):
-    """The units that a peer has of a budget, and those that it has refused within the last second."""
+    """The units that a peer has of a budget, and the units that it has refused within the last second."""
 
     level: float
     wanted: float

@@ -115,7 +115,7 @@ class UsageLedger:
         self._unsaved.add((key, self.origin))
 
     def rows_to_send(self, now_s: float) -> list[UsageRow]:
-        """Return the rows for other routers: those that changed within RESENT_S, and every EVERYTHING_S all."""
+        """Return the rows for other routers: rows that changed within RESENT_S, and every EVERYTHING_S all."""
         rows = []
         is_everything = now_s >= self._everything_due_s
         for key, count in self._own.items():
