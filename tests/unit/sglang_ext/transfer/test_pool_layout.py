@@ -18,6 +18,7 @@ from sglang_ext.transfer.pool_layout import (
     join_rows,
     plan_items,
     plan_rows,
+    plan_states,
 )
 
 
@@ -151,6 +152,19 @@ def test_a_model_of_recurrent_layers_alone_has_states_alone() -> None:
     assert alone.layout_mismatch(alone) is None
     other = PoolLayout("float32", 0, (), 0, 1, layout().aux, ((ItemBuffer(1 << 20, 32, 8),),))
     assert "both need one tensor parallel size" in (alone.layout_mismatch(other) or "")
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_states_that_are_not_cut_come_once_with_the_metadata(*, has_aux: bool) -> None:
+    """Each rank brings its heads of a cut kind; only the rank of the metadata brings the other kind."""
+    whole, cut = (ItemBuffer(1 << 20, 64, 8),), (ItemBuffer(1 << 21, 32, 8),)
+    pool = PoolLayout("float32", 0, layout().layers, 0, 2, layout().aux, (whole, cut), (False, True))
+    shard = KVShard((), 1, 1, 0, 0, has_aux, has_states=True)
+    copies = plan_states(pool, pool, shard, [slots(3), slots(5)], [slots(4), slots(6)])
+    from_whole = [copy for copy in copies if copy.source_address < 1 << 21]
+    from_cut = [copy for copy in copies if copy.source_address >= 1 << 21]
+    assert len(from_whole) == has_aux
+    assert [(copy.source_address, copy.length_bytes) for copy in from_cut] == [((1 << 21) + 16, 16)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=30))

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from sglang_ext_router.decide.admission import Claim
+from sglang_ext_router.decide.fair_admission import FairAdmissionQueue
 from sglang_ext_router.http import api_keys
 from sglang_ext_router.instances.registry import ModelPools
+from sglang_ext_router.request.flow import RequestFlow
 from sglang_ext_router.request.prompt import Prompt
 from sglang_ext_router.request.routing import RoutePlanner
 from support.raw_client import Reply, request_bytes
@@ -202,17 +205,23 @@ async def test_nothing_is_added_without_tenants() -> None:
         assert served.router.tenants is None
 
 
-@pytest.mark.parametrize(("places", "lookups"), [(0, 0), (4, 1)])
+@pytest.mark.parametrize(("places", "lookups", "work_tokens"), [(0, 0, 50), (4, 1, 20)])
 async def test_cached_prefixes_are_looked_up_only_to_share_places(
-    places: int, lookups: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    places: int, lookups: int, work_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
+    claims: list[Claim] = []
 
     def max_cached_tokens(planner: RoutePlanner, model: ModelPools, prompt: Prompt, prompt_tokens: int) -> int:
         asked.append(prompt_tokens)
-        return 0
+        return 30
+
+    def correct(queue: FairAdmissionQueue[RequestFlow], claim: Claim, used_tokens: float) -> None:
+        claims.append(claim)
 
     monkeypatch.setattr(RoutePlanner, "max_cached_tokens", max_cached_tokens)
+    monkeypatch.setattr(FairAdmissionQueue, "correct", correct)
     async with cluster(tenants_file=tenants_file(tmp_path, a={}), max_concurrent_requests=places) as served:
         assert (await ask(served, "a")).status == 200
     assert len(asked) == lookups
+    assert [claim.work_tokens for claim in claims] == [work_tokens]

@@ -179,6 +179,7 @@ def test_what_waits_is_predicted_again_once_costs_are_known() -> None:
     assert after.request == before.request
     assert laps.queue.get(0).request.length_class is SHORT
     assert laps._model.offered.load(1.0).utilisation < 1
+    assert laps._model._long_work.typical_s < 2 * CPU.chunk_s(4000, 0)
 
 
 def test_deadlines() -> None:
