@@ -16,8 +16,9 @@ from functools import cache
 from pathlib import Path
 
 # Linux hands out ports from 32768 on to outgoing connections; a plain SGLang instance draws the port of its ranks'
-# rendezvous between 22000 and 29999 (`get_free_port_below_ephemeral`), to bind it later as well.
-PORTS = (*range(20000, 22000), *range(30000, 32768))
+# rendezvous between 22000 and 29999 (`get_free_port_below_ephemeral`), to bind it later as well. From 30000 to
+# 30100 are the ports where SGLang and this project's commands listen when none is given.
+PORTS = (*range(20000, 22000), *range(30101, 32768))
 
 _reserved: set[int] = set()  # a process is never refused a lock that it holds
 

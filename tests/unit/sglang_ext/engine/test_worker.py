@@ -14,11 +14,13 @@ from sglang_ext.cpu import unserved_models
 from sglang_ext.engine import worker
 from sglang_ext.engine.device import Device, MachineFacts
 from sglang_ext.engine.launch_plan import LaunchCommand
+from support.engines import free_port
 
 
 def parse(*argv: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="sglang-ext worker")
     worker.add_arguments(parser)
+    parser.set_defaults(port=free_port(), bootstrap_port=free_port())  # whatever else runs on this machine
     return parser.parse_args(argv)
 
 
