@@ -20,7 +20,6 @@ from sglang_ext_router.config import RouterConfig, WorkerAddress, parse_worker_u
 from sglang_ext_router.control.control_plane import build_app, methods_of
 from sglang_ext_router.control.controller import PoolController
 from sglang_ext_router.decide.admission import AdmissionQueue, Demand
-from sglang_ext_router.decide.block_index import PromptKind
 from sglang_ext_router.decide.fair_admission import FairAdmissionQueue
 from sglang_ext_router.decide.pd_protocol import RetryPolicy
 from sglang_ext_router.decide.retry_budget import RetryBudget
@@ -561,10 +560,7 @@ class Router:
             self._token_checks.check(worker, model.tokeniser)
 
     def _on_reading_changed(self, worker: Worker) -> None:
-        model = self.registry.models.get(worker.model)
-        if model is not None:
-            readings = [other.alike for other in self.registry if other.model == worker.model]
-            model.alike = frozenset[PromptKind]().union(*readings)
+        self.registry.refresh_readings(worker.model)
 
 
 def _lease_holder(config: RouterConfig, loop: asyncio.AbstractEventLoop) -> LeaseHolder | None:

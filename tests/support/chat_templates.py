@@ -162,3 +162,97 @@ class Chats:
             ended = [*body["messages"], {"role": "assistant", "content": self.text()}]
             return {**body, "messages": ended, "continue_final_message": True}
         return body
+
+
+class OtherForms:
+    """Draws bodies of `/v1/messages` and `/v1/responses`."""
+
+    def __init__(self, seed: int) -> None:
+        self._draws = random.Random(seed)
+
+    def text(self) -> str:
+        return " ".join(self._draws.choices(_WORDS, k=self._draws.randint(1, 8)))
+
+    def _parts(self, kind: str = "text") -> Any:
+        if self._draws.random() < 0.4:
+            return self.text()
+        return [{"type": kind, "text": self.text()} for _ in range(self._draws.randint(1, 3))]
+
+    def _tool(self, schema_field: str) -> dict[str, Any]:
+        tool = {"name": "look", "description": self.text(), schema_field: {**_SCHEMA}, "strict": False}
+        for name in self._draws.sample(["description", "strict"], self._draws.randint(0, 2)):
+            del tool[name]
+        if schema_field == "input_schema" and self._draws.random() < 0.3:
+            del tool[schema_field]["type"]
+        return tool
+
+    def messages(self) -> dict[str, Any]:
+        """Return a body of `/v1/messages` without its limit: system blocks, tools, calls, answers."""
+        draws = self._draws
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": self._parts()}]}
+        if draws.random() < 0.6:
+            body["system"] = self._parts()
+        has_tools = draws.random() < 0.5
+        if has_tools:
+            body["tools"] = [self._tool("input_schema")]
+            if draws.random() < 0.5:
+                body["tools"].append({"type": "web_search_20250305", "name": "web_search"})
+            body["tool_choice"] = {"type": draws.choice(["auto", "any", "none"])}
+        for _ in range(draws.randint(0, 3)):
+            said: Any = self._parts()
+            if has_tools and draws.random() < 0.7:
+                call = {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {"z": self.text(), "n": 2.5}}
+                said = [*([{"type": "text", "text": self.text()}] if draws.random() < 0.5 else []), call]
+                answer = {"type": "tool_result", "tool_use_id": "toolu_1", "content": self._parts()}
+                if draws.random() < 0.2:
+                    del answer["content"]
+                around: list[dict[str, Any]] = [{"type": "text", "text": self.text()} for _ in range(3)]
+                asked: Any = [*around[: draws.randint(0, 2)], answer, *around[: draws.randint(0, 3)]]
+            else:
+                asked = self._parts()
+            if draws.random() < 0.1:
+                body["messages"].append({"role": "system", "content": self.text()})
+            body["messages"] += [{"role": "assistant", "content": said}, {"role": "user", "content": asked}]
+        if draws.random() < 0.1:
+            body["messages"].append({"role": "assistant", "content": "{"})
+        return body
+
+    def response(self) -> dict[str, Any]:
+        """Return a body of `/v1/responses`: instructions, developers' messages, calls, thought."""
+        draws = self._draws
+        body: dict[str, Any] = {}
+        if draws.random() < 0.5:
+            body["instructions"] = self.text()
+        if draws.random() < 0.2:
+            return {**body, "input": self.text()}
+        items: list[dict[str, Any]] = []
+        if draws.random() < 0.5:
+            role = draws.choice(["developer", "system"])
+            items.append({"type": "message", "role": role, "content": self._parts("input_text")})
+        items.append({"role": "user", "content": self._parts("input_text")})
+        has_tools = draws.random() < 0.5
+        if has_tools:
+            body["tools"] = [{"type": "function", **self._tool("parameters")}, {"type": "web_search"}]
+            body["tool_choice"] = draws.choice(["auto", "none"])
+        for _ in range(draws.randint(0, 3)):
+            if draws.random() < 0.3:
+                summary = [{"type": "summary_text", "text": self.text()} for _ in range(draws.randint(0, 2))]
+                items.append({"type": "reasoning", "id": "rs_1", "summary": summary})
+            if draws.random() < 0.7:
+                parts = [{"type": "output_text", "text": self.text(), "annotations": []}]
+                items.append(
+                    {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant", "content": parts}
+                )
+            if has_tools and draws.random() < 0.6:
+                arguments = json.dumps({"z": self.text()})
+                items.append(
+                    {"type": "function_call", "call_id": "c", "id": "f", "name": "look", "arguments": arguments}
+                )
+                items.append({"type": "function_call_output", "call_id": "c", "output": self._parts("input_text")})
+                items.append({"role": "assistant", "content": self.text()})
+            if draws.random() < 0.1:
+                items.append({"role": "developer", "content": self.text()})
+            items.append({"role": "user", "content": self._parts("input_text")})
+        if draws.random() < 0.3:
+            body["reasoning"] = draws.choice([{"effort": "low"}, {"effort": "none"}, {"summary": "auto"}])
+        return {**body, "input": items}

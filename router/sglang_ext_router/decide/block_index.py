@@ -44,6 +44,9 @@ class PromptKind(StrEnum):
     CHATS = "chats"
     TOOLS = "tools"  # and their calls and answers
     REASONING = "reasoning"  # of former turns, and variables of the chat template
+    MESSAGES = "messages"  # of /v1/messages
+    THOUGHT = "messages_thought"  # its `thinking` and `output_config`, and thought of former turns
+    RESPONSES = "responses"  # of /v1/responses
 
 
 _TIERS = len(Tier)

@@ -190,6 +190,13 @@ class WorkerRegistry:
         if self.on_refreshed is not None:
             self.on_refreshed()
 
+    def refresh_readings(self, name: str) -> None:
+        """Some instance of a model reads other prompts as the router does."""
+        model = self.models.get(name)
+        if model is not None:
+            readings = [worker.alike for worker in self if worker.model == name]
+            model.alike = frozenset[PromptKind]().union(*readings)
+
     def find_model(self, name: str | None) -> ModelPools | None:
         """Return the model that a request names: a name, an alias, or `NAME:ADAPTER`; without a name the only model."""
         if not name:

@@ -1,7 +1,8 @@
 """Asks each instance, once, whether it makes the same tokens as the router of texts, chats, tools and thought.
 
-Chat templates differ by model, option and version of SGLang, and so an instance's own answer (`/v1/tokenize`) counts:
-only what both read alike is counted by the instance's events.
+Chat templates differ by model, option and version of SGLang, and so an instance's own answer counts (`/v1/tokenize`; of
+Anthropic's messages it says only how many tokens they have): what both read alike is counted by the instance's events.
+Of `/v1/responses` nothing can be asked. It is taken to be read alike until a reply counts other tokens.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from sglang_ext_router.request.tokenising import PromptTokeniser
 logger = logging.getLogger(__name__)
 
 PATH = "/v1/tokenize"
+COUNT_PATH = "/v1/messages/count_tokens"
 TRIES = 5
 PAUSE_S = 2.0
 _ALL = frozenset(PromptKind)
@@ -47,6 +49,34 @@ _CALLED: list[dict[str, Any]] = [
     {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": '{"t": 7}'}]},
 ]
 _THOUGHT = {"role": "assistant", "content": "two", "reasoning_content": "if one, two"}
+_SAYING: dict[str, Any] = {"role": "user", "content": "one " + _TEXT}
+_LOOKING: list[dict[str, Any]] = [
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "text", "text": "looking"},
+            {"type": "tool_use", "id": "c1", "name": "weather", "input": {"place": "Zürich", "days": 1}},
+        ],
+    },
+    {
+        "role": "user",
+        "content": [
+            {"type": "text", "text": "before"},
+            {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": '{"t": 7}'}]},
+            {"type": "text", "text": "behind"},
+            {"type": "text", "text": " it"},
+        ],
+    },
+]
+_LOOK: dict[str, Any] = {"name": "weather", "description": "of today", "input_schema": _SCHEMA}
+_THINKING: list[dict[str, Any]] = [
+    _SAYING,
+    {
+        "role": "assistant",
+        "content": [{"type": "thinking", "thinking": "if one, two"}, {"type": "text", "text": "two"}],
+    },
+    _SAYING,
+]
 # What is asked, by what it shows. Where both refuse one, they read it alike.
 _CASES: Mapping[PromptKind, list[dict[str, Any]]] = {
     PromptKind.TEXTS: [{"prompt": _TEXT}, {"prompt": "a"}],
@@ -67,7 +97,22 @@ _CASES: Mapping[PromptKind, list[dict[str, Any]]] = {
         {"messages": _TURNS, "reasoning_effort": "low"},
         {"messages": _TURNS, "reasoning_effort": "high"},
     ],
+    PromptKind.MESSAGES: [
+        {"system": [{"type": "text", "text": "be brief"}, {"type": "text", "text": "and kind"}], "messages": [_SAYING]},
+        {"system": "be brief", "messages": [_SAYING, *_LOOKING], "tools": [_LOOK]},
+        {"messages": [_SAYING, *_LOOKING], "tools": [_LOOK], "tool_choice": {"type": "none"}},
+        {"messages": [_SAYING, {"role": "system", "content": " be kind "}, _SAYING]},
+    ],
+    PromptKind.THOUGHT: [
+        {"messages": _THINKING},
+        {"messages": [_SAYING], "thinking": {"type": "adaptive"}},
+        {"messages": [_SAYING], "thinking": {"type": "disabled"}},
+        {"messages": [_SAYING], "output_config": {"effort": "low"}},
+        {"messages": [_SAYING], "output_config": {"effort": "xhigh"}},
+    ],
+    PromptKind.RESPONSES: [],
 }
+_MESSAGES = frozenset({PromptKind.MESSAGES, PromptKind.THOUGHT})
 _ERRORS = (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError, TypeError)
 
 Ask = Callable[[Worker, str, bytes], Awaitable[tuple[int, bytes]]]
@@ -111,7 +156,7 @@ class TokenChecks:
     async def _run(self, worker: Worker, tokeniser: PromptTokeniser) -> None:
         for _ in range(TRIES):
             try:
-                alike = {kind for kind in PromptKind if await self._is_alike(worker, tokeniser, _CASES[kind])}
+                alike = {kind for kind in PromptKind if await self._is_alike(worker, tokeniser, kind)}
             except _ERRORS as error:
                 logger.debug("no tokens from %s: %s", worker.url, error)
                 await asyncio.sleep(PAUSE_S)
@@ -125,20 +170,25 @@ class TokenChecks:
             return
         logger.info("worker %s does not say what tokens it makes: cached prefixes are estimated for it", worker.url)
 
-    async def _is_alike(self, worker: Worker, tokeniser: PromptTokeniser, cases: list[dict[str, Any]]) -> bool:
-        """Return whether the instance and the router make the same of all cases. Raises one of _ERRORS."""
-        for case in cases:
-            status, answer = await self._ask(worker, PATH, orjson.dumps(case))
+    async def _is_alike(self, worker: Worker, tokeniser: PromptTokeniser, kind: PromptKind) -> bool:
+        """Return whether the instance and the router make the same of all cases of a kind. Raises one of _ERRORS."""
+        counts_only = kind in _MESSAGES
+        path = b"/v1/messages" if counts_only else b"/v1/chat/completions"
+        for case in _CASES[kind]:
+            if counts_only:
+                asked, answered, body = COUNT_PATH, "input_tokens", {"model": "default", **case}
+            else:
+                asked, answered, body = PATH, "tokens", case
+            status, answer = await self._ask(worker, asked, orjson.dumps(body))
             if status >= 500 or status == 404:
                 return False
-            theirs = orjson.loads(answer)["tokens"] if status == 200 else None
-            path = b"/v1/completions" if "prompt" in case else b"/v1/chat/completions"
+            theirs = orjson.loads(answer)[answered] if status == 200 else None
             try:
-                own, _ = tokeniser.ids(path, case, _ALL)
+                ids, _ = tokeniser.ids(b"/v1/completions" if "prompt" in case else path, case, _ALL)
             except UnknownPromptError:
                 if theirs is not None:
                     return False
             else:
-                if own != theirs:
+                if theirs != (len(ids) if counts_only else ids):
                     return False
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from sglang_ext_router.decide.block_index import PromptKind
 from sglang_ext_router.decide.pd_actions import Leg
 from sglang_ext_router.instances.workers import Worker
 from sglang_ext_router.observe.request_record import RequestRecord
@@ -229,6 +230,10 @@ class Attempt:
             record.known_prompt_tokens = self._reported(leg, end, PROMPT_TOKENS)
         if request.is_undivided:  # nothing is generated
             return
+        if PromptKind.RESPONSES in prompt.needs and prompt.blocks is not None:
+            tokens = find_int(end, b'"input_tokens":')
+            if tokens is not None and tokens != prompt.blocks.tokens:
+                services.planner.learn_misread(self.route.prefill, PromptKind.RESPONSES)
         metrics = services.metrics.of(self.route.decision.length_class)
         if not prompt.is_stream:
             tokens = self._reported(leg, end, OUTPUT_TOKENS)

@@ -63,9 +63,13 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._defaults = dict(defaults)
         self._reads_parts = _reads_parts(source, environment)
+        self.keeps_inline_system = _keeps_inline_system(source)
 
-    def render(self, body: Mapping[str, Any]) -> ChatText:
-        """Return the text of a body of `/v1/chat/completions`. Raises UnknownPromptError, also where it is refused."""
+    def render(self, body: Mapping[str, Any], implies_thinking: bool = True) -> ChatText:
+        """Return the text of a body of `/v1/chat/completions`. Raises UnknownPromptError, also where it is refused.
+
+        `implies_thinking`: a reasoning effort turns thinking on or off, too.
+        """
         if any(body.get(name) is not None for name in _UNREAD_FIELDS):
             raise UnknownPromptError("the chat has fields that change its prompt")
         needs = {PromptKind.CHATS}
@@ -81,7 +85,7 @@ class ChatTemplate:
                 messages.pop()
             else:
                 messages[-1] = {"role": "user", "content": last["content"]}
-        variables = self._variables(body, needs)
+        variables = self._variables(body, needs, implies_thinking)
         tools = _tools(body)
         if tools:
             needs.add(PromptKind.TOOLS)
@@ -103,7 +107,7 @@ class ChatTemplate:
             messages=messages, tools=tools, documents=None, add_generation_prompt=True, **variables
         )
 
-    def _variables(self, body: Mapping[str, Any], needs: set[PromptKind]) -> dict[str, Any]:
+    def _variables(self, body: Mapping[str, Any], needs: set[PromptKind], implies_thinking: bool) -> dict[str, Any]:
         """Return the template's variables in addition to messages and tools."""
         given = body.get("chat_template_kwargs")
         if given is not None and type(given) is not dict:
@@ -113,10 +117,11 @@ class ChatTemplate:
         if effort is not None:
             if type(effort) is not str or effort not in _EFFORTS:
                 raise UnknownPromptError("a reasoning_effort that is not known here")
-            own = {"thinking": effort != "none", "enable_thinking": effort != "none", **own}
+            if implies_thinking:
+                own = {"thinking": effort != "none", "enable_thinking": effort != "none", **own}
         if not _RESERVED.isdisjoint(own):
             raise UnknownPromptError("chat_template_kwargs has names of SGLang's own")
-        if own:
+        if own or effort is not None:
             needs.add(PromptKind.REASONING)
         own = {**self._defaults, **own}
         if effort is not None:
@@ -331,6 +336,19 @@ def _reads_parts(source: str, environment: ImmutableSandboxedEnvironment) -> boo
     if any(word in source for word in _MEDIA_WORDS):
         return True
     return any(_is_content(loop.iter) for loop in environment.parse(source).find_all(nodes.For))
+
+
+def _keeps_inline_system(source: str) -> bool:
+    """Return whether SGLang finds that this template shows a system message where it stands, behind others."""
+    mark = "a mark that no template has"
+    turn = {"role": "user", "content": "t"}
+    messages = [{"role": "system", "content": "t"}, turn, {"role": "system", "content": mark}, turn]
+    # With less than templates are rendered with: what needs more counts as refusing.
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    try:
+        return mark in environment.from_string(source).render(messages=messages, add_generation_prompt=False)
+    except Exception:  # a template may fail in any way
+        return False
 
 
 def _is_content(node: nodes.Node) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from math import inf
@@ -9,7 +10,7 @@ from typing import NamedTuple
 
 from sglang_ext.types import LengthClass, PrefillLoad, Role, RouteDecision
 from sglang_ext_router.config import RouterConfig
-from sglang_ext_router.decide.block_index import BlockIndex, TokenBlocks
+from sglang_ext_router.decide.block_index import BlockIndex, PromptKind, TokenBlocks
 from sglang_ext_router.decide.decode_choice import decode_policy
 from sglang_ext_router.decide.pairing import choose_revision, nearest
 from sglang_ext_router.decide.pool_choice import FixedBoundary, PoolChoice, choose_pool, classify, is_in_doubt
@@ -20,6 +21,8 @@ from sglang_ext_router.decide.way_choice import PlainLoad, choose_plain, common_
 from sglang_ext_router.instances.registry import PLAIN_KIND, ModelPools, WorkerRegistry
 from sglang_ext_router.instances.workers import Worker
 from sglang_ext_router.request.prompt import Prompt
+
+logger = logging.getLogger(__name__)
 
 MAX_SESSIONS = 65_536  # whose last turn is remembered: 20 MB
 TOKEN_ID_BYTES = 8  # in the text over which prompts of token ids are hashed
@@ -563,6 +566,13 @@ class RoutePlanner:
         """Learn from an instance's count of the prompt's tokens."""
         if prompt.sequence_count == 1 and prompt.text_bytes and not (prompt.images or prompt.audios):
             model.estimator.observe(prompt.text_bytes, prompt_tokens)
+
+    def learn_misread(self, worker: Worker, kind: PromptKind) -> None:
+        """An instance makes other tokens of this kind of prompts than the router."""
+        if kind in worker.alike:
+            logger.info("worker %s makes other tokens of %s: estimated for them", worker.url, kind)
+            worker.alike -= {kind}
+            self._registry.refresh_readings(worker.model)
 
     def learn_boundary(self, prefill: Worker) -> None:
         """Learn where short ends on a prefill instance; of several that differ the middle boundary counts."""

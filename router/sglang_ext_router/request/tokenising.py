@@ -21,7 +21,8 @@ from tokenizers import Tokenizer
 
 from sglang_ext_router.decide.block_index import PromptKind, TokenBlocks
 from sglang_ext_router.instances.workers import TokenSource
-from sglang_ext_router.request.chat_template import ChatTemplate, UnknownPromptError, load_chat_template
+from sglang_ext_router.request.chat_forms import chat_of_messages, chat_of_response, reads_thought
+from sglang_ext_router.request.chat_template import ChatTemplate, ChatText, UnknownPromptError, load_chat_template
 from sglang_ext_router.request.prompt import BadRequestError, parse_body, token_blocks
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,8 @@ MIN_TEXT_BYTES = 256  # of a text that is tokenised for its blocks: what a short
 MAX_BODY_BYTES = 1 << 20  # of a body that is: it takes half a second
 MAX_WAITING_BYTES = 1 << 20  # of bodies before it
 _TEXTS = frozenset({PromptKind.TEXTS})
+_CHAT_PATHS = frozenset({b"/v1/chat/completions", b"/v1/messages", b"/v1/responses"})
+_PATHS = _CHAT_PATHS | {b"/generate", b"/v1/completions"}
 _Result = TypeVar("_Result")
 
 
@@ -60,11 +63,7 @@ class PromptTokeniser:
 
     def can_read(self, path: bytes, body_bytes: int) -> bool:
         """Return whether `read` is worth its time for a body of this size, with what waits before it."""
-        return (
-            path in (b"/generate", b"/v1/completions", b"/v1/chat/completions")
-            and body_bytes <= MAX_BODY_BYTES
-            and self._waiting_bytes <= MAX_WAITING_BYTES
-        )
+        return path in _PATHS and body_bytes <= MAX_BODY_BYTES and self._waiting_bytes <= MAX_WAITING_BYTES
 
     def read(
         self,
@@ -90,10 +89,10 @@ class PromptTokeniser:
         self, path: bytes, body: Mapping[str, Any], readings: Set[PromptKind]
     ) -> tuple[list[int], frozenset[PromptKind]]:
         """Return the token ids of the body's only prompt, and what they need. Raises UnknownPromptError."""
-        if path == b"/v1/chat/completions":
+        if path in _CHAT_PATHS:
             if self._chats is None or PromptKind.CHATS not in readings:
                 raise UnknownPromptError("chats are not known here")
-            text, continued, needs = self._chats.render(body)
+            text, continued, needs = _render(self._chats, path, body)
             if not needs <= readings:
                 raise UnknownPromptError("instances read this chat in another way")
             ids = self._encode(text, False)
@@ -116,12 +115,14 @@ class PromptTokeniser:
     def _read(self, path: bytes, raw: bytes | bytearray, readings: Set[PromptKind]) -> TokenisedPrompt | None:
         try:
             body = parse_body(raw)
-            if token_blocks(body, b"") is None:
+            # Of the fields that part prefixes, SGLang's form of Anthropic's messages has only the model.
+            parting = {"model": body.get("model")} if path == b"/v1/messages" else body
+            if token_blocks(parting, b"") is None:
                 return None
             ids, needs = self.ids(path, body, readings)
         except (UnknownPromptError, BadRequestError):
             return None
-        blocks = token_blocks(body, array("q", ids).tobytes())
+        blocks = token_blocks(parting, array("q", ids).tobytes())
         return None if blocks is None else TokenisedPrompt(blocks, needs)
 
     def _count(self, texts: tuple[str, ...]) -> list[int]:
@@ -160,6 +161,19 @@ class Tokenisers:
         for tokeniser in self._by_source.values():
             if tokeniser is not None:
                 tokeniser.close()
+
+
+def _render(chats: ChatTemplate, path: bytes, body: Mapping[str, Any]) -> ChatText:
+    """Return the text of a chat in the form of its path, with all that has to be read alike. UnknownPromptError."""
+    if path == b"/v1/chat/completions":
+        return chats.render(body)
+    if path == b"/v1/messages":
+        own = {PromptKind.MESSAGES, PromptKind.THOUGHT} if reads_thought(body) else {PromptKind.MESSAGES}
+        rendered = chats.render(chat_of_messages(body, chats.keeps_inline_system), implies_thinking=False)
+    else:
+        own = {PromptKind.RESPONSES}
+        rendered = chats.render(chat_of_response(body, chats.keeps_inline_system))
+    return rendered._replace(needs=rendered.needs | own)
 
 
 def _chats(source: TokenSource) -> ChatTemplate | None:

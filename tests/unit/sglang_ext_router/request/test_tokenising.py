@@ -19,6 +19,7 @@ from sglang_ext_router.request.tokenising import (
 )
 from support.router_process import Cluster, cluster
 from support.scripted_engine import reply
+from support.tiny_model import tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -130,11 +131,66 @@ async def test_bodies_without_known_blocks(folder: Path, body: dict[str, object]
     tokeniser.close()
 
 
+async def test_the_same_chat_in_three_forms(tmp_path: Path) -> None:
+    """What parts prefixes is not the same in all of them: SGLang's form of Anthropic's messages has no salt."""
+    source = TokenSource(str(tiny_model()))
+    tokeniser = Tokenisers(asyncio.get_running_loop()).of(source)
+    assert tokeniser is not None
+    said = [{"role": "user", "content": "a é"}]
+    every = frozenset(PromptKind)
+
+    async def blocks(path: str, body: dict[str, object]) -> TokenisedPrompt | None:
+        future: asyncio.Future[TokenisedPrompt | None] = asyncio.get_running_loop().create_future()
+        tokeniser.read(path.encode(), json.dumps(body).encode(), every, future.set_result)
+        return await asyncio.wait_for(future, 20.0)
+
+    chat = await blocks("/v1/chat/completions", {"messages": said})
+    salted = {"messages": said, "cache_salt": "x"}
+    messages = await blocks("/v1/messages", salted)
+    response = await blocks("/v1/responses", {"input": "a é"})
+    assert chat is not None
+    assert messages is not None
+    assert response is not None
+    assert chat.blocks == messages.blocks == response.blocks
+    salted_chat = await blocks("/v1/chat/completions", salted)
+    assert salted_chat is not None
+    assert salted_chat.blocks != chat.blocks
+    assert chat.needs == {PromptKind.CHATS}
+    assert messages.needs == {PromptKind.CHATS, PromptKind.MESSAGES}
+    assert response.needs == {PromptKind.CHATS, PromptKind.RESPONSES}
+    thinking = await blocks("/v1/messages", {"messages": said, "thinking": {"type": "adaptive"}})
+    assert thinking is not None
+    assert thinking.needs == every - {PromptKind.TEXTS, PromptKind.TOOLS, PromptKind.RESPONSES}
+    tokeniser.close()
+
+
+async def test_a_response_of_other_tokens_is_no_longer_read(folder: Path) -> None:
+    """Of `/v1/responses` an instance cannot be asked: its replies are."""
+    async with cluster(tokenizer_path=str(tiny_model())) as served:
+        worker = served.worker(served.short[0].url)
+        held = worker.held_blocks = HeldBlocks(16)
+        held.sources = (served.router.planner.blocks.add_source(),)
+        read = frozenset({PromptKind.CHATS, PromptKind.RESPONSES})
+        worker.alike = served.model.alike = read
+        body = {"input": "words " * 100}
+        tokeniser = served.model.tokeniser
+        assert tokeniser is not None
+        own = len(tokeniser.ids(b"/v1/responses", body, read)[0])
+        for tokens, alike in ((own, read), (own + 1, {PromptKind.CHATS})):
+            served.decode[0].script = reply({"id": "resp_1", "usage": {"input_tokens": tokens, "output_tokens": 1}})
+            assert (await served.ask("POST", "/v1/responses", body)).status == 200
+            assert worker.alike == served.model.alike == alike
+        assert served.router.metrics.tokenised_for_blocks == 2
+        assert (await served.ask("POST", "/v1/responses", body)).status == 200
+        assert served.router.metrics.tokenised_for_blocks == 2
+
+
 async def test_too_much_is_not_begun(folder: Path) -> None:
     tokeniser = PromptTokeniser(folder / "tokenizer.json", asyncio.get_running_loop())
     assert tokeniser.can_read(b"/generate", MAX_BODY_BYTES)
     assert not tokeniser.can_read(b"/generate", MAX_BODY_BYTES + 1)
-    assert not tokeniser.can_read(b"/v1/messages", 1)
+    assert tokeniser.can_read(b"/v1/messages", 1)
+    assert not tokeniser.can_read(b"/v1/embeddings", 1)
     waiting = [asyncio.create_task(read(tokeniser, {"text": "x" * (MAX_WAITING_BYTES // 2)})) for _ in range(3)]
     await asyncio.sleep(0)
     assert not tokeniser.can_read(b"/generate", 1)
