@@ -66,6 +66,7 @@ class DecodeLoad(NamedTuple):
     reserved_tokens: int  # virtual usage: KV on its way, not yet in the report
     batch_size: int  # requests running or on their way
     max_prompt_tokens: int  # longest prompt that it can hold: context length and KV capacity
+    held_share: float = 0.0  # of this request's prompt, believed to be in its prefix cache
 
 
 class RouteDecision(NamedTuple):
@@ -77,3 +78,4 @@ class RouteDecision(NamedTuple):
     predicted_wait_s: float
     new_tokens: int
     cached_tokens: int
+    decode_cached_tokens: int = 0  # believed to be in the prefix cache of the decode instance

@@ -519,12 +519,12 @@ class Router:
 
     def forget_prefixes(self) -> None:
         for worker in self.registry:
-            if worker.role.computes_prompts:
+            if worker.keeps_prefixes:
                 self.planner.learn_empty(worker)
 
     def _on_worker_lost(self, worker: Worker) -> None:
         worker.rate.forget()
-        if worker.role.computes_prompts:
+        if worker.keeps_prefixes:
             self.planner.learn_empty(worker)
             self.kv_events.on_lost(worker)
             self._token_checks.forget(worker)
@@ -545,7 +545,7 @@ class Router:
     def _on_worker_info(self, worker: Worker) -> None:
         if worker.label_header:
             self.services.forwarded_headers.add(worker.label_header)
-        if worker.role.computes_prompts:  # it may have been a decode instance so far
+        if worker.keeps_prefixes:  # it may have been a decode instance without so far
             self.planner.index.add_worker(worker.id)
         if self.config.kv_events:
             self.kv_events.follow(worker)

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from sglang_ext.engine.process_lifetime import join_process_tree
+from sglang_ext.types import Role
 
 MIN_EVENT_PAGE_TOKENS = 16
 
@@ -158,12 +159,16 @@ def _reserve_rendezvous(server_args: ServerArgs) -> None:
 def _publish_kv_events(server_args: ServerArgs, options: ExtensionOptions) -> None:
     """Have SGLang publish the events of its prefix cache, unless it is asked for something else or pages are small.
 
-    With small pages every token would be a block of its own, which the engine hashes and every router follows.
+    With small pages every token would be a block of its own, which the engine hashes and every router follows. A decode
+    instance has a prefix cache only where it is asked for, and its load says nothing of what it waits for.
     """
     from sglang_ext.ports import pick_free_ports
 
     asked = options.kv_events
     if asked is None or server_args.kv_events_config or server_args.disable_radix_cache:
+        return
+    is_decode = options.role is Role.DECODE
+    if is_decode and not server_args.disaggregation_decode_enable_radix_cache:
         return
     if (server_args.page_size or 1) < MIN_EVENT_PAGE_TOKENS:
         return
@@ -182,7 +187,7 @@ def _publish_kv_events(server_args: ServerArgs, options: ExtensionOptions) -> No
     }
     server_args.kv_events_config = json.dumps(config)
     # SGLang publishes its load on all addresses or not at all; where ports are given, others may be shut off.
-    has_port = asked.load_port or not asked.port
+    has_port = (asked.load_port or not asked.port) and not is_decode
     if host == "*" and has_port and getattr(server_args, "load_publish_endpoint", "off") is None:
         server_args.load_publish_endpoint = f"tcp://*:{asked.load_port or next(free)}"
 

@@ -227,7 +227,7 @@ def _worker_options(arguments: argparse.Namespace, device: Device) -> WorkerOpti
 
 def _kv_events(arguments: argparse.Namespace, *, is_shared: bool) -> KvEventsOptions | None:
     """Return where an instance publishes its events, if it may; the members of a long pool hold prompts together."""
-    if arguments.kv_events == "off" or not arguments.role.computes_prompts or is_shared:
+    if arguments.kv_events == "off" or is_shared:
         return None
     ports = (arguments.kv_events_port, arguments.kv_events_replay_port, arguments.load_events_port)
     given = [port for port in ports if port]

@@ -123,8 +123,9 @@ def describe_worker(worker: Worker, now_s: float, events: KvEvents) -> dict[str,
     if worker.role.computes_prompts:
         described["pending_tokens"] = worker.pending_tokens
         described["prefill_tokens_per_s"] = round(worker.rate.tokens_per_s, 1)
-        described["cached_prefixes"] = events.describe(worker)
         described["load"] = "published" if worker.publishes_load(now_s) else "polled"
+    if worker.keeps_prefixes:
+        described["cached_prefixes"] = events.describe(worker)
     if not worker.role.is_prefill:
         described["free_kv_tokens"] = worker.reported_free_kv_tokens if worker.has_info else None
         described["reserved_kv_tokens"] = worker.virtual_tokens

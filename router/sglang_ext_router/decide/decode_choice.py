@@ -28,11 +28,18 @@ def freeness(load: DecodeLoad) -> float:
     (free - reserved) / batch size, where reserved is the virtual usage of transfers under way. The quotient
     is not defined for an empty batch, which counts as one request: an idle instance is worth its free slots.
     When more is reserved than is free, dividing would make the instance with the larger batch look better, so
-    the shortage is multiplied instead.
+    the shortage is multiplied instead. An instance that holds the beginning of the prompt counts as freer, by the share
+    that it holds: it saves that much of the transfer, but no memory, as what it holds may have been evicted otherwise.
+    So it gets the next turn of a conversation unless another one is twice as free.
     """
     left_tokens = load.free_kv_tokens - load.reserved_tokens
     batch_size = max(1, load.batch_size)
-    return left_tokens / batch_size if left_tokens > 0 else float(left_tokens * batch_size)
+    value = left_tokens / batch_size if left_tokens > 0 else float(left_tokens * batch_size)
+    return _with_held(value, load.held_share)
+
+
+def _with_held(value: float, held_share: float) -> float:
+    return value * (1.0 + held_share) if value > 0 else value / (1.0 + held_share)
 
 
 class Freeness:
@@ -45,12 +52,14 @@ class Freeness:
         best_freeness = float("-inf")
         best_batch = 0
         ties: list[int] | None = None
-        for position, (_, free_kv_tokens, reserved_tokens, batch_size, _) in enumerate(loads):
+        for position, (_, free_kv_tokens, reserved_tokens, batch_size, _, held_share) in enumerate(loads):
             left_tokens = free_kv_tokens - reserved_tokens
             if batch_size > 1:
                 value = left_tokens / batch_size if left_tokens > 0 else left_tokens * batch_size
             else:
                 value = left_tokens
+            if held_share:
+                value = _with_held(value, held_share)
             if value > best_freeness or (value == best_freeness and batch_size < best_batch):
                 best, best_freeness, best_batch, ties = position, value, batch_size, None
             elif value == best_freeness and batch_size == best_batch:

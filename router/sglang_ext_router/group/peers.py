@@ -299,7 +299,7 @@ class Peers(SharedState):
     async def _send_prefixes(self, peer: int) -> None:
         """Send a router that starts what is known of prefixes, in frames that it can follow."""
         router = self._router
-        workers = [worker for worker in router.registry if worker.role.computes_prompts]
+        workers = [worker for worker in router.registry if worker.keeps_prefixes]
         frames: list[list[tuple[str, list[int]]]] = [[]]
         blocks = 0
         for worker in workers:

@@ -322,7 +322,7 @@ class SharedState:
         router = self._router
         for url, hashes in prefixes:
             worker = router.registry.find(url)
-            if worker is not None and worker.role.computes_prompts:
+            if worker is not None and worker.keeps_prefixes:
                 router.planner.learn_sent(worker, hashes)
 
     def _replace_state(self, index: int, state: TellerState | None) -> None:

@@ -493,7 +493,9 @@ class Prober:
         worker.aborts_families = isinstance(hooks, list) and ABORT_FAMILY_HOOK in hooks
         worker.length_boundary_tokens = _positive(own.get("length_boundary_tokens"))
         worker.fits_length_boundary = own.get("fits_length_boundary") is True
-        worker.kv_events = read_kv_events(worker.host, info) if worker.role.computes_prompts else None
+        is_decode = worker.role is Role.DECODE
+        worker.caches_at_decode = is_decode and info.get("disaggregation_decode_enable_radix_cache") is True
+        worker.kv_events = read_kv_events(worker.host, info) if worker.keeps_prefixes else None
         worker.has_info = worker.serves_facts = True
         self._registry.refresh()
         self._on_info(worker)

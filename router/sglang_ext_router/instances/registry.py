@@ -38,6 +38,7 @@ class ModelPools:
         self.ready_plain: tuple[Worker, ...] = ()  # undivided ones
         self.plain_cost, self.divided_cost = WayCost(), WayCost()
         self.prefill_roles: tuple[Role, ...] = ()
+        self.caches_at_decode = False  # some ready decode instance does
         self.has_revisions = False  # ready instances are of several
         self.silent_kinds: frozenset[str] = frozenset()  # of which an instance is silent and keeps its place
         self.generates = True  # by its instances; those of a model that embeds end when they are asked to
@@ -71,6 +72,7 @@ class ModelPools:
         self.ready_prefill = tuple(worker for worker in ready if worker.role.is_prefill)
         self.ready_decode = tuple(worker for worker in ready if not worker.role.is_prefill)
         self.prefill_roles = tuple(worker.role for worker in self.ready_prefill)
+        self.caches_at_decode = any(worker.caches_at_decode for worker in self.ready_decode)
         self.has_revisions = len({worker.revision for worker in ready}) > 1
         limits = [worker.max_prompt_tokens for worker in self.ready_prefill]
         self.longest_prefill_tokens, self.shortest_prefill_tokens = max(limits, default=None), min(limits, default=0)

@@ -160,6 +160,7 @@ class Worker:
         self.aborts_families = False  # the id of a batch aborts all of its sequences
         self.kv_events: KvEventsAddress | None = None
         self.held_blocks: HeldBlocks | None = None  # while its events are followed
+        self.caches_at_decode = False  # a decode instance with a prefix cache: what it holds is not sent to it
         self.has_info = False
         # Health
         self.is_healthy = False
@@ -248,7 +249,12 @@ class Worker:
             ),
         )
 
-    def decode_load(self) -> DecodeLoad:
+    @property
+    def keeps_prefixes(self) -> bool:
+        """Return whether it has a prefix cache in which the next prompt may be found."""
+        return self.role.computes_prompts or self.caches_at_decode
+
+    def decode_load(self, held_share: float = 0.0) -> DecodeLoad:
         return _new(
             DecodeLoad,
             (
@@ -257,6 +263,7 @@ class Worker:
                 self.virtual_tokens,
                 self.in_flight + self.sibling_in_flight,
                 self.max_prompt_tokens,
+                held_share,
             ),
         )
 

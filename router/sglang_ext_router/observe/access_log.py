@@ -51,6 +51,7 @@ class AccessEntry(NamedTuple):
     sequences: int | None = None
     prompt_tokens_estimated: int | None = None  # of the longest prompt
     cached_tokens_estimated: int | None = None
+    decode_cached_tokens_estimated: int | None = None  # of a decode instance that keeps prefixes
     prompt_tokens: int | None = None  # as the instance reports
     output_tokens: int | None = None
     used_prompt_tokens: int | None = None  # as the tenant is charged

@@ -124,6 +124,8 @@ class RouterMetrics:
         self.migrated = 0
         self.cached_tokens = 0
         self.prompt_tokens = 0
+        self.decode_cached_tokens = 0
+        self.decode_prompt_tokens = 0  # to decode instances that keep prefixes
 
     def of(self, length_class: LengthClass) -> ClassMetrics:
         return self.short if length_class is LengthClass.SHORT else self.long
@@ -157,6 +159,9 @@ class RouterMetrics:
         route.prefill.sent_legs += 1
         if route.decode is not None:
             route.decode.sent_legs += 1
+            if route.decode.caches_at_decode:
+                self.decode_prompt_tokens += prompt_tokens
+                self.decode_cached_tokens += route.decision.decode_cached_tokens
         elif route.is_plain:
             self.plain += 1
         if route.is_spilled:
@@ -250,6 +255,13 @@ class RouterMetrics:
             "Prompt tokens routed, by whether the chosen instance was believed to hold them",
             ("cached",),
             [(("true",), self.cached_tokens), (("false",), self.prompt_tokens - self.cached_tokens)],
+        )
+        at_decode, held = self.decode_prompt_tokens, self.decode_cached_tokens
+        yield (
+            "decode_prompt_tokens",
+            "Prompt tokens routed to decode instances with a prefix cache, by whether these were believed to hold them",
+            ("cached",),
+            [(("true",), held), (("false",), at_decode - held)],
         )
 
         labels = ("tenant", "model", "length_class")

@@ -173,7 +173,8 @@ class RequestRecord:
     def _sent(self, route: Route) -> str:
         decision, length_class = route.decision, self.length_class
         kind = "" if length_class is None else f"{length_class.value}, "
-        decode = "" if route.decode is None else f", then decode {route.decode.name}"
+        held = f" ({decision.decode_cached_tokens} tokens there)" if decision.decode_cached_tokens else ""
+        decode = "" if route.decode is None else f", then decode {route.decode.name}{held}"
         spilled = " (of the other pool)" if route.is_spilled else ""
         sent = f"sent: {kind}{decision.cached_tokens} tokens cached, prefill {route.prefill.name}{spilled}{decode}"
         return sent + f", room {self.room_id.decode()}, attempt {self.attempts}"
@@ -202,6 +203,7 @@ class RequestRecord:
             sequences=request.prompt.sequence_count,
             prompt_tokens_estimated=request.prompt_tokens,
             cached_tokens_estimated=None if route is None else route.decision.cached_tokens,
+            decode_cached_tokens_estimated=None if route is None else route.decision.decode_cached_tokens or None,
             prompt_tokens=self.known_prompt_tokens,
             output_tokens=self.output_tokens,
             used_prompt_tokens=None if used is None else used[0],

@@ -107,6 +107,8 @@ class Attempt:
             services.planner.sessions.record(request.session, route.prefill.id, request.prompt_tokens, hashes)
         self._record.room_id = made_id = request.made_id(room)
         decode_worker = route.decode
+        if decode_worker is not None and decode_worker.caches_at_decode:
+            services.learn_prefix(request.prompt, decode_worker)
         bootstrap_json = route.prefill.bootstrap_json
         if decode_worker is None:
             bootstrap_json = b"" if route.is_plain else WITHOUT_DECODE_JSON
@@ -342,4 +344,9 @@ class Attempt:
             held_tokens = self.route.decision.cached_tokens
             self._services.planner.learn_not_prefilled(
                 request.prompt, worker, held_tokens, request.prompt_tokens, request.session
+            )
+        elif leg is _DECODE and worker.caches_at_decode and not self._has_first_byte:  # nor has it the prompt's KV
+            held_tokens = self.route.decision.decode_cached_tokens
+            self._services.planner.learn_not_prefilled(
+                self._request.prompt, worker, held_tokens, self._request.prompt_tokens
             )

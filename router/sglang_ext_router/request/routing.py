@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from math import inf
 from typing import NamedTuple
 
-from sglang_ext.types import LengthClass, PrefillLoad, Role, RouteDecision
+from sglang_ext.types import DecodeLoad, LengthClass, PrefillLoad, Role, RouteDecision
 from sglang_ext_router.config import RouterConfig
 from sglang_ext_router.decide.block_index import BlockIndex, PromptKind, TokenBlocks
 from sglang_ext_router.decide.decode_choice import decode_policy
@@ -353,13 +353,15 @@ class RoutePlanner:
                 wait_s, is_spilled = predicted_wait_s(load), True
 
         decode: Worker | None = None
+        held_share = 0.0
         if needs_decode:
-            decode_loads = [worker.decode_load() for worker in decodes]
+            decode_loads = self._decode_loads(model, prompt, prompt_tokens, decodes)
             if self._prefers_near and prefill.topology:
                 near = nearest(prefill.topology, [one.topology for one in decodes], decode_loads, prompt_tokens)
                 decodes = [decodes[i] for i in near]
                 decode_loads = [decode_loads[i] for i in near]
-            decode = decodes[self._decode_policy.choose(decode_loads, self._draw())]
+            position = self._decode_policy.choose(decode_loads, self._draw())
+            decode, held_share = decodes[position], decode_loads[position].held_share
         decision = RouteDecision(
             pool.length_class,
             prefill.id,
@@ -367,8 +369,18 @@ class RoutePlanner:
             wait_s,
             prompt_tokens - load.cached_tokens,
             load.cached_tokens,
+            round(held_share * prompt_tokens),
         )
         return Route(decision, prefill, decode, is_spilled)
+
+    def _decode_loads(
+        self, model: ModelPools, prompt: Prompt, prompt_tokens: int, decodes: Sequence[Worker]
+    ) -> list[DecodeLoad]:
+        """Return the loads of decode instances, with what those that keep prefixes hold of the prompt."""
+        if not model.caches_at_decode:
+            return [worker.decode_load() for worker in decodes]
+        cached = self._cached_tokens(prompt, prompt_tokens, decodes)
+        return [worker.decode_load(tokens / prompt_tokens) for worker, tokens in zip(decodes, cached, strict=True)]
 
     def _helper(
         self,
@@ -590,7 +602,7 @@ class RoutePlanner:
     def learn_capacity(self, prefill: Worker) -> None:
         """Learn the size of an instance's KV cache: it cannot hold more prefixes than that."""
         model = self._registry.models.get(prefill.model)
-        if prefill.role.computes_prompts and model is not None:
+        if prefill.keeps_prefixes and model is not None:
             size_bytes = prefill.kv_capacity_tokens * model.estimator.bytes_per_token
             self.index.set_capacity(prefill.id, max(BLOCK_BYTES, int(size_bytes)))
 

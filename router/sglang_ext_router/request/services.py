@@ -70,12 +70,12 @@ class Services:
     tracer: Tracer | None = None  # with a collector of traces
     view: LiveView | None = None  # what its viewers are sent, while there are any
 
-    def learn_prefix(self, prompt: Prompt, prefill: Worker) -> None:
+    def learn_prefix(self, prompt: Prompt, worker: Worker) -> None:
         """Record that the prompt is in this instance's prefix cache, or will be."""
-        if self.registry.contains(prefill):
-            self.planner.learn_route(prompt, prefill)
+        if self.registry.contains(worker):
+            self.planner.learn_route(prompt, worker)
             if prompt.hashes:
-                self.siblings.tell_prefix(prefill.url, prompt.hashes)
+                self.siblings.tell_prefix(worker.url, prompt.hashes)
 
     async def stop(self) -> None:
         """Free what has tasks, processes or connections."""

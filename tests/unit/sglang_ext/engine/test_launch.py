@@ -56,11 +56,20 @@ def reserved_port(**given: Any) -> int | None:
     return cast("int | None", arguments.nccl_port)
 
 
-def with_events(kv_events: KvEventsOptions | None, **given: Any) -> SimpleNamespace:
+def with_events(kv_events: KvEventsOptions | None, role: Role = Role.SHORT, **given: Any) -> SimpleNamespace:
     defaults = {"kv_events_config": None, "disable_radix_cache": False, "page_size": 16, "load_publish_endpoint": None}
     arguments = SimpleNamespace(**{**defaults, **given})
-    _publish_kv_events(cast(Any, arguments), ExtensionOptions(Role.SHORT, Device.CPU, kv_events=kv_events))
+    _publish_kv_events(cast(Any, arguments), ExtensionOptions(role, Device.CPU, kv_events=kv_events))
     return arguments
+
+
+@pytest.mark.parametrize("keeps_prefixes", [True, False])
+def test_a_decode_instance_publishes_its_prefixes_where_it_keeps_some(keeps_prefixes: bool) -> None:
+    """Never its load, which would leave out the KV that it waits for."""
+    asked = KvEventsOptions("0.0.0.0", 0, 0, 7003)
+    arguments = with_events(asked, Role.DECODE, disaggregation_decode_enable_radix_cache=keeps_prefixes)
+    assert (arguments.kv_events_config is not None) is keeps_prefixes
+    assert arguments.load_publish_endpoint is None
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,8 @@ def test_a_small_model_that_cannot_be_had_is_one_line(
             {"host": "127.0.0.1", "port": 0, "replay_port": 0, "load_port": 7003},
         ),
         ("short", ("--kv-events", "off"), None),
-        ("decode", (), None),
+        # Only where it keeps prefixes, as SGLang's own arguments say.
+        ("decode", (), {"host": "127.0.0.1", "port": 0, "replay_port": 0, "load_port": 0}),
         ("long", ("--cdsp-coordinator", "127.0.0.1:7", "--transfer-backend", "handshake"), None),
     ],
 )

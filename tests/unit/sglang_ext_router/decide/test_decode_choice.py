@@ -23,14 +23,17 @@ from sglang_ext_router.decide.decode_choice import (
 DRAWS = st.floats(0, 1, exclude_max=True)
 SMALL_OR_LARGE = st.integers(0, 4) | st.integers(0, 10**6)
 LOADS = st.lists(
-    st.builds(DecodeLoad, st.integers(0, 99), SMALL_OR_LARGE, SMALL_OR_LARGE, st.integers(0, 5), st.just(4096)),
+    st.builds(
+        DecodeLoad,
+        *(st.integers(0, 99), SMALL_OR_LARGE, SMALL_OR_LARGE, st.integers(0, 5), st.just(4096), st.floats(0, 1)),
+    ),
     min_size=1,
     max_size=9,
 )
 
 
-def load(index: int = 0, *, free: int = 1000, reserved: int = 0, batch: int = 0) -> DecodeLoad:
-    return DecodeLoad(index, free, reserved, batch, 4096)
+def load(index: int = 0, *, free: int = 1000, reserved: int = 0, batch: int = 0, held: float = 0.0) -> DecodeLoad:
+    return DecodeLoad(index, free, reserved, batch, 4096, held)
 
 
 @pytest.mark.slow
@@ -72,6 +75,20 @@ class TestFreeness:
         crowded = load(free=0, reserved=100, batch=50)
         assert freeness(short) > freeness(crowded)
         assert self.choose([crowded, short], 0.0) == 1
+
+    def test_what_holds_the_prompt_is_taken_unless_another_is_much_freer(self) -> None:
+        """Twice as free where it holds all of the prompt; also where nothing is free."""
+        holder = load(free=500, batch=1, held=0.9)
+        assert self.choose([load(free=900, batch=1), holder], 0.0) == 1
+        assert self.choose([load(free=990, batch=1), holder], 0.0) == 0
+        assert self.choose([load(free=900, batch=1), load(free=400, batch=1, held=1.0), holder], 0.0) == 2
+        short = load(free=0, reserved=150, held=0.9)
+        assert self.choose([load(free=0, reserved=100), short], 0.0) == 1
+        assert self.choose([load(free=0, reserved=70), short], 0.0) == 0
+
+    @given(loads=LOADS, draw=DRAWS)
+    def test_it_is_the_highest_freeness(self, loads: list[DecodeLoad], draw: float) -> None:
+        assert freeness(loads[self.choose(loads, draw)]) == max(map(freeness, loads))
 
     def test_ties_are_spread_by_the_draw(self) -> None:
         loads = [load(free=900), load(), load(batch=1), load()]

@@ -18,7 +18,7 @@ from sglang_ext_router.instances.registry import WorkerRegistry
 from sglang_ext_router.instances.workers import HeldBlocks, Worker
 from sglang_ext_router.request.prompt import Prompt, measure
 from sglang_ext_router.request.routing import NoInstanceError, Route, RoutePlanner
-from support.router_process import cluster
+from support.router_process import Cluster, cluster
 from support.scripted_engine import reply
 
 CONTEXT_TOKENS = 8192
@@ -288,6 +288,91 @@ def test_decode_by_freeness() -> None:
     assert pools.route(prompt, 100).decode is second
     second.reported_awaiting_tokens = 20_000  # another router's transfers
     assert pools.route(prompt, 100).decode is first
+
+
+def test_decode_where_the_prompt_is_held_unless_that_is_much_fuller() -> None:
+    pools = Pools(BOTH, DECODE, DECODE)
+    first, second = pools.workers[1:]
+    prompt = measure(b"/generate", {"text": TEXT})
+    for worker in (first, second):
+        worker.caches_at_decode = True
+        pools.planner.index.add_worker(worker.id)
+    pools.planner.learn_route(prompt, second)
+    first.reported_free_kv_tokens, second.reported_free_kv_tokens = 100_000, 60_000
+    assert pools.route(prompt, 2000).decode is first  # it is not known to the model that any of them keeps prefixes
+    pools.registry.refresh()
+    route = pools.route(prompt, 2000)
+    assert route.decode is second
+    assert 1900 < route.decision.decode_cached_tokens < 2000
+    assert route.decision.cached_tokens == 0
+    assert pools.route(measure(b"/generate", {"text": TEXT[4000:]}), 1000).decode is first
+    second.reported_free_kv_tokens = 40_000
+    route = pools.route(prompt, 2000)
+    assert (route.decode, route.decision.decode_cached_tokens) == (first, 0)
+
+
+def test_a_decode_instance_that_reports_its_blocks() -> None:
+    pools = Pools(BOTH, DECODE, DECODE)
+    ids = list(range(500))
+    prompt = measure(b"/generate", {"input_ids": ids})
+    for worker in pools.workers[1:]:
+        worker.caches_at_decode = True
+        worker.held_blocks = HeldBlocks(16)
+        worker.held_blocks.sources = (pools.planner.blocks.add_source(),)
+        worker.held_blocks.is_whole = True
+    pools.registry.refresh()
+    held = pools.workers[2].held_blocks
+    assert held is not None
+    blocks = TokenBlocks(array("q", ids).tobytes()).of(16)
+    pools.planner.blocks.store(held.sources[0], [blocks.key(at) for at in range(20)])
+    route = pools.route(prompt, 500)
+    assert (route.decode, route.decision.decode_cached_tokens) == (pools.workers[2], 320)
+
+
+def keep_prefixes(served: Cluster) -> None:
+    """Have the decode engines say that they have a prefix cache."""
+    for engine in served.decode:
+        assert isinstance(engine.info, dict)
+        engine.info = {**engine.info, "disaggregation_decode_enable_radix_cache": True}
+        served.worker(engine.url).has_info = False
+
+
+async def test_a_conversation_stays_with_its_decode_instance() -> None:
+    """It is counted, forgotten where the answer fails, and where the cache is flushed."""
+    async with cluster(decode=2) as served:
+        keep_prefixes(served)
+        await served.until(lambda: served.model.caches_at_decode)
+        described = (await served.ask("GET", "/workers")).json["workers"]
+        assert [one["cached_prefixes"] for one in described if one["role"] == "decode"] == 2 * [{"from": "estimate"}]
+        metrics = served.router.metrics
+
+        async def home() -> str:
+            before = metrics.decode_cached_tokens
+            answer = await served.ask("POST", "/generate", {"text": TEXT})
+            assert answer.status == 200
+            await served.until_idle()
+            held.append(metrics.decode_cached_tokens > before)
+            return str(answer.headers["x-sglang-ext-decode"])
+
+        held: list[bool] = []
+        first = await home()
+        for engine in served.decode:  # the other one is somewhat freer
+            used_tokens = (1 << 18) if engine.url == first else 0
+            engine.loads = {
+                "loads": [{"num_running_reqs": 0, "num_used_tokens": used_tokens, "max_total_num_tokens": 1 << 20}]
+            }
+        await served.until(lambda: served.worker(first).reported_free_kv_tokens < 1 << 20)
+        assert [await home() for _ in range(3)] == 3 * [first]
+        assert held == [False, True, True, True]
+        served.router.forget_prefixes()
+        other = await home()
+        assert (other != first, held[-1]) == (True, False)
+        planner, worker = served.router.planner, served.worker(other)
+        assert planner.index.worker_block_count(worker.id) > 0
+        planner.learn_empty(worker)
+        next(engine for engine in served.decode if engine.url == other).plan(reply({"error": "no"}, status=500))
+        assert await home() == first
+        assert planner.index.worker_block_count(worker.id) == 0
 
 
 def test_decode_instances_that_are_too_small_are_passed_over() -> None:
