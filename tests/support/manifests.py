@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import NamedTemporaryFile, TemporaryDirectory
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -20,6 +20,7 @@ from sglang_ext_router.command_line import config_from_arguments
 from sglang_ext_router.config import RouterConfig
 from sglang_ext_router.decide.endpoint_slices import RoleRules, read_slice
 from sglang_ext_router.http.access import PROBE_PATHS
+from support.tenants import tenants_file
 
 ROOT = Path(__file__).resolve().parents[2]
 COORDINATOR_PATHS = frozenset({"/health"})
@@ -264,14 +265,20 @@ def check_group(pods: Pods, engine_arguments: list[str]) -> None:
 
 
 def router_configuration(pods: Pods) -> RouterConfig:
-    """What the router makes of its command line, with keys in its environment; an error for what it refuses."""
+    """What the router makes of its command line, with keys in its environment; an error for what it refuses.
+
+    The file of tenants, which a Secret would bring, is one of a single tenant.
+    """
     parser = argparse.ArgumentParser(exit_on_error=False)
     router_command_line.add_arguments(parser)
     options = parser.parse_args(words_of(pods)[2:])
     for entry in pods.container["env"]:
         if entry["name"] == "SGLANG_EXT_PEER_KEY":
             options.peer_key = "a key that is long enough to be one, in any case"
-    return config_from_arguments(options)
+    with TemporaryDirectory() as folder:
+        if options.tenants_file:
+            options.tenants_file = tenants_file(Path(folder), a={})
+        return config_from_arguments(options)
 
 
 def check_services(documents: list[Document]) -> None:

@@ -96,6 +96,7 @@ ACCEPTED: dict[str, Document] = {
     "a controller": {"router": {"controller": "on", "replicas": 3}},
     "a controller that advises": {"router": {"controller": "advise"}},
     "TLS": {"router": {"tls": {"secret": "certificate"}, "service": {"type": "LoadBalancer", "port": 443}}},
+    "tenants": {"router": {"tenants": {"secret": "our-tenants", "maxConcurrentRequests": 200}}},
     "all keys": {"keys": {"api": "a", "admin": "b", "worker": "c", "huggingFace": "hf"}},
     "no coordinator": {"coordinator": {"enabled": False}},
     "CPU engines and a coordinator": {
@@ -660,6 +661,16 @@ def test_what_the_values_say_reaches_the_programs(results: dict[str, Document]) 
     tls = the(results["TLS"]["documents"], "router")
     assert tls.container["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
     assert manifests.router_configuration(tls).ssl_certfile == "/etc/sglang-ext/tls/tls.crt"
+    shared = the(results["tenants"]["documents"], "router")
+    shared_router = manifests.router_configuration(shared)
+    assert shared_router.tenants_file
+    assert (shared_router.usage_db, shared_router.max_concurrent_requests) == ("/var/lib/sglang-ext/usage.db", 200)
+    mounts = {mount["name"]: mount for mount in shared.container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in shared.spec["volumes"]}
+    assert mounts["tenants"] == {"name": "tenants", "mountPath": "/etc/sglang-ext/tenants", "readOnly": True}
+    assert mounts["usage"]["mountPath"] == "/var/lib/sglang-ext"
+    assert volumes["tenants"]["secret"]["secretName"] == "our-tenants"
+    assert "emptyDir" in volumes["usage"]
     keyed = the(results["all keys"]["documents"], "worker", "decode")
     assert "--api-key=$(SGLANG_EXT_WORKER_API_KEY)" in keyed.container["args"]
     cpu = results["CPU engines and a coordinator"]["documents"]

@@ -59,6 +59,8 @@ _PLANNED_OPTIONS = {
     "--port": "pools.{role}.ports",
     "--bootstrap-port": "pools.{role}.bootstrap_ports",
     "--api-keys-file": "router.api_keys_file",
+    "--tenants-file": "router.tenants_file",
+    "--usage-db": "router.usage_db",
     "--api-key": "router.api_key",
     "--admin-api-key": "router.admin_api_key",
     "--length-boundary-tokens": "router.length_boundary_tokens",

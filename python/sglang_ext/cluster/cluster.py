@@ -22,7 +22,6 @@ from sglang_ext.cluster.config import ClusterConfig, ConfigError
 from sglang_ext.cluster.model import PreparedModel, prepare_model
 from sglang_ext.cluster.plan import ClusterPlan
 from sglang_ext.cluster.state import (
-    POOL_KEY_FILE,
     ClusterState,
     ProgramState,
     lock_folder,
@@ -73,7 +72,7 @@ def check_cluster(config: ClusterConfig, plan: ClusterPlan) -> None:
     """Refuse everything that a start of the plan would refuse, and start nothing. Raises ConfigError, or StartError."""
     with TemporaryDirectory(prefix="sglang-ext-") as name:
         folder = Path(name)
-        plan = plan.with_pool_key(folder / POOL_KEY_FILE)
+        plan = plan.with_files_in(folder)
         if plan.pool_key_file is not None:
             write_pool_key(plan.pool_key_file)
         check_arguments(config, plan)

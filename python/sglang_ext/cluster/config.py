@@ -237,6 +237,16 @@ class RouterSettings:
     api_keys_file: str | None = field(
         metadata=_help("file of several clients' keys, lines NAME:SHA256-HEX of the key"), default=None
     )
+    tenants_file: str | None = field(
+        metadata=_help("YAML file of tenants, with the keys, weight and limits of each"), default=None
+    )
+    usage_db: str | None = field(
+        metadata=_help(
+            "SQLite file for the tenants' usage and budgets; left out: usage.db in the cluster's folder, if there are "
+            "tenants"
+        ),
+        default=None,
+    )
     admin_api_key: str | None = field(
         metadata=_help("key for changing instances; left out: one is made at every start"), default=None
     )
@@ -248,11 +258,15 @@ class RouterSettings:
     def __post_init__(self) -> None:
         if not self.host:
             raise ConfigError("host", "must not be empty")
-        for name in ("api_key", "api_keys_file", "admin_api_key"):
+        for name in ("api_key", "api_keys_file", "tenants_file", "usage_db", "admin_api_key"):
             if getattr(self, name) == "":
                 raise ConfigError(name, "must not be empty")
-        if self.api_keys_file is not None and not Path(self.api_keys_file).is_file():
-            raise ConfigError("api_keys_file", f"{self.api_keys_file} is not a file")
+        for name in ("api_keys_file", "tenants_file"):
+            file = getattr(self, name)
+            if file is not None and not Path(file).is_file():
+                raise ConfigError(name, f"{file} is not a file")
+        if self.usage_db is not None and self.tenants_file is None:
+            raise ConfigError("usage_db", "needs router.tenants_file")
         check_port("port", self.port)
         check_at_least("length_boundary_tokens", self.length_boundary_tokens, 0)
 

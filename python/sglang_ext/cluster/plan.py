@@ -13,7 +13,7 @@ from pathlib import Path
 from sglang_ext.cluster.config import ClusterConfig, ConfigError, PoolConfig, parse_id_set
 from sglang_ext.cluster.fork_client import WORKER_COMMAND
 from sglang_ext.cluster.model import PreparedModel
-from sglang_ext.cluster.state import POOL_KEY_FILE
+from sglang_ext.cluster.state import POOL_KEY_FILE, USAGE_FILE
 from sglang_ext.engine.device import cuda_device_count, torch_has_cuda
 from sglang_ext.engine.launch_plan import ROLE_SWITCH_FLAG, last_value, shared_cpu_environment
 from sglang_ext.types import LengthClass, Role
@@ -66,6 +66,7 @@ class ClusterPlan:
     coordinator: Program | None = None  # None: long instances do not share prompts
     # Where the key is to be that they and the coordinator prove to each other; None: there is none, or it is given.
     pool_key_file: Path | None = None
+    usage_file: Path | None = None  # of the tenants; None: there are no tenants, or it is given
     # What the instances have in common, where they are forked from one process; None: each imports SGLang itself.
     fork_environment: Mapping[str, str] | None = None
 
@@ -74,18 +75,24 @@ class ClusterPlan:
         """Return all that has to be there before the router is ready."""
         return self.instances if self.coordinator is None else (self.coordinator, *self.instances)
 
-    def with_pool_key(self, path: Path) -> ClusterPlan:
-        """Return the plan with the pool's key at another path, where the configuration gives none."""
-        if self.pool_key_file is None:
+    def with_files_in(self, folder: Path) -> ClusterPlan:
+        """Return the plan with the cluster's own files in another folder; those that the configuration names stay."""
+        moves = {file: folder / file.name for file in (self.pool_key_file, self.usage_file) if file is not None}
+        if not moves:
             return self
-        before, after = str(self.pool_key_file), str(path)
+        words = {str(before): str(after) for before, after in moves.items()}
 
         def moved(program: Program) -> Program:
-            return replace(program, command=tuple(after if word == before else word for word in program.command))
+            return replace(program, command=tuple(words.get(word, word) for word in program.command))
 
-        coordinator = None if self.coordinator is None else moved(self.coordinator)
-        instances = tuple(moved(program) for program in self.instances)
-        return replace(self, pool_key_file=path, coordinator=coordinator, instances=instances)
+        return replace(
+            self,
+            pool_key_file=None if self.pool_key_file is None else moves[self.pool_key_file],
+            usage_file=None if self.usage_file is None else moves[self.usage_file],
+            coordinator=None if self.coordinator is None else moved(self.coordinator),
+            instances=tuple(moved(program) for program in self.instances),
+            router=moved(self.router),
+        )
 
     def shell_lines(self) -> Iterator[str]:
         """Yield each program as a line for a shell, keys hidden."""
@@ -209,11 +216,15 @@ def make_plan(
                     bootstrap_port=bootstrap_port,
                 )
             )
-    router = _router(config, instances, coordinator, config.router.port or next(ports), admin_key)
+    usage_file: Path | None = None
+    if config.router.tenants_file is not None and config.router.usage_db is None:
+        usage_file = config.folder.resolve() / USAGE_FILE
+    router = _router(config, instances, coordinator, config.router.port or next(ports), admin_key, usage_file)
     default_parallel = 1 if any(users > 1 for users in gpu_users.values()) else 2 * len(machine.core_ids)
     return ClusterPlan(
         coordinator=coordinator,
         pool_key_file=pool_key_file,
+        usage_file=usage_file,
         instances=tuple(instances),
         router=router,
         page_url=_page_url(config, router.url),
@@ -312,7 +323,12 @@ def _coordinator(config: ClusterConfig, port: int, http_port: int, key_file: Pat
 
 
 def _router(
-    config: ClusterConfig, instances: list[Program], coordinator: Program | None, port: int, admin_key: str
+    config: ClusterConfig,
+    instances: list[Program],
+    coordinator: Program | None,
+    port: int,
+    admin_key: str,
+    usage_file: Path | None,
 ) -> Program:
     command = [sys.executable, "-m", "sglang_ext.cli", "router"]
     command += ["--host", config.router.host, "--port", str(port), "--pd-disaggregation"]
@@ -329,6 +345,9 @@ def _router(
     command += ["--shutdown-grace-period-secs", f"{config.stop.drain_s:g}"]
     if config.router.api_keys_file is not None:
         command += ["--api-keys-file", config.router.api_keys_file]
+    if config.router.tenants_file is not None:
+        command += ["--tenants-file", config.router.tenants_file]
+        command += ["--usage-db", config.router.usage_db or str(usage_file)]
     arguments, given_keys = _take_keys(config.router.args)
     keys = {} if config.router.api_key is None else {_KEY_OPTIONS["--api-key"]: config.router.api_key}
     return Program(

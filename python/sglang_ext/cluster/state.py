@@ -13,6 +13,7 @@ from typing import IO
 
 STATE_FILE = "state.json"
 POOL_KEY_FILE = "pool-key"
+USAGE_FILE = "usage.db"  # of the tenants, which outlives the cluster
 
 
 class ClusterInUseError(RuntimeError):

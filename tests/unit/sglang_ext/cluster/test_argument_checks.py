@@ -19,6 +19,7 @@ from sglang_ext.cluster.config import ClusterConfig, ConfigError
 from sglang_ext.cluster.model import PreparedModel
 from sglang_ext.cluster.plan import ClusterPlan
 from sglang_ext.types import Role
+from support.tenants import tenants_file
 
 POOLS = {"short": {}, "long": {"count": 2}, "decode": {}}
 
@@ -183,12 +184,15 @@ def test_what_an_engine_says_is_found_in_the_file(line: str, error: str) -> None
     assert str(located(config, program, line)) == error.replace("args[0]: --dtype", "args[0]: SGLang: --dtype")
 
 
-def test_a_dry_run_uses_a_key_of_its_own() -> None:
-    plan = plan_of(config_of(**shared()))
-    moved = plan.with_pool_key(Path("/elsewhere"))
+def test_a_dry_run_uses_files_of_its_own(tmp_path: Path) -> None:
+    plan = plan_of(config_of(**shared(), router={"port": 0, "tenants_file": tenants_file(tmp_path, a={})}))
+    moved = plan.with_files_in(Path("/elsewhere"))
+    key, usage = "/elsewhere/pool-key", "/elsewhere/usage.db"
     assert moved.coordinator is not None
-    assert "/elsewhere" in moved.coordinator.command
-    assert [("/elsewhere" in program.command) for program in moved.instances] == [False, True, True, False]
+    assert key in moved.coordinator.command
+    assert [(key in program.command) for program in moved.instances] == [False, True, True, False]
+    assert moved.router.command[moved.router.command.index("--usage-db") + 1] == usage
+    assert (moved.pool_key_file, moved.usage_file) == (Path(key), Path(usage))
     without = plan_of(config_of())
-    assert without.with_pool_key(Path("/elsewhere")) is without
+    assert without.with_files_in(Path("/elsewhere")) is without
     assert planning.COORDINATOR_NAME not in {program.name for program in without.instances}

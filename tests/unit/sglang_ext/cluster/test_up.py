@@ -20,6 +20,7 @@ from sglang_ext.cluster.config import ClusterConfig, ConfigError
 from sglang_ext.cluster.up import add_arguments, arrange_arguments, config_from_arguments, run
 from sglang_ext.types import Role
 from support.stand_in_cluster import stand_in_plan, wait_until_gone
+from support.tenants import tenants_file
 
 FILE = """
 model: m
@@ -130,6 +131,28 @@ def no_engines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_engines")
+@pytest.mark.parametrize("usage_db", [None, "billing.db"])
+def test_tenants_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], usage_db: str | None) -> None:
+    """A dry run reads their file, and makes no database in the cluster's folder."""
+    path, tenants = tmp_path / "c.yaml", tenants_file(tmp_path, a={"weight": 2})
+    own = "" if usage_db is None else f", usage_db: {tmp_path / usage_db}"
+    path.write_text(
+        f"model: {model_folder(tmp_path)}\npools: {{short: {{}}, decode: {{}}}}\n"
+        f"router: {{port: 0, tenants_file: {tenants}{own}}}"
+    )
+    words = ("--config", str(path), "--dry-run", "--set", f"run_dir={tmp_path / 'run'}")
+    assert run(parse(*words)) == 0
+    usage = tmp_path / "run/default/usage.db" if usage_db is None else tmp_path / usage_db
+    assert f"--tenants-file {tenants} --usage-db {usage}" in capsys.readouterr().out.splitlines()[-1]
+    assert not (tmp_path / "run/default/usage.db").exists()
+    Path(tenants).write_text("tenants: {a: {wait: 2}}")
+    assert run(parse(*words)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("sglang-ext up: error: router.tenants_file: --tenants-file: ")
+    assert "tenant a: there is no option 'wait'" in error
+
+
+@pytest.mark.usefixtures("no_engines")
 def test_keys_of_the_file_are_hidden(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, keys = tmp_path / "c.yaml", tmp_path / "keys"
     keys.write_text("alice:" + "0" * 64)
@@ -171,6 +194,8 @@ def test_options_replace_the_file(tmp_path: Path) -> None:
     [
         (["--decode", "0"], "pools.decode.count: a cluster needs at least one decode instance"),
         (["--config", "KEYS"], "router.api_keys_file: /nowhere is not a file"),
+        (["--set", "router.tenants_file=/nowhere"], "router.tenants_file: /nowhere is not a file"),
+        (["--set", "router.usage_db=u.db"], "router.usage_db: needs router.tenants_file"),
         (["--port", "99999"], "router.port: 99999 is not a port (0 to 65535)"),
         (["--config", "/nowhere.yaml"], "/nowhere.yaml: cannot be read: No such file or directory"),
         (["--set", "router.port"], "--set: 'router.port' is not of the form KEY=VALUE"),
