@@ -2,8 +2,8 @@
 
 Each router sends how many units it has of each budget, how many it has refused within the last second, and the sum of
 all that it ever handed to each peer. A sum that grew is credited by its receiver, so a lost or repeated message changes
-nothing. A unit leaves the sender's bucket when it is handed over: the buckets of a group never add up to more than the
-budget.
+nothing. Sums belong to starts: a router that starts again has handed over and received nothing yet. A unit leaves the
+sender's bucket when it is handed over: the buckets of a group never add up to more than the budget.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ class PeerBucket(NamedTuple):
 class BudgetExchange:
     """One router's side. Budgets are named by tenant and unit; peers by the number that they have in the group."""
 
-    def __init__(self, origin: int) -> None:
-        self._origin = origin
-        self._handed: dict[int, dict[str, float]] = {}  # sums, by peer and budget
-        self._credited: dict[int, dict[str, float]] = {}  # what was credited of each peer's sums
+    def __init__(self, start: str) -> None:
+        """`start` is an identifier that no other start of a router has."""
+        self._start = start
+        self._starts: dict[int, str] = {}  # of the peers
+        self._handed: dict[str, dict[str, float]] = {}  # sums, by start and budget
+        self._credited: dict[str, dict[str, float]] = {}  # what was credited of the sums of each start
         self._peers: dict[int, dict[str, PeerBucket]] = {}
 
     def message(self, buckets: Mapping[str, Bucket], now_s: float) -> dict[str, Any]:
@@ -38,16 +40,17 @@ class BudgetExchange:
             wanted = bucket.wanted_lately(now_s, REMEMBERED_S)
             if wanted or bucket.level < bucket.capacity:
                 levels[name] = bucket.level, wanted
-        return {"levels": levels, "handed": {str(peer): sums for peer, sums in self._handed.items()}}
+        return {"start": self._start, "levels": levels, "handed": self._handed}
 
     def take(self, peer: int, message: Mapping[str, Any], buckets: Mapping[str, Bucket]) -> None:
         """Credit what a peer has handed to this router. ValueError or TypeError, and nothing is credited, where it
         cannot be read.
         """
         levels = {str(name): PeerBucket(float(level), float(want)) for name, (level, want) in message["levels"].items()}
-        sums = {str(name): float(units) for name, units in message["handed"].get(str(self._origin), {}).items()}
+        sums = {str(name): float(units) for name, units in message["handed"].get(self._start, {}).items()}
+        self._starts[peer] = start = str(message["start"])
         self._peers[peer] = levels
-        credited = self._credited.setdefault(peer, {})
+        credited = self._credited.setdefault(start, {})
         for name, units in sums.items():
             more = units - credited.get(name, 0.0)
             if more > 0:
@@ -88,7 +91,7 @@ class BudgetExchange:
             self._hand(peer, name, min(units / len(room), free))
 
     def _hand(self, peer: int, name: str, units: float) -> None:
-        sums = self._handed.setdefault(peer, {})
+        sums = self._handed.setdefault(self._starts[peer], {})
         sums[name] = sums.get(name, 0.0) + units
 
     def elsewhere(self, name: str, full: float) -> float:

@@ -20,7 +20,7 @@ class Group:
 
     def __init__(self, count: int, per_minute: float) -> None:
         self.buckets = [Bucket(per_minute, 0.0, count) for _ in range(count)]
-        self.exchanges = [BudgetExchange(number) for number in range(count)]
+        self.exchanges = [BudgetExchange(f"start {number}") for number in range(count)]
         self.taken = 0.0
 
     def ask(self, router: int, units: float, now_s: float) -> bool:
@@ -73,7 +73,7 @@ def test_the_whole_budget_is_let_in_wherever_it_is_asked_for(loads: tuple[int, .
 
 
 def test_a_repeated_message_is_credited_once() -> None:
-    giver, taker = BudgetExchange(0), BudgetExchange(1)
+    giver, taker = BudgetExchange("giver"), BudgetExchange("taker")
     rich, poor = {NAME: Bucket(100, 0.0, 2)}, {NAME: Bucket(100, 0.0, 2)}
     assert poor[NAME].take(50, 0.0)
     assert not poor[NAME].take(20, 0.0)
@@ -86,6 +86,30 @@ def test_a_repeated_message_is_credited_once() -> None:
     assert poor[NAME].level == 20
 
 
+def test_a_router_that_starts_again_has_handed_over_and_received_nothing() -> None:
+    giver, taker = BudgetExchange("giver"), BudgetExchange("taker")
+    rich, poor = {NAME: Bucket(100, 0.0, 2)}, {NAME: Bucket(100, 0.0, 2, level=0.0)}
+
+    def hand(giver: BudgetExchange, taker: BudgetExchange) -> float:
+        """Let the taker ask for 20 units, and return what it is given."""
+        assert not poor[NAME].take(20, 0.0)
+        giver.take(1, taker.message(poor, 0.0), rich)
+        giver.share(rich, [1], 0.0)
+        taker.take(0, giver.message(rich, 0.0), poor)
+        given, poor[NAME].level = poor[NAME].level, 0.0
+        return given
+
+    assert hand(giver, taker) == 20
+    taker = BudgetExchange("taker, again")
+    taker.take(0, giver.message(rich, 0.0), poor)  # the giver has not heard of its new start
+    assert poor[NAME].level == 0
+    rich[NAME].level = 50
+    first = hand(giver, taker)
+    assert first > 0
+    rich[NAME].level = 50
+    assert hand(BudgetExchange("giver, again"), taker) == pytest.approx(first)
+
+
 def test_what_is_refused_nowhere_stays_where_it_is() -> None:
     group = Group(3, 600)
     assert group.ask(0, 200, 0.0)
@@ -95,10 +119,11 @@ def test_what_is_refused_nowhere_stays_where_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    "message", [{}, {"levels": {"a": 1}, "handed": {}}, {"levels": {}, "handed": {"0": {"a": "x"}}}]
+    "message",
+    [{}, {"start": "x", "levels": {"a": 1}, "handed": {}}, {"start": "x", "levels": {}, "handed": {"own": {"a": "x"}}}],
 )
 def test_a_message_of_another_version_changes_nothing(message: dict[str, object]) -> None:
     bucket = Bucket(100, 0.0, 2)
     with pytest.raises((ValueError, TypeError, LookupError)):
-        BudgetExchange(0).take(1, message, {"a": bucket})
+        BudgetExchange("own").take(1, message, {"a": bucket})
     assert bucket.level == 50
