@@ -27,14 +27,17 @@ class AdmissionOutcome(Enum):
 _ADMITTED = AdmissionOutcome.ADMITTED
 
 
-class Claim(NamedTuple):
+class Claim:
     """A request's claim to a place, where tenants share the places."""
 
-    tenant: str
-    weight: float
-    concurrency: int  # requests of the tenant that may have a place at once; 0 is no limit
-    rank: int  # of its priority; 0 is the most urgent
-    work_tokens: float
+    __slots__ = ("concurrency", "rank", "tenant", "weight", "work_tokens")
+
+    def __init__(self, tenant: str, weight: float, concurrency: int, rank: int, work_tokens: float) -> None:
+        self.tenant = tenant
+        self.weight = weight
+        self.concurrency = concurrency  # requests of the tenant that may have a place at once; 0 is no limit
+        self.rank = rank  # of its priority; 0 is the most urgent
+        self.work_tokens = work_tokens  # that its tenant is charged; at first an estimate (`AdmissionQueue.correct`)
 
 
 class AdmissionQueue(Generic[T]):
@@ -130,7 +133,7 @@ class AdmissionQueue(Generic[T]):
         return {}
 
     def correct(self, claim: Claim, work_tokens: float) -> None:
-        """An admitted item has done `work_tokens`, which its claim estimated. Here it changes nothing."""
+        """Charge the tenant of an admitted item `work_tokens` instead of what its claim says. Here nothing changes."""
 
     def expire(self, now_s: float) -> list[T]:
         """Take out and return the items whose effective deadline is not after `now_s`, earliest first."""

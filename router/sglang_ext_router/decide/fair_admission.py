@@ -5,8 +5,10 @@ weight (start-time fair queueing: Goyal, Vin, Cheng, 1997). A free place goes to
 least, and to the earliest effective deadline within the tenant. A tenant that comes back after a pause begins at the
 time of the latest admission: it cannot save up a claim. Work is measured in tokens to compute.
 
-Places are kept free for tenants that come and go: as many as a tenant had in use or wanted at once within the last
-`RECENT_S`, up to its share of all places. So its next requests need not wait for a request of another tenant to end.
+A tenant may have every free place up to its share of all places, which is at least one. Beyond it a tenant leaves
+places free for tenants that come and go, so that their next requests need not wait for one of its own to end: as many
+as each of them had or wanted within the last `RECENT_S`, up to its share, and no more than those which kept to their
+shares had or wanted at once.
 """
 
 from __future__ import annotations
@@ -29,7 +31,10 @@ _UNBOUNDED: Final = float("inf")
 class _TenantPlaces:
     """The places that a tenant has, wants, and has had within the last two stretches of RECENT_S."""
 
-    __slots__ = ("concurrency", "kept", "peak", "peak_before", "running", "waiting", "weight")
+    __slots__ = (
+        *("concurrency", "kept", "peak", "peak_before", "running", "running_within", "share", "waiting"),
+        *("wanted_within", "weight"),
+    )
 
     def __init__(self) -> None:
         self.weight = 1.0
@@ -38,7 +43,10 @@ class _TenantPlaces:
         self.waiting = 0
         self.peak = 0  # of running and waiting, in this stretch of RECENT_S and in the one before
         self.peak_before = 0
-        self.kept = 0  # places that others leave free for it
+        self.share = 1  # of all places
+        self.kept = 0  # places within its share that it had or wanted lately and has not now
+        self.wanted_within = 0  # places that it has or wants; 0 where these exceed its share
+        self.running_within = 0  # places that it has; 0 in the same case
 
     @property
     def recent_peak(self) -> int:
@@ -76,7 +84,12 @@ class FairAdmissionQueue(AdmissionQueue[T]):
         self._levels: list[_PriorityLevel[T]] = [_PriorityLevel() for _ in PRIORITIES]
         self._tenants: dict[str, _TenantPlaces] = {}
         self._claims: dict[T, Claim] = {}  # of items that wait or run
-        self._kept = 0  # places, over all tenants
+        # Sums over all tenants
+        self._kept = 0
+        self._wanted_within = 0
+        self._wanted_peak = 0  # in this stretch of RECENT_S and in the one before
+        self._wanted_peak_before = 0
+        self._running_within = 0
         self._shares_weight = 0.0  # of the tenants with a recent peak
         self._stretch_end_s = 0.0
 
@@ -128,7 +141,7 @@ class FairAdmissionQueue(AdmissionQueue[T]):
         places = self._tenants[claim.tenant]
         places.running -= 1
         self.running -= 1
-        self._keep(places)
+        self._count(places)
         return self._admit(now_s) if self._waiting else []
 
     def set_limit(self, max_concurrent: int, now_s: float) -> list[T]:
@@ -159,8 +172,9 @@ class FairAdmissionQueue(AdmissionQueue[T]):
             for name, places in list(self._tenants.items()):
                 places.peak_before, places.peak = places.peak, places.running + places.waiting
                 if not places.recent_peak:
-                    self._kept -= places.kept
+                    self._count(places)  # as nothing
                     del self._tenants[name]
+            self._wanted_peak_before, self._wanted_peak = self._wanted_peak, self._wanted_within
             for level in self._levels:
                 level.finish = {name: at for name, at in level.finish.items() if at > level.virtual}
             self._divide()
@@ -171,11 +185,12 @@ class FairAdmissionQueue(AdmissionQueue[T]):
         return {name: Demand(places.running, places.waiting) for name, places in self._tenants.items()}
 
     def correct(self, claim: Claim, work_tokens: float) -> None:
-        """An admitted item has done `work_tokens`, which its claim estimated."""
-        level = self._levels[claim.rank]
-        finish = level.finish.get(claim.tenant)
+        """Charge the tenant of an admitted item `work_tokens` instead of what its claim says."""
+        finish_by_tenant = self._levels[claim.rank].finish
+        finish = finish_by_tenant.get(claim.tenant)
         if finish is not None:
-            level.finish[claim.tenant] = finish + (work_tokens - claim.work_tokens) / claim.weight
+            finish_by_tenant[claim.tenant] = finish + (work_tokens - claim.work_tokens) / claim.weight
+        claim.work_tokens = work_tokens
 
     # -- which tenant is next ---------------------------------------------------------------------------
 
@@ -231,6 +246,7 @@ class FairAdmissionQueue(AdmissionQueue[T]):
     def _forget_waiting(self, item: T) -> None:
         places = self._tenants[self._claims.pop(item).tenant]
         places.waiting -= 1
+        self._count(places)
 
     # -- places -----------------------------------------------------------------------------------------
 
@@ -248,7 +264,11 @@ class FairAdmissionQueue(AdmissionQueue[T]):
         """Return whether the tenant may have one more place, if there is one."""
         if places.concurrency and places.running >= places.concurrency:
             return False
-        return self.running + self._kept - places.kept < self.limit
+        if places.running < places.share:
+            return True
+        peak = max(self._wanted_peak, self._wanted_peak_before)
+        left_free = min(self._kept, peak - self._running_within + places.running_within)
+        return self.running + max(0, left_free) < self.limit
 
     def _remember(self, places: _TenantPlaces) -> None:
         """Take note of the places that a tenant has or wants now."""
@@ -259,18 +279,26 @@ class FairAdmissionQueue(AdmissionQueue[T]):
             if is_new:
                 self._divide()
                 return
-        self._keep(places)
+        self._count(places)
 
     def _divide(self) -> None:
         """Divide the places among the tenants with a recent peak."""
         self._shares_weight = sum([places.weight for places in self._tenants.values() if places.recent_peak])
         for places in self._tenants.values():
-            self._keep(places)
+            places.share = MAX_PLACES
+            if self.limit < _UNBOUNDED and self._shares_weight > 0:
+                places.share = max(1, int(self.limit * places.weight / self._shares_weight))
+            self._count(places)
 
-    def _keep(self, places: _TenantPlaces) -> None:
-        kept = 0
-        if self.limit < _UNBOUNDED and self._shares_weight > 0:
-            share = min(int(self.limit * places.weight / self._shares_weight), places.concurrency or MAX_PLACES)
-            kept = max(0, min(share, places.recent_peak) - places.running)
+    def _count(self, places: _TenantPlaces) -> None:
+        """Bring the sums over all tenants up to date with what one of them has and wants."""
+        wanted, running = places.running + places.waiting, places.running
+        kept = max(0, min(places.share, places.recent_peak, places.concurrency or MAX_PLACES) - running)
+        if wanted > places.share:
+            wanted = running = 0
         self._kept += kept - places.kept
-        places.kept = kept
+        self._wanted_within += wanted - places.wanted_within
+        self._running_within += running - places.running_within
+        places.kept, places.wanted_within, places.running_within = kept, wanted, running
+        if self._wanted_within > self._wanted_peak:
+            self._wanted_peak = self._wanted_within

@@ -193,6 +193,30 @@ def test_no_place_is_kept_beyond_a_tenants_share() -> None:
     assert outcomes == {ADMITTED: 6, QUEUED: 2}  # the share of `a` is a quarter
 
 
+@pytest.mark.parametrize(("places", "at_once"), [(2, 1), (4, 1), (4, 2), (8, 3)])
+def test_a_flood_leaves_free_what_more_tenants_than_places_want_at_once(places: int, at_once: int) -> None:
+    """Nine tenants send now and then, `at_once` requests at a time; the tenth always has something waiting."""
+    queue: FairAdmissionQueue[str] = FairAdmissionQueue(places, 1000, 1e9)
+    queue.refresh(0.0)
+
+    def send_lightly(turn: int, now_s: float) -> Counter[AdmissionOutcome]:
+        names = [f"light{(turn + number) % 9}-{turn}" for number in range(at_once)]
+        outcomes = Counter(queue.offer(name, now_s, None, claim(name.split("-")[0])) for name in names)
+        for name in names:
+            queue.release(now_s, name) if outcomes[QUEUED] == 0 else None
+        return outcomes
+
+    for turn in range(9):
+        send_lightly(turn, 0.1 * turn)
+    floods = Counter(queue.offer(f"flood{number}", 1.0, None, claim("flood")) for number in range(50))
+    assert floods[ADMITTED] == places - at_once
+    for turn in range(9, 60):
+        now_s = turn * 0.3
+        assert send_lightly(turn, now_s) == {ADMITTED: at_once}
+        queue.refresh(now_s)
+        assert queue.running == places - at_once
+
+
 @pytest.mark.parametrize("places", [4, 12, 32])
 def test_shares_hold_where_places_are_kept_and_do_not_divide_evenly(places: int) -> None:
     """Ten tenants always have something waiting; requests of the first take four times as long and as much work."""
