@@ -153,8 +153,10 @@ class Attempt:
         if leg is None:
             return
         self._count_sent(leg)
+        has_all = leg.has_all_events
         leg.abort()  # it may still be relayed: its last bytes decide whether an error event fits behind them
-        self.abort_on(leg.worker)
+        if not has_all:
+            self.abort_on(leg.worker)
 
     def abort_on(self, worker: Worker) -> None:
         """Have an instance drop the request, by the ids that it knows."""
@@ -243,7 +245,8 @@ class Attempt:
             record.error_status = end_error_status(end)
             tokens = self._reported(leg, end, OUTPUT_TOKENS) if prompt.sequence_count == 1 else None
             if tokens is None:
-                tokens = leg.chunks - _OTHER_CHUNKS.get(request.path, 2) + request.output_tokens
+                others = _OTHER_CHUNKS.get(request.path, 2) - (not leg.is_complete)
+                tokens = leg.chunks - others + request.output_tokens
             metrics.stall_s.observe(leg.longest_gap_s)
             if tokens > 1 and prompt.sequence_count == 1 and record.first_byte_s is not None:
                 metrics.tpot_s.observe((leg.received_s - record.first_byte_s) / (tokens - 1))
@@ -270,11 +273,24 @@ class Attempt:
         return find_int(end, names[1]) if tokens is None else tokens
 
     def _count_sent(self, leg: UpstreamConnection) -> None:
-        """A leg has ended before its stream: what the client has of that was made for it."""
+        """A leg has ended before its stream: what the client has of that was made for it.
+
+        The last event of /generate says how many tokens that is, and so may that of other paths.
+        """
         record, request = self._record, self._request
-        if leg.sink is not None and not leg.is_complete and request.prompt.is_stream and not request.is_undivided:
+        if leg.sink is None or leg.is_complete or not request.prompt.is_stream or request.is_undivided:
+            return
+        if record.reply_end_s is not None:  # the client had all of it, and left before its end
+            return
+        tokens: int | None = None
+        if request.prompt.sequence_count == 1:
+            end = leg.end_of_body()
+            tokens = self._reported(leg, end, OUTPUT_TOKENS)
+            record.known_prompt_tokens = self._reported(leg, end, PROMPT_TOKENS)
+        if tokens is None:
             heads = 1 if request.path == b"/v1/chat/completions" else 0  # which brings no token
-            record.output_tokens = max(0, leg.chunks - heads) + request.output_tokens
+            tokens = max(0, leg.chunks - heads) + request.output_tokens
+        record.output_tokens = tokens
 
     def waited_s(self, now_s: float) -> float:
         """Return the time since the request came, without the time that computing its prefill should take."""

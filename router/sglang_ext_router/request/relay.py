@@ -136,10 +136,10 @@ class Relay:
         if scores.is_joined:
             self._joined = [None, None]
 
-    def lose_client(self) -> None:
-        """The client has left."""
+    def lose_client(self, *, has_all: bool = False) -> None:
+        """The client has left, with all of its reply or before it had that."""
         if self._client is not None:
-            self._record.has_left = True
+            self._record.has_left = not has_all
         self._client = None
         self._on_built()
 

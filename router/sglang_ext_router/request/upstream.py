@@ -294,6 +294,11 @@ class UpstreamConnection(asyncio.Protocol):
         """The last two pieces that came of the body: of a stream most likely its last event, and `[DONE]`."""
         return self._body_before + self._last_body if self._body_before else self._last_body
 
+    @property
+    def has_all_events(self) -> bool:
+        """Return whether the last event of a stream has come; the end of its body may follow."""
+        return self._last_body.endswith(b"data: [DONE]\n\n")
+
     def tail_ends_an_event(self) -> bool:
         """Return whether the relayed bytes end at a chunk border behind a whole event, so that one more event fits."""
         # Behind a chunk there must not even be a part of the next one's size.
