@@ -49,6 +49,7 @@ HOT_MODULES = (
         *("aborting", "attempt", "flow", "migration", "prepared_request", "prompt", "relay", "request_body"),
         *("request_fields", "request_ids", "routing", "services", "upstream"),
     )),
+    "sglang_ext_router/tenants/accounts.py",
 )  # fmt: skip
 MANIFEST = ROOT / "router/sglang_ext_router/compiled_sources.json"
 SUFFIX = sysconfig.get_config_var("EXT_SUFFIX")

@@ -436,6 +436,8 @@ class Router:
     def metrics_snapshot(self) -> MetricsSnapshot:
         """Return what the other processes are sent about the counts here."""
         legs = {worker.url: (worker.sent_legs, worker.failed_legs) for worker in self.registry}
+        if self.tenants is not None:
+            self.tenants.collect_usage(self.loop.time())
         return self.metrics.snapshot(legs, self._gauges(), process_figures())
 
     def _gauges(self) -> dict[str, float]:
@@ -450,6 +452,8 @@ class Router:
 
     def render_metrics(self, accept: str) -> tuple[bytes, str]:
         """Return the body of `/metrics` for a client with this Accept header, and its content type."""
+        if self.tenants is not None:
+            self.tenants.collect_usage(self.loop.time())
         snapshots = self.siblings.metric_snapshots()
         others = [snapshot for _, snapshot in snapshots]
         families: list[Metric] = list(request_families(self.metrics, others))

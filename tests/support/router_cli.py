@@ -63,7 +63,7 @@ class RunningRouter:
 
     def workers(self) -> dict[str, dict[str, Any]]:
         """State of the instances by URL."""
-        reply, _ = self.call("GET", "/workers")
+        reply = self.admin("GET", "/workers")
         return {worker["url"]: worker for worker in reply.body["workers"]}
 
     def wait_workers(self, ready: Sequence[Engine], timeout_s: float = 30.0) -> None:

@@ -224,8 +224,7 @@ def build_app(router: Router) -> FastAPI:
         tenant = None if router.access.is_admin(given) else router.access.tenant_of(given)
         last = (end or start or date.fromisoformat(utc_day())).isoformat()
         first = last if start is None else start.isoformat()
-        ledger = router.tenants.ledger
-        totals = await asyncio.to_thread(ledger.read_totals, ledger.rows_to_save(), first, last, tenant)
+        totals = await router.tenants.read_usage(first, last, tenant, router.loop.time())
         return _json({"object": "list", "data": [key._asdict() | count._asdict() for key, count in totals]})
 
     @app.get("/load", dependencies=client)

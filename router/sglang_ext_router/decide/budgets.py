@@ -11,7 +11,6 @@ never add up to more than the budget.
 from __future__ import annotations
 
 from math import ceil
-from typing import NamedTuple
 
 MINUTE_S = 60.0
 REMEMBERED_S = 1.0  # refusals that follow each other within this time add up
@@ -82,19 +81,18 @@ class Bucket:
         return self._wanted if now_s - self._refused_s <= within_s else 0.0
 
 
-class BudgetState(NamedTuple):
-    """A tenant's figure for its clients: `limit` a minute, how much is left, and the time until all of it is."""
+def header_lines(unit: str, bucket: Bucket, elsewhere: float) -> str:
+    """Return OpenAI's header lines for a budget of this unit: what is left of it, and the time until all of it is.
 
-    limit: int
-    remaining: int
-    reset_s: float
-
-
-def budget_state(bucket: Bucket, elsewhere: float = 0.0) -> BudgetState:
-    """Return a budget as a client sees it; `elsewhere`: the units that the other routers have of it."""
+    `elsewhere`: the units that the other routers have of it.
+    """
     remaining = max(0.0, bucket.level + elsewhere)
     reset_s = max(0.0, bucket.per_minute - remaining) / bucket.per_minute * MINUTE_S
-    return BudgetState(round(bucket.per_minute), int(remaining + ROUNDING), reset_s)
+    return (
+        f"x-ratelimit-limit-{unit}: {round(bucket.per_minute)}\r\n"
+        f"x-ratelimit-remaining-{unit}: {int(remaining + ROUNDING)}\r\n"
+        f"x-ratelimit-reset-{unit}: {shown_duration(reset_s)}\r\n"
+    )
 
 
 def shown_duration(duration_s: float) -> str:

@@ -6,7 +6,7 @@ from enum import Enum
 from math import inf
 from typing import NamedTuple
 
-from sglang_ext_router.decide.budgets import Bucket, BudgetState, budget_state
+from sglang_ext_router.decide.budgets import Bucket, header_lines
 
 DEFAULT_TENANT = "default"  # to which a key belongs that no tenant has
 PRIORITIES = ("real-time", "high", "normal", "low")  # the most urgent first
@@ -94,14 +94,17 @@ class TenantAccount:
         """A reply has ended; `tokens` of one sequence."""
         self.output_tokens += LEARNING_SHARE * (tokens - self.output_tokens)
 
-    def states(self, now_s: float, elsewhere: tuple[float, float] = (0.0, 0.0)) -> tuple[BudgetState | None, ...]:
-        """Return the budgets of requests and of tokens as clients see them; None for a budget without a limit."""
-        states: list[BudgetState | None] = []
-        for bucket, others in ((self.requests, elsewhere[0]), (self.tokens, elsewhere[1])):
-            if bucket is not None:
-                bucket.fill(now_s)
-            states.append(None if bucket is None else budget_state(bucket, others))
-        return tuple(states)
+    def header_lines(self, now_s: float, requests_elsewhere: float, tokens_elsewhere: float) -> bytes:
+        """Return the header lines that show the budgets to clients; the other routers have the rest of them."""
+        requests, tokens = self.requests, self.tokens
+        lines = ""
+        if requests is not None:
+            requests.fill(now_s)
+            lines = header_lines("requests", requests, requests_elsewhere)
+        if tokens is not None:
+            tokens.fill(now_s)
+            lines += header_lines("tokens", tokens, tokens_elsewhere)
+        return lines.encode()
 
 
 def bounded_priority(asked: str | None, limits: TenantLimits) -> str | None:
@@ -109,6 +112,8 @@ def bounded_priority(asked: str | None, limits: TenantLimits) -> str | None:
 
     None stays None, which is normal, where the tenant may have that.
     """
+    if limits.max_priority == PRIORITIES[0]:
+        return asked
     return asked if priority_rank(asked) >= PRIORITIES.index(limits.max_priority) else limits.max_priority
 
 

@@ -138,12 +138,14 @@ class RouterMetrics:
         """Add one to a counter of this object."""
         counts[key] = counts.get(key, 0) + 1
 
-    def count_usage(self, tenant: str, model: str, length_class: str, prompt_tokens: int, output_tokens: int) -> None:
-        """A tenant's request has used these tokens. Beyond `MAX_TENANT_SERIES` models are not distinguished."""
+    def count_usage(
+        self, tenant: str, model: str, length_class: str, requests: int, prompt_tokens: int, output_tokens: int
+    ) -> None:
+        """A tenant's requests have used these tokens. Beyond `MAX_TENANT_SERIES` models are not distinguished."""
         key = (tenant, model, length_class)
         if key not in self.tenant_requests and len(self.tenant_requests) >= MAX_TENANT_SERIES:
             key = (tenant, "(other)", "none")
-        self.tenant_requests[key] = self.tenant_requests.get(key, 0) + 1
+        self.tenant_requests[key] = self.tenant_requests.get(key, 0) + requests
         for kind, tokens in (("prompt", prompt_tokens), ("output", output_tokens)):
             counted = (*key, kind)
             self.tenant_tokens[counted] = self.tenant_tokens.get(counted, 0) + tokens

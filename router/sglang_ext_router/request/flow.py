@@ -308,7 +308,7 @@ class RequestFlow:
     def _is_within_budgets(self, tenants: Tenants) -> bool:
         """Reserve what the request is expected to use of its tenant's budgets, or refuse it."""
         unread = self._unread
-        self._charge = charge = tenants.charge(unread.tenant, self._request, self._services.planner, self.started_s)
+        self._charge = charge = tenants.charge(unread.tenant, self._request, self.started_s)
         unread.reply_headers += charge.reply_headers
         if charge.refusal is None:
             return True
@@ -436,6 +436,8 @@ class RequestFlow:
             return
         if self._is_waiting:
             self._stop_waiting()
+        if self._charge is not None and services.tenants is not None:
+            services.tenants.record_route(self._charge, route.decision.cached_tokens, services.admission)
         decode = route.decode
         self._relayed = Leg.PREFILL if decode is None else _DECODE
         record.error_status = record.prefilled_s = None
@@ -701,10 +703,18 @@ class RequestFlow:
         self._relay.resume()
 
     def on_client_gone(self) -> None:
-        """The client has closed its connection before it had its whole reply."""
-        services = self._services
-        self._relay.lose_client()
-        services.metrics.count(services.metrics.aborts, "client_gone")
+        """The client has closed its connection before its reply had ended.
+
+        Clients of streams commonly do so behind the last event: these have their whole reply.
+        """
+        services, attempt = self._services, self._attempt
+        leg = None if attempt is None else attempt.leg(self._relayed)
+        has_all = leg is not None and leg.sink is not None and leg.has_all_events and self._request.prompt.is_stream
+        self._relay.lose_client(has_all=has_all)
+        if has_all and leg is not None and attempt is not None:
+            attempt.learn_from_reply(leg)
+        else:
+            services.metrics.count(services.metrics.aborts, "client_gone")
         if self._protocol is not None:
             self._act(self._protocol.on_client_gone())
             return

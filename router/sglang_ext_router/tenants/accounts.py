@@ -1,10 +1,10 @@
 """The tenants of one router process: who a key belongs to, and the account of each request.
 
-    find -> limit_priority -> charge -> settle
+    find -> limit_priority -> charge -> record_route -> settle
 
-`find` names the tenant of a key, `charge` reserves what a request is expected to use, or refuses it, and `settle`
-replaces the reservation by what was used, and counts it. Decisions are those of `decide/tenants.py`. The routers of a
-group divide budgets and concurrency (`message`, `take`, `share`).
+`find` names the tenant of a key, `charge` reserves what a request is expected to use, or refuses it, `record_route`
+takes what is cached out of its work, and `settle` replaces the reservation by what was used, and counts it. Decisions
+are those of `decide/tenants.py`. The routers of a group divide budgets and concurrency (`message`, `take`, `share`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import hmac
 import logging
 import time
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from sglang_ext_router.decide.admission import AdmissionQueue, Claim, Demand, fair_shares
 from sglang_ext_router.decide.budget_exchange import BudgetExchange
-from sglang_ext_router.decide.budgets import MINUTE_S, Bucket, BudgetState, shown_duration
+from sglang_ext_router.decide.budgets import MINUTE_S, Bucket
 from sglang_ext_router.decide.tenants import (
     DEFAULT_TENANT,
     BudgetRefusal,
@@ -30,14 +30,13 @@ from sglang_ext_router.decide.tenants import (
 )
 from sglang_ext_router.http.api_keys import HASH_PREFIX_BYTES, ApiKeyFileError, WatchedFile
 from sglang_ext_router.tenants.tenants_file import TenantsFile, read_tenants_file
-from sglang_ext_router.tenants.usage import FLUSH_S, UsageCount, UsageLedger, read_usage_rows, utc_day
+from sglang_ext_router.tenants.usage import FLUSH_S, UsageCount, UsageKey, UsageLedger, read_usage_rows, utc_day
 
 if TYPE_CHECKING:
     from sglang_ext_router.config import RouterConfig
     from sglang_ext_router.observe.metrics import RouterMetrics
     from sglang_ext_router.observe.request_record import RequestRecord
     from sglang_ext_router.request.prepared_request import ClientHeaders, PreparedRequest
-    from sglang_ext_router.request.routing import RoutePlanner
 
 logger = logging.getLogger(__name__)
 
@@ -62,15 +61,15 @@ class Charge:
         self.reply_headers = b""  # header lines for its client
 
 
-class Used(NamedTuple):
-    """The tokens that a request has used, of its prompts and of its replies."""
+class _Tally:
+    """The usage of one tenant, model and length class that is not in the ledger yet."""
 
-    prompt_tokens: int
-    output_tokens: int
+    __slots__ = ("output_tokens", "prompt_tokens", "requests")
 
-    @property
-    def tokens(self) -> int:
-        return self.prompt_tokens + self.output_tokens
+    def __init__(self) -> None:
+        self.requests = 0
+        self.prompt_tokens = 0
+        self.output_tokens = 0
 
 
 class Tenants:
@@ -89,19 +88,18 @@ class Tenants:
         self._by_prefix: dict[bytes, tuple[bytes, str]] = {}
         self._is_in_group = bool(config.peer_port)
         self._processes = config.processes
-        self._has_places = config.max_concurrent_requests > 0  # without a limit nothing waits for a place
         # Routers that divide the budgets: at first the configured ones, as their first messages take a moment.
         self._parts = max(len(config.peer), 2) if self._is_in_group else config.processes
         self._alone_from_s = now_s + LONELY_AFTER_S
-        self._exchange = BudgetExchange(origin)
         self._concurrency: dict[str, int] = {}  # this router's share of it, of each tenant that has a limit
         self._demands: dict[int, dict[str, Demand]] = {}  # of the other routers
         self.accounts: dict[str, TenantAccount] = {}
         self._buckets: dict[str, Bucket] = {}
         self._take_file(read_tenants_file(path), now_s)
         self.ledger = UsageLedger(config.usage_db, "0" if self._is_in_group else str(origin))
+        self._exchange = BudgetExchange(self.ledger.origin)
         self._restore_levels()
-        self._day = utc_day()  # of the last sweep: to find it for each request would take longer than to count it
+        self._tallies: dict[tuple[str, str, str], _Tally] = {}  # of what ended since the last `collect_usage`
         self._save_due_s = 0.0
         self._saving: asyncio.Future[None] | None = None
 
@@ -154,6 +152,8 @@ class Tenants:
         for name, bucket in self._buckets.items():
             if name in left:
                 level, ago_s = left[name]
+                if self._is_in_group:  # whose other routers have divided this one's part since they missed it
+                    ago_s = min(ago_s, LONELY_AFTER_S)
                 bucket.level = min(bucket.capacity, level + ago_s * bucket.capacity / MINUTE_S)
             elif self._is_in_group:
                 bucket.level = 0.0
@@ -169,7 +169,7 @@ class Tenants:
         priority = bounded_priority(headers.priority, self.account(name).limits)
         return headers if priority == headers.priority else headers._replace(priority=priority)
 
-    def charge(self, name: str, request: PreparedRequest, planner: RoutePlanner, now_s: float) -> Charge:
+    def charge(self, name: str, request: PreparedRequest, now_s: float) -> Charge:
         """Reserve what a request is expected to use; its charge has a `refusal` where that is not there."""
         account = self.account(name)
         prompt_tokens = _all_prompt_tokens(request)
@@ -179,43 +179,69 @@ class Tenants:
         charge = Charge(account, prompt_tokens, estimated)
         if account.has_budgets:
             charge.refusal = account.reserve(estimated, now_s)
-            charge.reply_headers = _rate_limit_headers(account.states(now_s, self._elsewhere(account)))
+            requests_elsewhere, tokens_elsewhere = self._elsewhere(account)
+            charge.reply_headers = account.header_lines(now_s, requests_elsewhere, tokens_elsewhere)
+        limits = account.limits
         if charge.refusal is None:
-            cached_tokens = 0
-            if self._has_places:
-                cached_tokens = planner.max_cached_tokens(request.model, request.prompt, request.prompt_tokens)
-            limits, work_tokens = account.limits, max(1, estimated - cached_tokens)
             rank = priority_rank(request.headers.priority)
             concurrency = self._concurrency.get(limits.name, limits.concurrency)
-            charge.claim = Claim(limits.name, limits.weight, concurrency, rank, work_tokens)
+            charge.claim = Claim(limits.name, limits.weight, concurrency, rank, max(1, estimated))
         else:
-            self._metrics.count_tenant_refusal(account.limits.name, charge.refusal.budget.value)
+            self._metrics.count_tenant_refusal(limits.name, charge.refusal.budget.value)
         return charge
 
-    def settle(self, charge: Charge, record: RequestRecord, admission: AdmissionQueue[Any]) -> Used:
+    def record_route(self, charge: Charge, cached_tokens: int, admission: AdmissionQueue[Any]) -> None:
+        """The instances of an admitted request are chosen: its tenant is not charged what they are believed to hold."""
+        claim, work_tokens = charge.claim, max(1, charge.estimated_tokens - cached_tokens)
+        if claim is not None and claim.work_tokens != work_tokens:
+            admission.correct(claim, work_tokens)
+
+    def settle(self, charge: Charge, record: RequestRecord, admission: AdmissionQueue[Any]) -> None:
         """A request has ended: count what it has used, which replaces its reservation."""
-        used = _used(charge, record)
-        name, request = charge.account.limits.name, record.request
-        record.tenant, record.used_tokens = name, tuple(used)
-        if request is not None and record.sent_s is not None and (used.tokens or record.outcome == "ok"):
+        prompt_tokens, output_tokens = _used(charge, record)
+        used_tokens = prompt_tokens + output_tokens
+        account, request, route = charge.account, record.request, record.route
+        record.tenant, record.used_tokens = account.limits.name, (prompt_tokens, output_tokens)
+        if request is not None and record.sent_s is not None and (used_tokens or record.outcome == "ok"):
             length_class = record.length_class
-            shown_class = "none" if length_class is None else length_class.value
-            model, now_s = request.model.name, record.ended_s or 0.0
-            self._metrics.count_usage(name, model, shown_class, used.prompt_tokens, used.output_tokens)
-            self.ledger.add(name, model, shown_class, UsageCount(1, *used), now_s, self._day)
+            key = (record.tenant, request.model.name, "none" if length_class is None else str.__str__(length_class))
+            tally = self._tallies.get(key)
+            if tally is None:
+                self._tallies[key] = tally = _Tally()
+            tally.requests += 1
+            tally.prompt_tokens += prompt_tokens
+            tally.output_tokens += output_tokens
         if charge.claim is not None:
-            charge.account.settle(charge.estimated_tokens, used.tokens, was_admitted=record.is_admitted)
+            account.settle(charge.estimated_tokens, used_tokens, was_admitted=record.is_admitted)
             if record.is_admitted:
-                cached_tokens = 0 if record.route is None else record.route.decision.cached_tokens
-                admission.correct(charge.claim, max(0, used.tokens - cached_tokens))
+                cached_tokens = 0 if route is None else route.decision.cached_tokens
+                admission.correct(charge.claim, max(0, used_tokens - cached_tokens))
             if record.outcome == "ok" and record.output_tokens is not None and request is not None:
-                charge.account.learn_output(record.output_tokens / request.prompt.sequence_count)
-        return used
+                account.learn_output(record.output_tokens / request.prompt.sequence_count)
+
+    def collect_usage(self, now_s: float) -> None:
+        """Take what has ended since the last call into the ledger and the metrics."""
+        if not self._tallies:
+            return
+        tallies, self._tallies = self._tallies, {}
+        day = utc_day()
+        for (name, model, length_class), tally in tallies.items():
+            count = UsageCount(tally.requests, tally.prompt_tokens, tally.output_tokens)
+            self._metrics.count_usage(name, model, length_class, *count)
+            self.ledger.add(name, model, length_class, count, now_s, day)
+
+    async def read_usage(
+        self, first_day: str, last_day: str, tenant: str | None, now_s: float
+    ) -> list[tuple[UsageKey, UsageCount]]:
+        """Return what tenants, or one of them, have used at all routers. Raise sqlite3.Error as the ledger does."""
+        self.collect_usage(now_s)
+        return await asyncio.to_thread(self.ledger.read_totals, self.ledger.rows_to_save(), first_day, last_day, tenant)
 
     # -- several routers --------------------------------------------------------------------------------
 
     def message(self, admission: AdmissionQueue[Any], now_s: float) -> dict[str, Any]:
         """Return what the other routers are sent."""
+        self.collect_usage(now_s)
         return {
             **self._exchange.message(self._buckets, now_s),
             "demands": {name: tuple(demand) for name, demand in admission.demands().items() if demand.total},
@@ -264,8 +290,8 @@ class Tenants:
     # -- keeping ----------------------------------------------------------------------------------------
 
     def sweep(self, loop: asyncio.AbstractEventLoop, now_s: float) -> None:
-        """Write usage and budgets, in a thread, once in `FLUSH_S`."""
-        self._day = utc_day()
+        """Count what has ended; write usage and budgets, in a thread, once in `FLUSH_S`."""
+        self.collect_usage(now_s)
         if now_s < self._save_due_s or (self._saving is not None and not self._saving.done()):
             return
         self._save_due_s = now_s + FLUSH_S
@@ -277,6 +303,7 @@ class Tenants:
         """Write what has not been written, and close the database."""
         if self._saving is not None:
             await self._saving
+        self.collect_usage(now_s)
         await asyncio.to_thread(self.ledger.save, self.ledger.rows_to_save(), self._levels(now_s))
         self.ledger.close()
 
@@ -308,20 +335,11 @@ def _all_prompt_tokens(request: PreparedRequest) -> int:
     return request.prompt_tokens
 
 
-def _used(charge: Charge, record: RequestRecord) -> Used:
-    """Return what the instances report; where they report nothing, an estimate of what was sent to them."""
+def _used(charge: Charge, record: RequestRecord) -> tuple[int, int]:
+    """Return the tokens of prompts and replies that the instances report; where they report nothing, an estimate of
+    what was sent to them.
+    """
     if record.sent_s is None or (record.outcome == "error_before" and record.output_tokens is None):
-        return Used(0, 0)
+        return 0, 0
     prompt_tokens = record.known_prompt_tokens
-    return Used(charge.prompt_tokens if prompt_tokens is None else prompt_tokens, record.output_tokens or 0)
-
-
-def _rate_limit_headers(states: tuple[BudgetState | None, ...]) -> bytes:
-    lines = []
-    for unit, state in zip(_UNITS, states, strict=True):
-        if state is not None:
-            lines.append(
-                f"x-ratelimit-limit-{unit}: {state.limit}\r\nx-ratelimit-remaining-{unit}: {state.remaining}\r\n"
-                f"x-ratelimit-reset-{unit}: {shown_duration(state.reset_s)}\r\n"
-            )
-    return "".join(lines).encode()
+    return charge.prompt_tokens if prompt_tokens is None else prompt_tokens, record.output_tokens or 0

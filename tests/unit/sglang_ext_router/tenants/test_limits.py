@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sglang_ext_router.decide.admission import Claim
 from sglang_ext_router.decide.fair_admission import FairAdmissionQueue
 from sglang_ext_router.http import api_keys
-from sglang_ext_router.instances.registry import ModelPools
-from sglang_ext_router.request.flow import RequestFlow
-from sglang_ext_router.request.prompt import Prompt
-from sglang_ext_router.request.routing import RoutePlanner
 from support.raw_client import Reply, request_bytes
 from support.router_process import RunningRouter, cluster
 from support.scripted_engine import DONE, chunk, event, hang, reply, status, stream, stream_head
@@ -124,6 +120,49 @@ async def test_a_client_that_leaves_its_stream_pays_for_what_it_got(tmp_path: Pa
         assert tokens_left(served) == pytest.approx(990, abs=1)
 
 
+async def test_the_last_event_says_what_a_client_has_that_leaves_its_stream(tmp_path: Path) -> None:
+    """Whose events may hold several tokens."""
+    async with cluster(tenants_file=tenants_file(tmp_path, a={"tokens_per_minute": 1000})) as served:
+        sent = {"text": "x y z", "meta_info": {"prompt_tokens": 5, "completion_tokens": 30}}
+        served.decode[0].script = hang(stream_head() + chunk(event(sent)))
+        client = await served.connect()
+        await client.send(request_bytes("POST", "/generate", b'{"input_ids": [1, 2, 3], "stream": true}', bearer("a")))
+        await client.head()
+        await served.until(lambda: any(flow.record.first_byte_s is not None for flow in served.router.running))
+        client.close()
+        await served.until_idle()
+        assert tokens_left(served) == pytest.approx(965, abs=1)
+        assert served.router.metrics.aborts == {"client_gone": 1}
+
+
+async def test_clients_that_leave_behind_the_last_event_have_their_whole_reply(tmp_path: Path) -> None:
+    """As SDKs do: they pay what the usage says, nothing is aborted, and the request has ended well."""
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "x"}],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    said = {"choices": [], "usage": {"prompt_tokens": 40, "completion_tokens": 6}}
+    async with cluster(tenants_file=tenants_file(tmp_path, a={"tokens_per_minute": 1000})) as served:
+        sent = (
+            stream_head() + chunk(event({"choices": [{"delta": {"content": "x"}}]})) + chunk(event(said)) + chunk(DONE)
+        )
+        served.decode[0].script = hang(sent)
+        client = await served.connect()
+        path = "/v1/chat/completions"
+        await client.send(request_bytes("POST", path, json.dumps(body).encode(), bearer("a")))
+        await client.head()
+        await served.until(lambda: any(flow.record.first_byte_s is not None for flow in served.router.running))
+        client.close()
+        await served.until_idle()
+        assert tokens_left(served) == pytest.approx(954, abs=1)
+        metrics = served.router.metrics
+        assert [(key[2], key[3]) for key in metrics.requests] == [(200, "ok")]
+        assert metrics.aborts == {}
+        assert served.decode[0].aborts == []
+
+
 def stream_of(count: int) -> bytes:
     return stream_head() + b"".join(chunk(event({"text": "x"})) for _ in range(count))
 
@@ -205,23 +244,21 @@ async def test_nothing_is_added_without_tenants() -> None:
         assert served.router.tenants is None
 
 
-@pytest.mark.parametrize(("places", "lookups", "work_tokens"), [(0, 0, 50), (4, 1, 20)])
-async def test_cached_prefixes_are_looked_up_only_to_share_places(
-    places: int, lookups: int, work_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[int] = []
-    claims: list[Claim] = []
-
-    def max_cached_tokens(planner: RoutePlanner, model: ModelPools, prompt: Prompt, prompt_tokens: int) -> int:
-        asked.append(prompt_tokens)
-        return 30
-
-    def correct(queue: FairAdmissionQueue[RequestFlow], claim: Claim, used_tokens: float) -> None:
-        claims.append(claim)
-
-    monkeypatch.setattr(RoutePlanner, "max_cached_tokens", max_cached_tokens)
-    monkeypatch.setattr(FairAdmissionQueue, "correct", correct)
-    async with cluster(tenants_file=tenants_file(tmp_path, a={}), max_concurrent_requests=places) as served:
-        assert (await ask(served, "a")).status == 200
-    assert len(asked) == lookups
-    assert [claim.work_tokens for claim in claims] == [work_tokens]
+async def test_a_tenant_is_not_charged_what_an_instance_has_cached(tmp_path: Path) -> None:
+    """Its place in the queue follows from what is computed, already while the request runs."""
+    prompt = {"input_ids": list(range(4000)), "sampling_params": {"max_new_tokens": 10}}
+    async with cluster(tenants_file=tenants_file(tmp_path, a={}), max_concurrent_requests=4) as served:
+        queue = served.router.admission
+        assert isinstance(queue, FairAdmissionQueue)
+        charged: list[float] = []
+        for _ in range(2):
+            served.decode[0].plan(hang())
+            client = await served.connect()
+            await client.send(request_bytes("POST", "/generate", json.dumps(prompt).encode(), bearer("a")))
+            await served.until(lambda: bool(served.router.running))
+            (claim,) = queue._claims.values()
+            charged.append(claim.work_tokens)
+            client.close()
+            await served.until_idle()
+        assert charged[0] == 4010
+        assert 10 < charged[1] <= 200
