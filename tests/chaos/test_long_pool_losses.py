@@ -15,18 +15,17 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from enum import StrEnum
-from http.client import HTTPException
 from typing import Any, NamedTuple
 
 import pytest
 
 from sglang_ext.types import Role
-from support.engines import FLEET, Engine, EngineSpec, Reply
+from support.engines import FLEET, Engine, EngineSpec
 from support.laps import NEW_TOKENS, Pair, Prefill
 from support.long_pool import Coordinator
+from support.losses import Request, is_answer
 from support.model_families import FAMILIES, family, family_greedy
-from support.pd import with_room
-from support.reference import greedy_reference, random_prompt
+from support.reference import greedy_reference
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
@@ -141,42 +140,6 @@ class LongPool(NamedTuple):
         return [Pair(member, decode, self.threads) for member in members]
 
 
-class Request:
-    """A long prompt, sent to both of its instances."""
-
-    def __init__(self, pair: Pair, threads: ThreadPoolExecutor, seed: int, prompt_tokens: int, new_tokens: int) -> None:
-        self._prompt = random_prompt(prompt_tokens, seed)
-        self._new_tokens = new_tokens
-        body = with_room(
-            {
-                "input_ids": self._prompt,
-                "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
-            },
-            pair.prefill,
-        )
-        self._legs = [threads.submit(_post, engine, body) for engine in (pair.prefill, pair.decode)]
-
-    @property
-    def is_over(self) -> bool:
-        return all(leg.done() for leg in self._legs)
-
-    def reply(self, limit_s: float) -> Reply | None:
-        """What the client gets, when both legs have ended; None for a lost connection."""
-        replies = [leg.result(timeout=limit_s) for leg in self._legs]
-        return replies[1]
-
-    def is_right(self, reply: Reply, pool: LongPool) -> bool:
-        tokens: list[int] = reply.body["output_ids"]
-        return tokens == pool.greedy(self._prompt, self._new_tokens)
-
-
-def _post(engine: Engine, body: dict[str, Any]) -> Reply | None:
-    try:
-        return engine.post("/generate", body)
-    except (OSError, HTTPException):
-        return None
-
-
 @pytest.fixture(scope="module")
 def pool(request: pytest.FixtureRequest) -> Iterator[LongPool]:
     with (
@@ -240,8 +203,8 @@ def check_loss(pool: LongPool, loss: Loss) -> None:
             resumed.close()
     reply = request.reply(OUTCOME_LIMIT_S)
     assert time.monotonic() - hit_at < OUTCOME_LIMIT_S + STOPPED_S
-    if reply is not None and reply.status == 200 and reply.body["meta_info"]["finish_reason"]["type"] != "abort":
-        assert request.is_right(reply, pool)
+    if is_answer(reply):
+        assert request.is_right(reply, pool.greedy)
     else:
         # Those without which the prompt can be answered have cost time alone.
         assert loss.victim in (Victim.OWNER, Victim.DECODE), reply

@@ -10,6 +10,7 @@ from typing import Any
 
 from sglang_ext.types import Role
 from support.engines import Engine, EngineSpec, Reply
+from support.memory import check_whole
 from support.pd import send_both
 from support.reference import greedy_reference, random_prompt
 from support.tiny_model import STANDARD_SHAPE, TinyModelShape
@@ -112,8 +113,9 @@ class Pair:
             time.sleep(0.01)
         return False
 
-    def abort(self, rid: str) -> None:
-        for engine in (self.prefill, self.decode):
+    def abort(self, rid: str, *engines: Engine) -> None:
+        """Abort it on these instances, on both without any."""
+        for engine in engines or (self.prefill, self.decode):
             assert engine.post("/abort_request", {"rid": rid}).status == 200
 
     def flush(self, timeout_s: float = 30.0) -> None:
@@ -128,11 +130,13 @@ class Pair:
                 time.sleep(0.05)
 
     def check_clean(self, free_tokens: int) -> None:
-        """Nothing is left: queues, rows, KV and locks are as at the start."""
+        """Nothing is left: queues, the slots of all memory pools, and locks are as at the start."""
         self.prefill.wait_idle()
         self.decode.wait_idle()
         status = self.wait_for(lambda status: status["kv"]["locked_tokens"] == 0)
         assert status["kv"] == {"free_tokens": free_tokens, "locked_tokens": 0}
         assert (status["parked"], status["short"]["requests"], status["long"]["requests"]) == (0, 0, 0)
+        for engine in (self.prefill, self.decode):
+            check_whole(engine)
         # SGLang refuses to flush while it believes that anything runs, and checks its pools when idle.
         self.flush()

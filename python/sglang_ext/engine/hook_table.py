@@ -141,6 +141,13 @@ HOOK_TABLE: tuple[Hook, ...] = (
         target="sglang.srt.entrypoints.engine._wait_for_scheduler_ready",
     ),
     Hook(
+        name="memory-pools",
+        why="SGLang reports tokens of one memory pool; /server_info has the slots of all, windows and states too",
+        kind=HookKind.AFTER,
+        implementation="sglang_ext.engine.hooks.memory_pools:add_memory",
+        target="sglang.srt.managers.scheduler.Scheduler.get_internal_state",
+    ),
+    Hook(
         name="prefill-abort-notice",
         why="a prefill that is aborted before its transfer leaves decode waiting for 300 s; notifies decode",
         kind=HookKind.AFTER,

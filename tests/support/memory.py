@@ -1,0 +1,35 @@
+"""The slots of an instance's memory pools, and whether all are back."""
+
+from __future__ import annotations
+
+import time
+
+from sglang_ext.engine.hooks.memory_pools import MEMORY_KEY
+from support.engines import Engine
+
+Pools = dict[str, dict[str, int]]
+
+
+def pools(engine: Engine) -> Pools:
+    """Slots by pool, as the instance counts them."""
+    reply = engine.get("/server_info")
+    assert reply.status == 200, reply.body
+    counted: Pools = reply.body["internal_states"][0][MEMORY_KEY]
+    return counted
+
+
+def check_whole(engine: Engine, timeout_s: float = 20.0) -> Pools:
+    """Return its pools once each slot is free or cached. Raises AssertionError when the time is up."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        counted = pools(engine)
+        held = {name: slots for name, slots in counted.items() if not is_whole(slots)}
+        if not held:
+            return counted
+        assert time.monotonic() < deadline_s, f"{engine.spec.role} {engine.spec.name}: {held}"
+        time.sleep(0.05)
+
+
+def is_whole(slots: dict[str, int]) -> bool:
+    """Whether no request holds any slot."""
+    return slots["free"] + slots["cached"] == slots["total"] and not slots["locked"]
