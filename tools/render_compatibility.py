@@ -54,7 +54,8 @@ _UNSERVED = """
 _ARGUMENTS_HEAD = """
 ## Speculative decoding and quantised KV
 
-Refused in one line where the table has no "not run": nothing here has been run on a GPU.
+Refused in one line where the table has "no". What has "yes" is compared with Hugging Face's tokens, keys and values
+rounded to FP8, on CPUs (`tests/integration/test_fp8_kv.py`); nothing here has been run on a GPU.
 
 | SGLang's argument | on a CPU without AMX | handshake | long pool | prefill graphs (GPU) | all else, on a GPU |
 |---|---|---|---|---|---|
@@ -63,6 +64,7 @@ _ARGUMENTS: tuple[dict[str, str], ...] = (
     {"speculative_algorithm": "EAGLE"},
     {"kv_cache_dtype": "fp8_e4m3"},
 )
+_RUN = {True: "yes", False: "not run"}
 _SERVED_AS = {"Olmo3ForCausalLM": "Olmo2ForCausalLM"}  # by SGLang's Olmo3Config
 _PLAIN = {
     "speculative_algorithm": None,
@@ -119,7 +121,8 @@ def _argument_row(given: dict[str, str]) -> str:
         cdsp_options.conflict(server_args),
     ]
     ((name, value),) = given.items()
-    cells = ["not run" if problem is None else f"no: {_reason(problem)}" for problem in problems]
+    is_run = unserved is None  # on a CPU, with all mechanisms that take it there
+    cells = [_RUN[is_run] if problem is None else f"no: {_reason(problem)}" for problem in problems]
     cells += ["no: the draft reads other states" if value == "EAGLE" else "no: KV is stored in another type", "not run"]
     return f"| `--{name.replace('_', '-')} {value}` | {' | '.join(cells)} |\n"
 
@@ -131,7 +134,8 @@ def _reason(problem: str) -> str:
 def _handshake(family: Family, cell: Any) -> str:
     kv_args = SimpleNamespace(state_types=family.states, num_draft_entries=0, swa_kv_cache_layout="nhd")
     problem = transfer_options.model_conflict(kv_args, 1)
-    return _ONE_SIZE if problem is None and RECURRENT in family.states else str(cell(problem))
+    is_whole = RECURRENT in family.states and not family.divides_states
+    return _ONE_SIZE if problem is None and is_whole else str(cell(problem))
 
 
 def _pipeline(architecture: str, family: Family, cell: Any) -> str:

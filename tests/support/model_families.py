@@ -18,6 +18,7 @@ from support.tiny_model import tiny_model
 
 WINDOW = 32
 _VOCABULARY = 2048
+_FLOAT32_ERROR = 2e-6  # of a value that has been added up in another order
 SIZES: dict[str, Any] = {
     "vocab_size": _VOCABULARY,
     "hidden_size": 64,
@@ -78,11 +79,13 @@ _N_SIZES: dict[str, Any] = {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_position
 
 class Family(NamedTuple):
     """A tiny model: what its configuration has in addition to the sizes, what SGLang reads of it and transformers does
-    not write, and the kinds of state that SGLang keeps besides its KV."""
+    not write, the kinds of state that SGLang keeps besides its KV, and whether recurrent ones go between any numbers of
+    ranks."""
 
     more: Mapping[str, Any] = MappingProxyType({})
     written: Mapping[str, Any] = MappingProxyType({})
     states: tuple[str, ...] = ()
+    divides_states: bool = False
 
 
 REFUSED_WINDOW = "MistralForCausalLM"
@@ -141,9 +144,9 @@ FAMILIES: dict[str, Family] = {
     "MellumForCausalLM": Family({**_ALTERNATING, **_EXPERTS}, states=("swa",)),
     REFUSED_WINDOW: Family({"sliding_window": WINDOW}),
     # Recurrent states.
-    "Qwen3NextForCausalLM": Family({**_GDN, **_GDN_EXPERTS}, states=("mamba",)),
-    "Qwen3_5ForCausalLM": Family(_GDN, states=("mamba",)),
-    "Qwen3_5MoeForCausalLM": Family({**_GDN, **_GDN_EXPERTS}, states=("mamba",)),
+    "Qwen3NextForCausalLM": Family({**_GDN, **_GDN_EXPERTS}, states=("mamba",), divides_states=True),
+    "Qwen3_5ForCausalLM": Family(_GDN, states=("mamba",), divides_states=True),
+    "Qwen3_5MoeForCausalLM": Family({**_GDN, **_GDN_EXPERTS}, states=("mamba",), divides_states=True),
     "Mamba2ForCausalLM": Family({**_MAMBA, "num_heads": 8, "rms_norm": True}, states=("mamba",)),
     "FalconH1ForCausalLM": Family(
         {**_HYBRID, "mamba_d_ssm": 128, "mamba_rms_norm": False, "mamba_norm_before_gate": False}, states=("mamba",)
@@ -160,6 +163,7 @@ FAMILIES: dict[str, Family] = {
     "Lfm2ForCausalLM": Family(
         {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_multiple_of": 32},
         states=("mamba",),
+        divides_states=True,
     ),
     "Lfm2MoeForCausalLM": Family(
         {
@@ -169,6 +173,7 @@ FAMILIES: dict[str, Family] = {
             "use_expert_bias": True,
         },
         states=("mamba",),
+        divides_states=True,
     ),
     "Qwen2MoeForCausalLM": Family({**_EXPERTS, "shared_expert_intermediate_size": 32, "decoder_sparse_step": 1}),
     # Every layer attends to everything before a token.
@@ -230,7 +235,7 @@ def _build(architecture: str, folder: Path) -> None:
     import torch
     import transformers
 
-    more, written, _ = FAMILIES[architecture]
+    more, written = FAMILIES[architecture][:2]
     torch.manual_seed(0)
     kind = getattr(transformers, architecture)
     model = kind(kind.config_class(**{**SIZES, **more})).to(torch.float32)
@@ -252,11 +257,23 @@ def _build(architecture: str, folder: Path) -> None:
             shutil.copy(file, folder / file.name)
 
 
-def family_greedy(architecture: str, prompt: Sequence[int], new_tokens: int, *, has_cache: bool = False) -> list[int]:
-    """Greedy continuation by transformers in float32; with its cache long prompts take less time."""
+def family_greedy(
+    architecture: str,
+    prompt: Sequence[int],
+    new_tokens: int,
+    *,
+    has_cache: bool = False,
+    is_fp8: bool = False,
+    noise: int = 0,
+) -> list[int]:
+    """Greedy continuation by transformers in float32; with its cache long prompts take less time. `is_fp8`: keys and
+    values are rounded to FP8, and widened again, before anything attends to them; with a `noise` above 0 after an error
+    as large as float32 makes, another one for each number."""
     import torch
 
     ids, known, past = list(prompt), 0, None
+    if is_fp8:
+        has_cache, past = True, _rounding_cache(architecture, noise)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = _model(architecture)
@@ -266,6 +283,24 @@ def family_greedy(architecture: str, prompt: Sequence[int], new_tokens: int, *, 
                 known, past = len(ids), output.past_key_values
             ids.append(int(output.logits[0, -1].argmax()))
     return ids[len(prompt) :]
+
+
+def _rounding_cache(architecture: str, noise: int) -> Any:
+    import torch
+    from transformers import DynamicCache
+
+    draw = torch.Generator().manual_seed(noise)
+
+    class RoundingCache(DynamicCache):  # type: ignore[misc, unused-ignore]
+        def update(self, keys: torch.Tensor, values: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+            return super().update(self.rounded(keys), self.rounded(values), *arguments, **options)
+
+        def rounded(self, part: torch.Tensor) -> torch.Tensor:
+            if noise:
+                part = part * (1 + _FLOAT32_ERROR * torch.randn(part.shape, generator=draw))
+            return part.to(torch.float8_e4m3fn).to(part.dtype)
+
+    return RoundingCache(config=_model(architecture).config)
 
 
 @cache

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from sglang_ext.cpu.fp8_kv import take_rows
 from sglang_ext.cpu.prefix_attention import is_stock_wanted
 from sglang_ext_kernels.block_attention import add_sinks_, windowed_block
 
@@ -86,8 +87,9 @@ def run_layer(
             slots = pool.translate_loc_from_full_to_swa(slots)
         rows = slice(start, start + new)
         start += new
+        keys, values = (take_rows(buffer, slots, query.dtype) for buffer in (key_buffer, value_buffer))
         attend_(
-            *(output[rows], query[rows], key_buffer[slots], value_buffer[slots], layer.scaling),
+            *(output[rows], query[rows], keys, values, layer.scaling),
             cap=layer.logit_cap,
             window=window,
             sinks=sinks,

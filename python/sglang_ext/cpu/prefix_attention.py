@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from sglang_ext.cpu.fp8_kv import take_rows
 from sglang_ext_kernels.block_attention import attention_behind_prefix_
 
 # Set to 1, an engine on a CPU computes attention as SGLang does: to compare, or to rule this module out.
@@ -75,6 +76,6 @@ def run_extend(
             continue
         # One gather for prefix and new tokens: pages may lie anywhere in the pool.
         slots = req_to_token[row, :tokens]
-        keys, values = k_cache.index_select(0, slots), v_cache.index_select(0, slots)
-        attention_behind_prefix_(output[rows], query[rows], keys.to(query.dtype), values.to(query.dtype), scale)
+        keys, values = take_rows(k_cache, slots, query.dtype), take_rows(v_cache, slots, query.dtype)
+        attention_behind_prefix_(output[rows], query[rows], keys, values, scale)
     return output

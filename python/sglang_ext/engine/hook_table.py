@@ -243,6 +243,14 @@ HOOK_TABLE: tuple[Hook, ...] = (
         device=Device.CPU,
     ),
     Hook(
+        name="fp8-kv",
+        why="SGLang has KV in FP8 on a CPU for AMX kernels only; keeps it as on other devices",
+        kind=HookKind.AROUND,
+        implementation="sglang_ext.cpu.fp8_kv:configure",
+        target="sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator.configure",
+        device=Device.CPU,
+    ),
+    Hook(
         name="latent-attention",
         why="attention for CPUs asks for keys and values of heads where a DeepSeek keeps latent rows; reads the rows",
         kind=HookKind.AROUND,

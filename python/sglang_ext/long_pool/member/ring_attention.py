@@ -201,7 +201,9 @@ class Ring:
             keys = self._held[(self._place - hop) % self.size]
             following, calls = self._pass_on(block, hop, layer)
             if queries and keys:
-                attend_(out, lse, q, block[0], block[-1], queries, keys, rule)
+                # FP8 is sent as it is stored, and widened by each reader.
+                read = block.to(q.dtype) if block.element_size() == 1 else block
+                attend_(out, lse, q, read[0], read[-1], queries, keys, rule)
             if calls:
                 began_s = self._clock.now_s()
                 for call in calls:

@@ -177,6 +177,10 @@ _WHY_REFUSED = {
 }
 
 
+_KV_DTYPES = {"auto", "bf16", "bfloat16"}
+_CPU_KV_DTYPES = {"fp8_e4m3"}
+
+
 def conflict(server_args: Any) -> str | None:
     """Return why these SGLang arguments and `--cdsp-coordinator` exclude each other; None when they do not."""
     for is_conflicting, argument, reason in (
@@ -184,7 +188,11 @@ def conflict(server_args: Any) -> str | None:
         (server_args.dp_size > 1, "--dp-size", "a member has one scheduler"),
         (server_args.disable_radix_cache, "--disable-radix-cache", "what others have computed is found in it"),
         (server_args.speculative_algorithm is not None, "--speculative-algorithm", "the draft model has KV of its own"),
-        (server_args.kv_cache_dtype not in {"auto", "bf16", "bfloat16"}, "--kv-cache-dtype", "KV travels unscaled"),
+        (
+            server_args.kv_cache_dtype not in _KV_DTYPES | (_CPU_KV_DTYPES if server_args.device == "cpu" else set()),
+            "--kv-cache-dtype",
+            "a ring's kernels read KV of the model's type; FP8 is compared with one instance on CPUs only",
+        ),
         (
             server_args.device != "cpu" and not server_args.disable_overlap_schedule,
             "the overlap schedule",

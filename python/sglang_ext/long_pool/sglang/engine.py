@@ -68,7 +68,7 @@ class SchedulerKvPool:
     def __init__(self, scheduler: Any) -> None:
         """Raises UnsupportedModelError, naming the pool."""
         pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
-        self._is_latent = type(pool) is MLATokenToKVPool and pool.store_dtype == pool.dtype
+        self._is_latent = type(pool) is MLATokenToKVPool
         self._has_windows = type(pool) is SWAKVPool
         parts = (pool.full_kv_pool, pool.swa_kv_pool) if self._has_windows else (pool,)
         for part in () if self._is_latent else parts:
@@ -139,19 +139,25 @@ class SchedulerKvPool:
     def read(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         keys, slots = self._pool.get_key_buffer(layer), self._in_layer(layer, slots)
         if self._is_latent:
-            return keys.index_select(0, slots)[None]
-        return gather_kv(keys, self._pool.get_value_buffer(layer), slots.to(keys.device))
+            return _movable(keys).index_select(0, slots)[None].view(keys.dtype)
+        values = self._pool.get_value_buffer(layer)
+        return gather_kv(_movable(keys), _movable(values), slots.to(keys.device)).view(keys.dtype)
 
     def write(self, layer: int, slots: torch.Tensor, kv: torch.Tensor) -> None:
-        keys, slots = self._pool.get_key_buffer(layer), self._in_layer(layer, slots)
+        keys, slots = _movable(self._pool.get_key_buffer(layer)), self._in_layer(layer, slots)
         if self._is_latent:
-            keys.index_copy_(0, slots, kv[0])
+            keys.index_copy_(0, slots, _movable(kv)[0])
             return
-        scatter_kv_(keys, self._pool.get_value_buffer(layer), slots.to(keys.device), kv)
+        scatter_kv_(keys, _movable(self._pool.get_value_buffer(layer)), slots.to(keys.device), _movable(kv))
 
     def empty_block(self, tokens: int) -> torch.Tensor:
         buffer = self._pool.get_key_buffer(0)
         return buffer.new_empty((1 if self._is_latent else 2, tokens, *buffer.shape[1:]))
+
+
+def _movable(rows: torch.Tensor) -> torch.Tensor:
+    """Return the same memory in a type that torch moves rows of: FP8 as bytes."""
+    return rows.view(torch.uint8) if rows.element_size() == 1 else rows
 
 
 def share_memory(tree: Any, kept: KeptRows) -> None:
@@ -211,7 +217,9 @@ class SchedulerEngine:
         shape = f"{config.num_hidden_layers}x{config.hidden_size}x{config.vocab_size}"
         ranks = self._ranks.size
         of_ranks = f", {ranks} ranks" if ranks > 1 else ""
-        return f"{config.hf_config.architectures[0]} {shape} {config.dtype} {config.model_path}{of_ranks}"
+        kv_dtype = self._runner.kv_cache_dtype
+        of_kv = f", KV in {kv_dtype}" if kv_dtype != config.dtype else ""
+        return f"{config.hf_config.architectures[0]} {shape} {config.dtype} {config.model_path}{of_kv}{of_ranks}"
 
     def forward(
         self, token_ids: Sequence[int], positions: torch.Tensor, slots: torch.Tensor, attention: Attention

@@ -141,6 +141,7 @@ def _stream_layer_bytes(kib: str | None) -> int | None:
 
 
 _PREFIX = "does not go with --transfer-backend handshake"
+_BLOCK_SCALED = frozenset({"mxfp8", "nvfp4", "fp4_mx_block16"})
 
 
 def conflict(server_args: Any, *, has_staging_buffer: bool) -> str | None:
@@ -150,6 +151,11 @@ def conflict(server_args: Any, *, has_staging_buffer: bool) -> str | None:
         (server_args.dcp_size > 1, "--dcp-size", "a decode rank holds every token of its heads"),
         (server_args.enable_hisparse, "--enable-hisparse", "KV goes to the device's pool"),
         (server_args.speculative_algorithm is not None, "--speculative-algorithm", "the draft's KV stays behind"),
+        (
+            server_args.kv_cache_dtype in _BLOCK_SCALED,
+            f"--kv-cache-dtype {server_args.kv_cache_dtype}",
+            "the scales of its blocks stay behind",
+        ),
         (server_args.enable_pd_role_switch, "--enable-pd-role-switch", "an endpoint keeps its role"),
         (
             server_args.disaggregation_decode_allocation_policy != "early",

@@ -147,11 +147,12 @@ def test_a_model_without_kernels_for_a_cpu_is_refused_in_one_line(
     [
         ({}, None),
         ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm does not run on a CPU without AMX (drafts"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, None),
         (
-            {"kv_cache_dtype": "fp8_e4m3"},
-            "--kv-cache-dtype fp8_e4m3 does not run on a CPU without AMX (",
+            {"kv_cache_dtype": "fp8_e5m2"},
+            "--kv-cache-dtype fp8_e5m2 does not run on a CPU without AMX (",
         ),
-        ({"kv_cache_dtype": "fp8_e4m3", "device": "cuda"}, None),
+        ({"kv_cache_dtype": "fp8_e5m2", "device": "cuda"}, None),
     ],
 )
 def test_arguments_that_a_cpu_does_not_take_are_refused_in_one_line(

@@ -162,6 +162,7 @@ FITTING = {
 
 def test_the_arguments_of_a_worker_fit() -> None:
     assert conflict(SimpleNamespace(**FITTING)) is None
+    assert conflict(SimpleNamespace(**{**FITTING, "kv_cache_dtype": "fp8_e4m3"})) is None
 
 
 @pytest.mark.parametrize(
@@ -171,7 +172,7 @@ def test_the_arguments_of_a_worker_fit() -> None:
         ({"dp_size": 2}, "--dp-size"),
         ({"disable_radix_cache": True}, "--disable-radix-cache"),
         ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
-        ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype"),
+        ({"kv_cache_dtype": "fp8_e4m3", "device": "cuda"}, "--kv-cache-dtype"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype"),
         ({"kv_cache_dtype": "fp4_e2m1"}, "--kv-cache-dtype"),
         ({"device": "cuda"}, "the overlap schedule"),

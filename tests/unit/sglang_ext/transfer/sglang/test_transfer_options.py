@@ -118,6 +118,7 @@ FITTING = {
     "dcp_size": 1,
     "enable_hisparse": False,
     "speculative_algorithm": None,
+    "kv_cache_dtype": "fp8_e4m3",
     "enable_pd_role_switch": False,
     "disaggregation_decode_allocation_policy": "early",
 }
@@ -130,6 +131,8 @@ FITTING = {
         ("dcp_size", 2, "--dcp-size"),
         ("enable_hisparse", True, "--enable-hisparse"),
         ("speculative_algorithm", "EAGLE", "--speculative-algorithm"),
+        ("kv_cache_dtype", "mxfp8", "--kv-cache-dtype mxfp8"),
+        ("kv_cache_dtype", "nvfp4", "--kv-cache-dtype nvfp4"),
         ("enable_pd_role_switch", True, "--enable-pd-role-switch"),
         (
             "disaggregation_decode_allocation_policy",
