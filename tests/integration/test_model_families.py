@@ -20,6 +20,7 @@ from support.served_pool import check_clean, free_tokens, long_member
 pytestmark = pytest.mark.integration
 NEW_TOKENS = 12
 SERVED = [architecture for architecture in FAMILIES if architecture != REFUSED_WINDOW]
+DIVIDED = [architecture for architecture, one in FAMILIES.items() if one.divides_states]
 HANDSHAKE = ("--transfer-backend", "handshake")
 BY_LAYER = ("--set", "transfer.stream_layer_kib=0")
 TCP = ("--transfer-backend", "sglang_ext_tcp")
@@ -33,6 +34,8 @@ IN_TEST = {
 }
 CHUNKS = ("--chunked-prefill-size", "128")
 CACHING = ("--disaggregation-decode-enable-radix-cache",)
+# Each rank of a model with recurrent states fills a pool of them, which by default takes most of a machine's memory.
+FEW_STATES = ("--max-total-tokens", "8192", "--max-running-requests", "16", "--max-mamba-cache-size", "64")
 
 
 def spec(
@@ -154,14 +157,28 @@ def test_windows_between_other_numbers_of_ranks(
 
 
 @pytest.mark.full
-def test_recurrent_states_go_between_ranks_of_one_number() -> None:
+@pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), [(1, 2), (2, 1), (2, 2)])
+@pytest.mark.parametrize("architecture", DIVIDED)
+def test_recurrent_states_between_other_numbers_of_ranks(
+    architecture: str, prefill_ranks: int, decode_ranks: int
+) -> None:
+    """Each prefill rank sends its pieces of the states behind its heads."""
+    prefill, decode = FLEET.get(
+        spec(architecture, Role.SHORT, (*CHUNKS, *FEW_STATES, "--tp", str(prefill_ranks)), (*HANDSHAKE, *BY_LAYER)),
+        spec(architecture, Role.DECODE, ("--tp", str(decode_ranks), *FEW_STATES, *CACHING), HANDSHAKE),
+    )
+    check_two_turns(architecture, prefill, decode)
+
+
+@pytest.mark.full
+def test_other_recurrent_states_go_between_ranks_of_one_number() -> None:
     """A router pairs no others; without one the request fails and says why."""
-    architecture = "Qwen3NextForCausalLM"
-    ranks = ("--tp", "2")
+    architecture = "FalconH1ForCausalLM"
+    ranks = (*FEW_STATES, "--tp", "2")
     prefill, decode, other = FLEET.get(
         spec(architecture, Role.SHORT, (*CHUNKS, *ranks), HANDSHAKE),
         spec(architecture, Role.DECODE, ranks, HANDSHAKE),
-        spec(architecture, Role.DECODE, (), HANDSHAKE),
+        spec(architecture, Role.DECODE, FEW_STATES, HANDSHAKE),
     )
     try:
         for prompt in prompts():
@@ -198,8 +215,8 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 def test_two_queues_under_any_interleaving(
     architecture: str, transfer: tuple[str, ...], page: int, threads: ThreadPoolExecutor
 ) -> None:
-    """Long prompts park for short ones where these come in time, share prefixes, and are aborted in any stage: every
-    other answer is exact, and no slot is lost."""
+    """Long prompts park for short ones where these come in time, share prefixes, and are aborted in any stage, on both
+    instances or one: every other answer is exact, and no slot of any pool is lost."""
     pages = ("--page-size", str(page))
     chunks, laps = (
         ("--chunked-prefill-size", "32"),
@@ -226,7 +243,8 @@ def test_two_queues_under_any_interleaving(
                 request = pair.send(tokens, 100 * turn + number, rid=rid, priority=priority, prefix=prefix)
                 sent.append((rid, request))
                 if draw.random() < 0.3:
-                    pair.abort(draw.choice(sent)[0])
+                    # One leg's end fails the transfer of the other.
+                    pair.abort(draw.choice(sent)[0], *draw.choice(((), (prefill,), (decode,))))
             for _, request in sent:
                 _, reply = request.replies.result(timeout=120)
                 is_aborted = reply.status != 200 or reply.body["meta_info"]["finish_reason"]["type"] == "abort"

@@ -36,6 +36,13 @@ LayerBuffers: TypeAlias = tuple[ItemBuffer, ...]
 """K and V of one layer, or its latent rows; items are token slots."""
 
 
+class StatePart(NamedTuple):
+    """A run of bytes within an item of a state. Each rank of an instance has an equal piece of the whole, in order."""
+
+    offset_bytes: int
+    length_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class PoolLayout:
     """One rank's pool. `aux` are the metadata buffers, one item per request; `states` the buffers of each kind of
@@ -50,6 +57,10 @@ class PoolLayout:
     aux: tuple[ItemBuffer, ...] = ()
     states: tuple[tuple[ItemBuffer, ...], ...] = ()
     states_by_head: tuple[bool, ...] = ()  # per kind: items are tokens' heads, as in a layer; none where empty
+    # Per kind and buffer: the parts of an item that are divided over the ranks; a kind without parts is not divided.
+    state_parts: tuple[tuple[tuple[StatePart, ...], ...], ...] = ()
+    rank: int = 0
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         if self.head_count < 1 or not (self.layers or self.states):
@@ -86,11 +97,18 @@ class PoolLayout:
 
     @property
     def _state_bytes(self) -> list[tuple[bool, list[int]]]:
-        """Per kind, whether its items are cut by heads, and the bytes of a head or of an item."""
-        return [
-            (is_cut, [buffer.item_bytes // (self.head_count if is_cut else 1) for buffer in kind])
-            for is_cut, kind in zip(self.cut_states, self.states, strict=True)
-        ]
+        """Per kind, whether its items are cut by heads, and the bytes of a head, of a part on all ranks or of an
+        item."""
+        sizes = []
+        for is_cut, parts, kind in zip(self.cut_states, self.parts_of_states, self.states, strict=True):
+            whole = [part.length_bytes * self.ranks for buffer in parts for part in buffer]
+            sizes.append((is_cut, whole or [item.item_bytes // (self.head_count if is_cut else 1) for item in kind]))
+        return sizes
+
+    @property
+    def parts_of_states(self) -> tuple[tuple[tuple[StatePart, ...], ...], ...]:
+        """Return `state_parts`, with nothing for each kind where there are none at all."""
+        return self.state_parts or ((),) * len(self.states)
 
     @property
     def cut_states(self) -> tuple[bool, ...]:
@@ -169,20 +187,55 @@ def plan_states(
     source_slots: Sequence[Slots],
     target_slots: Sequence[Slots],
 ) -> list[RowCopy]:
-    """Return the copies of extra states, per kind: the shard's heads of cut states, others whole with the metadata.
+    """Return the copies of extra states, per kind: the shard's heads of cut states, of states in parts what the rank
+    has of the target's pieces, others whole with the metadata.
 
     Raises ValueError when the numbers of kinds, buffers or items differ.
     """
     copies: list[RowCopy] = []
-    kinds = zip(source.cut_states, source.states, target.states, source_slots, target_slots, strict=True)
-    for is_cut, here, there, mine, theirs in kinds:
-        if not is_cut and shard.has_aux:
-            copies += plan_items(here, there, mine, theirs)
-        elif is_cut and shard.head_count:
-            if len(mine) != len(theirs):
-                raise ValueError("source and target of items differ in number")
+    buffers = zip(source.states, target.states, source_slots, target_slots, strict=True)
+    for kind, (here, there, mine, theirs) in enumerate(buffers):
+        is_cut, parts = source.cut_states[kind], source.parts_of_states[kind]
+        is_divided = bool(parts) and source.ranks != target.ranks
+        if not is_cut and not is_divided:
+            copies += plan_items(here, there, mine, theirs) if shard.has_aux else ()
+            continue
+        if len(mine) != len(theirs):
+            raise ValueError("source and target of items differ in number")
+        if is_cut and shard.head_count:
             copies += _plan_heads(source, target, shard, here, there, mine, theirs)
+        elif is_divided:
+            pieces = zip(parts, target.parts_of_states[kind], strict=True)
+            for buffer, ours_and_theirs in zip(zip(here, there, strict=True), pieces, strict=True):
+                copies += _plan_parts(source, target, *buffer, *ours_and_theirs, mine, theirs)
     return copies
+
+
+def _plan_parts(
+    source: PoolLayout,
+    target: PoolLayout,
+    here: ItemBuffer,
+    there: ItemBuffer,
+    source_parts: Sequence[StatePart],
+    target_parts: Sequence[StatePart],
+    source_slots: Slots,
+    target_slots: Slots,
+) -> Iterator[RowCopy]:
+    """Of each part the bytes that both ranks have a piece of."""
+    for mine, theirs in zip(source_parts, target_parts, strict=True):
+        first, target_first = source.rank * mine.length_bytes, target.rank * theirs.length_bytes
+        start = max(first, target_first)
+        stop = min(first + mine.length_bytes, target_first + theirs.length_bytes)
+        if start < stop:
+            yield RowCopy(
+                here.address + mine.offset_bytes + start - first,
+                here.item_bytes,
+                source_slots,
+                there.address + theirs.offset_bytes + start - target_first,
+                there.item_bytes,
+                target_slots,
+                stop - start,
+            )
 
 
 def _plan_heads(

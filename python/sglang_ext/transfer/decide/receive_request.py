@@ -122,7 +122,10 @@ class ReceiveRequest:
     def is_complete(self) -> bool:
         if self.need is None:
             return False
-        return self.cells_stored == self.need.whole.cells and (self.is_aux_stored or self.need.aux_slot is None)
+        # Pieces of states come behind rows; where no rows are wanted, they are missed by nothing but their senders.
+        has_states = bool(self.need.whole.cells or not self.need.state_slots or not self.unfinished_senders)
+        has_rows = self.cells_stored == self.need.whole.cells
+        return has_rows and has_states and (self.is_aux_stored or self.need.aux_slot is None)
 
     @property
     def has_unsettled(self) -> bool:

@@ -31,7 +31,7 @@ class KVShard(NamedTuple):
     """The KV that one sender writes under one grant. Heads are the model's (global) KV heads.
 
     `has_aux` says that the request's metadata (first output token and the like) come with it, and `has_states` that its
-    heads of extra states do (sliding windows). A shard that brings nothing but metadata has no tokens.
+    pieces of extra states do (sliding windows, recurrent states). A shard that brings nothing else has no tokens.
     """
 
     tokens: tuple[TokenSpan, ...]
@@ -93,7 +93,7 @@ def shard_problem(shard: KVShard) -> str | None:
             return f"the token span {tuple(span)} is empty or negative"
     if any(can_overlap(left, right) for left, right in combinations(shard.tokens, 2)):
         return "its token spans overlap"
-    if not shard.cells and not (shard.has_aux and not shard.tokens):
+    if not shard.cells and not (shard.has_extras and not shard.tokens):
         return "it is empty"
     return None
 

@@ -264,7 +264,7 @@ class OwnerTransfer:
     def _offer(self, spans: tuple[TokenSpan, ...]) -> None:
         source = self._source
         self._rest = spans if source.head_count else ()
-        if not self._rest and source.aux_slot is None:
+        if not self._rest and source.aux_slot is None and not self._brings_states:
             self._handle.close()
             return
         shard = KVShard(
@@ -274,7 +274,7 @@ class OwnerTransfer:
             source.first_layer,
             source.layer_count,
             source.aux_slot is not None,
-            source.has_states and bool(self._rest),
+            self._brings_states,
         )
         self._rest_chunk = self._handle.offer(SourceChunk(shard, None, source.aux_slot), is_last=True)
 
@@ -286,8 +286,13 @@ class OwnerTransfer:
                 part = PartRows(first_layer + sent_layers, layers - sent_layers, place, stop - start, False)
                 slots = rows.slots[start - rows.first_token : stop - rows.first_token]
                 self._handle.part(self._rest_chunk, part, slots, computed=rows.computed)
-        if rows.has_aux and (self._source.aux_slot is not None or (self._source.has_states and self._rest)):
+        if rows.has_aux and (self._source.aux_slot is not None or self._brings_states):
             self._handle.part(self._rest_chunk, PartRows(first_layer, layers, 0, 0, True), state_slots=rows.state_slots)
+
+    @property
+    def _brings_states(self) -> bool:
+        """Return whether its pieces of extra states are offered: behind rows, or where decode has all rows cached."""
+        return self._source.has_states and (bool(self._rest) or self._source.tokens is None)
 
     def _in_rest(self, low: int, high: int) -> Iterator[tuple[int, int, int]]:
         """Return the part of positions low to high that this rank offers: from, to, and place in the offered chunk."""

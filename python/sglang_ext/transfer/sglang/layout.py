@@ -10,15 +10,17 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.transfer.decide.shards import HeadLayout, plan_head_moves
-from sglang_ext.transfer.pool_layout import ItemBuffer, LayerBuffers, PoolLayout, Slots
-from sglang_ext.transfer.sglang.transfer_backend import WINDOWS
+from sglang_ext.transfer.pool_layout import ItemBuffer, LayerBuffers, PoolLayout, Slots, StatePart
+from sglang_ext.transfer.sglang.transfer_backend import RECURRENT, WINDOWS
 
 
 class PoolArguments(Protocol):
     """The fields of `KVArgs` that say where a pool of keys and values lies.
 
     Buffers of keys come first, one per layer, then those of values; latent rows have one buffer per layer. Their
-    `kv_item_lens` are bytes per page. Of each kind of extra state there is a list of buffers.
+    `kv_item_lens` are bytes per page. Of each kind of extra state there is a list of buffers; of each buffer of
+    recurrent states, the size of the axis that is divided over ranks, how many rows of an item come before that axis,
+    and, where the axis holds several things of which each is divided by itself, their sizes on all ranks together.
     """
 
     kv_cache_dtype_str: str
@@ -33,6 +35,9 @@ class PoolArguments(Protocol):
     state_data_ptrs: Sequence[Sequence[int]]
     state_data_lens: Sequence[Sequence[int]]
     state_item_lens: Sequence[Sequence[int]]
+    state_dim_per_tensor: Sequence[Sequence[int]]
+    state_slice_outer_counts: Sequence[Sequence[int]]
+    state_conv_shard_groups: Sequence[Sequence[Sequence[int] | None]]
 
 
 def pool_layout(
@@ -61,6 +66,9 @@ def pool_layout(
         tuple(_buffers(arguments.aux_data_ptrs, arguments.aux_data_lens, arguments.aux_item_lens)),
         tuple(states),
         by_head if any(by_head) else (),
+        states_in_parts(arguments, heads) if layers else (),
+        rank,
+        heads.tp_size,
     )
 
 
@@ -75,6 +83,43 @@ def windows_by_head(arguments: PoolArguments, heads: HeadLayout) -> tuple[bool, 
         getattr(kind, "value", kind) == WINDOWS and all(size_bytes % unit == 0 for size_bytes in item_bytes)
         for kind, item_bytes in kinds
     )
+
+
+def states_in_parts(arguments: PoolArguments, heads: HeadLayout) -> tuple[tuple[tuple[StatePart, ...], ...], ...]:
+    """Return per kind of extra state and buffer the parts of which each rank has an equal piece; none at all unless
+    ranks hold equal pieces of the KV heads, too: a rank sends its pieces together with its heads.
+
+    The convolution of Mamba 2 holds inputs and groups side by side, whose sizes SGLang does not report: those states
+    are not divided.
+    """
+    if heads.kv_heads % heads.tp_size:
+        return ()
+    kinds = [
+        _recurrent_parts(arguments, kind, heads.tp_size) if getattr(name, "value", name) == RECURRENT else ()
+        for kind, name in enumerate(arguments.state_types)
+    ]
+    return tuple(kinds) if any(kinds) else ()
+
+
+def _recurrent_parts(arguments: PoolArguments, kind: int, ranks: int) -> tuple[tuple[StatePart, ...], ...]:
+    sizes, groups = arguments.state_dim_per_tensor[kind], arguments.state_conv_shard_groups[kind]
+    if not all(sizes) or (not any(groups) and len(set(sizes)) > 1):
+        return ()
+    buffers = []
+    rows = arguments.state_slice_outer_counts[kind]
+    for size, row_count, group, item_bytes in zip(sizes, rows, groups, arguments.state_item_lens[kind], strict=True):
+        widths = [size] if group is None else [whole // ranks for whole in group]
+        if sum(widths) != size or any(whole % ranks for whole in group or ()):
+            return ()
+        each_bytes = item_bytes // (size * row_count)
+        starts = [row * size + sum(widths[:part]) for row in range(row_count) for part in range(len(widths))]
+        lengths = widths * row_count
+        buffers.append(
+            tuple(
+                StatePart(start * each_bytes, width * each_bytes) for start, width in zip(starts, lengths, strict=True)
+            )
+        )
+    return tuple(buffers)
 
 
 def state_slots(

@@ -50,6 +50,7 @@ class HandshakeKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is un
     heads: HeadLayout
     transport_name: str
     windows_by_head: tuple[bool, ...] = ()  # per kind of extra state: rows are cut by heads, as of other layers
+    divides_states = False  # recurrent states, too: each rank of the other instance gets its pieces
     stream_layer_bytes: int | None = None  # of a chunk that leaves by layer, at least; None: none does
     late_slots_tokens: int | None = None  # decode: a prompt of this many tokens takes slots when prefill calls for them
     slot_calls: SlotCalls | None = None  # prefill, on the rank that decides
@@ -145,6 +146,7 @@ class HandshakeKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is un
             *(self.kv_args, self.heads, self.attn_tp_rank, self.first_layer), is_latent=self._is_latent
         )
         self.windows_by_head = layout.cut_states
+        self.divides_states = any(layout.parts_of_states)
         device_memory: GpuBuffers | None = None
         prepare_thread: Callable[[], object] | None = None
         if not self.is_on_cpu:

@@ -278,7 +278,8 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
         wanted_tokens = sum(span.token_count for span in tokens)
         if has_rows and wanted_tokens != self.num_kv_indices * self._page_size:
             raise ValueError(f"decode wants {wanted_tokens} tokens, prefill has {self.num_kv_indices} pages")
-        if not tokens and not has_metadata:
+        has_states = any(self.kv_mgr.windows_by_head) or self.kv_mgr.divides_states
+        if not tokens and not has_metadata and not has_states:
             return  # decode has every token cached and gets the metadata from another rank
         source = Source(
             tokens[0] if tokens else None,
@@ -287,11 +288,11 @@ class HandshakeKVSender(CommonKVSender):  # type: ignore[misc]  # SGLang is unty
             self.kv_mgr.layer_count,
             self.aux_index if has_metadata else None,
             self.kv_mgr.first_layer,
-            any(self.kv_mgr.windows_by_head),
+            has_states,
         )
         transfer = OwnerTransfer(
             *(self.kv_mgr.endpoint, self.bootstrap_room, invitation.receiver, source),
-            share.sender_count * self.kv_mgr.pp_size if tokens else 1,
+            share.sender_count * self.kv_mgr.pp_size if tokens or has_states else 1,
             may_have_helpers=self._may_be_shared,
         )
         if self.trace is not None:

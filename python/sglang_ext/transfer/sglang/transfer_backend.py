@@ -21,7 +21,6 @@ WINDOWS, RECURRENT = "swa", "mamba"
 _NEVER_CUT = frozenset({"minimax_index_k", "minimax_dense_kv"})
 _CUT_FOR_LATENT_ATTENTION = frozenset({"block_scale", "block_scale_swa", "swa_ring", "c128_state", "request_row"})
 _CUTS_WINDOWS = frozenset({"mooncake", TCP, HANDSHAKE})  # backends that divide the heads of sliding windows
-_CUTS_NO_STATES = HANDSHAKE  # which sends the slot of a recurrent state as it is
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,8 @@ def states_of_equal_ranks(scheduler: Any) -> list[str]:
     if manager is None:
         return []
     backend = scheduler.server_args.disaggregation_transfer_backend
-    refused = _NEVER_CUT | ({RECURRENT} if backend == _CUTS_NO_STATES else set())
+    # SGLang's own backends divide every recurrent state.
+    refused = _NEVER_CUT | ({RECURRENT} if backend == HANDSHAKE and not manager.divides_states else set())
     if not (manager.is_mla_backend or manager.is_hybrid_mla_backend):
         refused |= _CUT_FOR_LATENT_ATTENTION | (set() if backend in _CUTS_WINDOWS else {WINDOWS})
     return sorted(refused.intersection(kind.value for kind in manager.kv_args.state_types or ()))

@@ -12,6 +12,7 @@ from sglang_ext.transfer.pool_layout import (
     ItemBuffer,
     PoolLayout,
     RowCopy,
+    StatePart,
     count_runs,
     cut_rows,
     group_by_slots,
@@ -165,6 +166,58 @@ def test_states_that_are_not_cut_come_once_with_the_metadata(*, has_aux: bool) -
     from_cut = [copy for copy in copies if copy.source_address >= 1 << 21]
     assert len(from_whole) == has_aux
     assert [(copy.source_address, copy.length_bytes) for copy in from_cut] == [((1 << 21) + 16, 16)]
+
+
+WHOLE_BYTES = (24, 24, 48)  # of the parts of a state on all ranks
+ITEMS = 8
+
+
+def divided(rank: int, ranks: int, *, is_divided: bool = True) -> PoolLayout:
+    """A rank's pool: two rows of three parts in the items of one buffer, and one part in those of another."""
+    widths = [whole // ranks for whole in WHOLE_BYTES] * 2
+    rows = tuple(StatePart(sum(widths[:part]), width) for part, width in enumerate(widths))
+    states = ((ItemBuffer(1 << 20, sum(widths), ITEMS), ItemBuffer(1 << 21, 96 // ranks, ITEMS)),)
+    parts = ((rows, (StatePart(0, 96 // ranks),)),) if is_divided else ()
+    return PoolLayout("float32", 0, layout().layers, 0, 2, layout().aux, states, (), parts, rank, ranks)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (2, 3), (4, 2), (2, 2), (1, 1)])
+def test_each_rank_gets_its_piece_of_each_part(prefill: int, decode: int) -> None:
+    """Bytes are named by part, row and place in the whole; slot 3 of a source becomes slot 5 of a target."""
+
+    def names(pool: PoolLayout, slot: int) -> dict[int, tuple[int, int, int]]:
+        return {
+            buffer.address + slot * buffer.item_bytes + part.offset_bytes + byte: (
+                index,
+                number,
+                pool.rank * part.length_bytes + byte,
+            )
+            for index, (buffer, parts) in enumerate(zip(pool.states[0], pool.state_parts[0], strict=True))
+            for number, part in enumerate(parts)
+            for byte in range(part.length_bytes)
+        }
+
+    for decode_rank in range(decode):
+        target, got = divided(decode_rank, decode), []
+        for prefill_rank in range(prefill):
+            source = divided(prefill_rank, prefill)
+            # Of ranks of one number only the peer is asked for metadata, and for anything.
+            has_aux = prefill_rank == decode_rank
+            if prefill == decode and not has_aux:
+                continue
+            shard = KVShard((), 0, 1, 0, 0, has_aux, has_states=True)
+            copied = moved(plan_states(source, target, shard, [slots(3)], [slots(5)]))
+            mine, theirs = names(source, 3), names(target, 5)
+            assert all(mine[here] == theirs[there] for here, there in copied)
+            got += [there for _, there in copied]
+        assert sorted(got) == sorted(names(target, 5))
+
+
+def test_states_in_parts_fit_those_of_any_number_of_ranks() -> None:
+    assert divided(0, 2).layout_mismatch(divided(1, 4)) is None
+    whole = divided(0, 4, is_divided=False)
+    assert "both need one tensor parallel size" in (divided(0, 2).layout_mismatch(whole) or "")
+    assert whole.layout_mismatch(divided(1, 4, is_divided=False)) is None
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=30))

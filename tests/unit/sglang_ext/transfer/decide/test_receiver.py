@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 
 import pytest
 
@@ -456,6 +457,20 @@ def test_a_request_of_cached_tokens_only_is_ready_at_once_or_with_its_metadata()
     aux = KVShard((), 0, 0, 0, 0, True)
     machine.on_report(report(2, chunks=(aux,)), 0.0)
     assert only(machine.on_report(report(2, chunks=(aux,), stored=1), 0.0), Ready) == [Ready(2)]
+
+
+def test_a_request_of_cached_tokens_only_waits_for_the_pieces_of_its_states() -> None:
+    """No rows say that a sender is missing: the number of senders does."""
+    machine = receiver(replace(OPTIONS, receive_backends=None))
+    wanted = need(1, tokens=0, aux_slot=3)._replace(state_slots=(b"\5\0\0\0",))
+    assert not only(machine.expect(wanted, 0.0), Ready)
+    first, second = KVShard((), 0, 1, 0, 3, True, True), KVShard((), 1, 1, 0, 3, False, True)
+    machine.on_report(report(1, "p", chunks=(first,), count=2), 0.0)
+    assert not only(machine.on_report(report(1, "p", chunks=(first,), stored=1, count=2), 0.0), Ready)
+    actions = machine.on_report(report(1, "q", chunks=(second,), count=2), 0.0)
+    (grant,) = [action.grant for action in actions if isinstance(action, Allow)]
+    assert (grant.aux_slot, grant.state_slots) == (None, wanted.state_slots)
+    assert only(machine.on_report(report(1, "q", chunks=(second,), stored=1, count=2), 0.0), Ready) == [Ready(1)]
 
 
 @pytest.mark.parametrize(

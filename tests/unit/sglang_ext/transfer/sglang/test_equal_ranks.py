@@ -11,10 +11,17 @@ from sglang_ext.transfer.sglang import transfer_backend
 from sglang_ext.transfer.sglang.transfer_backend import states_of_equal_ranks
 
 
-def scheduler(backend: str, *states: str, has_latent_attention: bool = False, queue: str = "prefill_bootstrap") -> Any:
+def scheduler(
+    backend: str,
+    *states: str,
+    has_latent_attention: bool = False,
+    divides_states: bool = False,
+    queue: str = "prefill_bootstrap",
+) -> Any:
     manager = SimpleNamespace(
         is_mla_backend=has_latent_attention,
         is_hybrid_mla_backend=False,
+        divides_states=divides_states,
         kv_args=SimpleNamespace(state_types=[SimpleNamespace(value=state) for state in states]),
     )
     return SimpleNamespace(
@@ -29,6 +36,7 @@ def test_by_backend_and_attention(queue: str) -> None:
     assert states_of_equal_ranks(scheduler("nixl", *states, queue=queue)) == ["block_scale", "minimax_index_k", "swa"]
     assert states_of_equal_ranks(scheduler("mooncake", *states, queue=queue)) == ["block_scale", "minimax_index_k"]
     assert states_of_equal_ranks(scheduler("handshake", "mamba", queue=queue)) == ["mamba"]
+    assert states_of_equal_ranks(scheduler("handshake", "mamba", divides_states=True, queue=queue)) == []
     hybrid = scheduler("handshake", "mamba", has_latent_attention=True, queue=queue)
     assert states_of_equal_ranks(hybrid) == ["mamba"]
     latent = scheduler("nixl", *states, has_latent_attention=True, queue=queue)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_ext.transfer.decide.shards import HeadLayout
-from sglang_ext.transfer.pool_layout import ItemBuffer
+from sglang_ext.transfer.pool_layout import ItemBuffer, StatePart
 from sglang_ext.transfer.sglang.layout import (
     Share,
     cpu_head_layout,
@@ -47,7 +47,21 @@ def arguments(page_size: int, token_bytes: int = 64, tokens: int = 160) -> Any:
         state_data_ptrs=[],
         state_data_lens=[],
         state_item_lens=[],
+        state_dim_per_tensor=[],
+        state_slice_outer_counts=[],
+        state_conv_shard_groups=[],
     )
+
+
+def with_states(sizes: list[int], groups: list[list[int] | None], rows: list[int]) -> Any:
+    """Two buffers of recurrent states whose divided axis has these sizes, with 4 bytes for each of it and each row."""
+    pools = arguments(16)
+    pools.state_types, pools.state_data_ptrs = [StateType.MAMBA], [[5000, 6000]]
+    item_bytes = [4 * max(1, size) * count for size, count in zip(sizes, rows, strict=True)]
+    pools.state_data_lens, pools.state_item_lens = [[10 * size for size in item_bytes]], [item_bytes]
+    pools.state_dim_per_tensor, pools.state_conv_shard_groups = [sizes], [groups]
+    pools.state_slice_outer_counts = [rows]
+    return pools
 
 
 def test_fp8_travels_as_bytes_to_pools_of_its_type() -> None:
@@ -83,6 +97,8 @@ def test_latent_rows_and_states_have_places_of_their_own() -> None:
     pools = arguments(16)
     pools.state_types = [StateType.MAMBA]
     pools.state_data_ptrs, pools.state_data_lens, pools.state_item_lens = [[5000, 6000]], [[800, 800]], [[80, 80]]
+    pools.state_dim_per_tensor, pools.state_conv_shard_groups = [[5, 4]], [[None, None]]
+    pools.state_slice_outer_counts = [[1, 1]]
     layout = pool_layout(pools, latent_layout(2), rank=1, is_latent=True)
     assert layout.layers == tuple((ItemBuffer(address, 64, 160),) for address in (1000, 2000, 3000, 4000))
     assert (layout.first_head, layout.head_count) == (0, 1)
@@ -96,6 +112,8 @@ def test_rows_of_windows_are_those_of_tokens_and_cut_by_heads(page_size: int) ->
     pools.state_types = [StateType.MAMBA, StateType.SWA]
     pools.state_data_ptrs, pools.state_data_lens = [[5000], [6000, 7000]], [[800], [3200, 3200]]
     pools.state_item_lens = [[80], [20 * page_size] * 2]
+    pools.state_dim_per_tensor, pools.state_slice_outer_counts = [[0], []], [[1], []]
+    pools.state_conv_shard_groups = [[None], []]
     layout = pool_layout(pools, HeadLayout(4, 2, 4), rank=1)
     assert layout.cut_states == (False, True)
     assert layout.states == ((ItemBuffer(5000, 80, 10),), (ItemBuffer(6000, 20, 160), ItemBuffer(7000, 20, 160)))
@@ -107,6 +125,34 @@ def test_rows_of_windows_are_those_of_tokens_and_cut_by_heads(page_size: int) ->
     pools.state_item_lens = [[80], [21 * page_size] * 2]
     assert pool_layout(pools, HeadLayout(4, 2, 4), rank=1).cut_states == (False, False)
     assert state_slots((), layout.cut_states, page_size) == ()
+
+
+def test_recurrent_states_are_divided_in_their_parts() -> None:
+    pools = with_states([8, 6], [[4, 4, 8], None], [1, 1])  # queries, keys and values of a convolution; heads
+    layout = pool_layout(pools, HeadLayout(4, 2, 4), rank=1)
+    first, second = layout.state_parts[0]
+    assert first == (StatePart(0, 8), StatePart(8, 8), StatePart(16, 16))
+    assert second == (StatePart(0, 24),)
+    assert (layout.rank, layout.ranks, layout.cut_states) == (1, 2, (False,))
+    in_rows = pool_layout(with_states([8, 6], [[8, 8], None], [2, 1]), HeadLayout(4, 2, 4), rank=0)
+    assert in_rows.state_parts[0][0] == tuple(StatePart(start, 16) for start in (0, 16, 32, 48))
+    short = pool_layout(with_states([8, 8], [None, None], [1, 1]), HeadLayout(4, 2, 4), rank=0)
+    assert short.state_parts[0] == ((StatePart(0, 32),), (StatePart(0, 32),))
+
+
+@pytest.mark.parametrize(
+    ("pools", "heads"),
+    [
+        (with_states([8, 6], [None, None], [1, 1]), HeadLayout(4, 2, 4)),  # which parts there are is not reported
+        (with_states([8, 0], [[8, 8], None], [1, 1]), HeadLayout(4, 2, 4)),  # each rank has the same
+        (with_states([8, 6], [[5, 11], None], [1, 1]), HeadLayout(4, 2, 4)),  # in unequal pieces
+        (with_states([8, 6], [[8, 16], None], [1, 1]), HeadLayout(4, 2, 4)),  # in more than there is
+        (with_states([8, 6], [[8, 8], None], [1, 1]), HeadLayout(3, 2, 4)),  # a rank has no heads to send them with
+    ],
+    ids=["unknown", "replicated", "unequal", "larger", "padded"],
+)
+def test_other_recurrent_states_are_whole(pools: Any, heads: HeadLayout) -> None:
+    assert pool_layout(pools, heads, rank=0).state_parts == ()
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (1, 2), (2, 1), (2, 4), (4, 2)])
