@@ -142,6 +142,11 @@ class RouterConfig:
     queue_timeout_secs: float = _option(
         60.0, "longest wait in that queue, then 408; and for an instance to return where none is ready, then 503"
     )
+    max_evictions: int = _option(
+        0,
+        "times that a running request of low priority gives its place to one that waits for it and has used up half of "
+        "its time; 0: never",
+    )
     request_timeout_secs: float = _option(1800.0, "longest life of a request; then 504 and both legs are aborted")
     # Failure
     retry_max_retries: int = _option(5, "attempts after the first, on other instances where there are any")
@@ -516,7 +521,8 @@ _NOT_NEGATIVE = (
     *("length_boundary_tokens", "max_local_prefill_length", "image_tokens", "audio_tokens"),
     *("metrics_port", "ui_port", "peer_port", "service_discovery_port"),
     *("otlp_sample_ratio", "retry_budget_ratio", "retry_budget_min_per_sec"),
-    *("max_concurrent_requests", "queue_size", "retry_max_retries", "max_migrations", "retry_initial_backoff_ms"),
+    *("max_concurrent_requests", "max_evictions", "queue_size", "retry_max_retries", "max_migrations"),
+    "retry_initial_backoff_ms",
     *("controller_min_pressure", "controller_backlog_weight", "controller_sla_weight"),
     *("controller_utilisation_weight", "controller_min_short", "controller_min_long"),
 )

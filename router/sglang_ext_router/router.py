@@ -375,13 +375,16 @@ class Router:
         if self.tenants is not None:
             self._start(self.admission.refresh(now_s), now_s)
             self.tenants.sweep(self.loop, now_s)
+        if self.config.max_evictions:
+            self._make_room(now_s)
         self.services.instance_waits.expire(now_s)
         limit_s = self.config.request_timeout_secs
         expired = []
         for request in self.running:
-            if now_s - request.started_s <= limit_s:
+            if now_s - request.started_s > limit_s:
+                expired.append(request)
+            elif not self.metrics.evicted:
                 break  # the others were started later
-            expired.append(request)
         for request in expired:
             request.on_timeout()
         if now_s >= self._next_progress_s:
@@ -396,6 +399,17 @@ class Router:
             self.planner.age_recent()
         self.ports.sweep(now_s)
         self.access.reload_keys(now_s)
+
+    def _make_room(self, now_s: float) -> None:
+        """Let running requests of low priority give their places to waiting ones that may miss their deadlines."""
+        while (waiting := self.admission.next_waiting()) is not None:
+            urgent, deadline_s = waiting
+            evictable = [request for request in self.running if request.may_be_evicted]
+            if not evictable or not urgent.is_urgent(deadline_s, now_s):
+                return
+            evictable[-1].evict(now_s)  # which has been computed for the shortest time
+            if urgent not in self.running:
+                return
 
     # -- reports ---------------------------------------------------------------------------------------
 

@@ -40,7 +40,7 @@ class Event(NamedTuple):
     age: int = 0
 
 
-_GLOBAL = ("start", "on_client_gone", "on_timeout")
+_GLOBAL = ("start", "on_client_gone", "on_timeout", "on_evicted")
 
 
 def feed(protocol: PDProtocol, event: Event) -> Actions:
@@ -84,11 +84,12 @@ class Monitor:
     max_migrations: int = 0
     legs: list[LegRecord] | None = None
     attempt: int = -1
-    is_waiting: bool = False  # for an instance
+    is_waiting: bool = False  # for an instance, or for a place
     is_undivided: bool = False  # this attempt
     scheduled: int = -1  # highest back-off index asked for
     restarts: int = 0  # attempts that are no retries
     migrations: int = 0
+    evictions: int = 0
     losses: int = 0  # legs that an instance had, or may have had
     relayed: Leg | None = None
     replied: bool = False
@@ -119,6 +120,7 @@ class Monitor:
             self.scheduled,
             self.restarts,
             self.migrations,
+            self.evictions,
             self.losses,
             self.relayed,
             self.replied,
@@ -145,7 +147,7 @@ class Monitor:
                 case StartLegs(attempt, is_restart):
                     is_migration = event.name == "on_stream_lost"
                     self.restarts += is_restart or is_migration
-                    assert self.restarts <= 1 + self.migrations
+                    assert self.restarts <= 1 + self.migrations + self.evictions
                     assert is_restart <= (event.name == "on_leg_stale")
                     assert attempt == self.attempt + 1 <= self.max_retries + self.restarts
                     assert self.losses <= max(1, self.migrations), "sent again after it was lost twice"
@@ -219,6 +221,14 @@ class Monitor:
                     finished_at = position
                     self.is_over = True
                     self._check_end(event)
+        if event.name == "on_evicted" and actions:
+            assert self.relayed is None
+            assert not any(isinstance(action, RecordFailure) for action in actions), "nobody has failed"
+            self._check_nothing_leaks()
+            self.legs, self.is_waiting = None, True
+            self.attempt += 1
+            self.restarts += 1
+            self.evictions += 1
         if not self.is_over and self.legs is not None and self.relayed is None and self.attempt >= 0:
             both_closed = all(leg.is_closed for leg in self.legs)
             assert not both_closed or self.scheduled == self.attempt, "stuck: nothing open, nothing scheduled"

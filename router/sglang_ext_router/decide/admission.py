@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping
 from enum import Enum
 from heapq import heappop, heappush
-from typing import Generic, NamedTuple, TypeVar
+from typing import Final, Generic, NamedTuple, TypeVar
 
 T = TypeVar("T", bound=Hashable)
+
+DANGER_SHARE: Final = 0.5  # of the time between arrival and deadline
 
 
 class AdmissionOutcome(Enum):
@@ -100,11 +102,23 @@ class AdmissionQueue(Generic[T]):
         effective_s = now_s + self.queue_timeout_s
         if deadline_s is not None and deadline_s < effective_s:
             effective_s = deadline_s
+        self._enqueue(item, effective_s)
+        return AdmissionOutcome.QUEUED
+
+    def wait_again(self, item: T, now_s: float, claim: Claim | None = None) -> None:
+        """Queue an item that has given its place back before its end, also where the queue is full."""
+        self._enqueue(item, now_s + self.queue_timeout_s)
+
+    def _enqueue(self, item: T, effective_s: float) -> None:
         self._sequence += 1
         self._waiting[item] = self._sequence
         heappush(self._heap, (effective_s, self._sequence, item))
         self.queued += 1
-        return AdmissionOutcome.QUEUED
+
+    def next_waiting(self) -> tuple[T, float] | None:
+        """Return the item that comes next and its effective deadline; None where none waits."""
+        self._drop_removed()
+        return (self._heap[0][2], self._heap[0][0]) if self._heap else None
 
     def release(self, now_s: float, item: T | None = None) -> list[T]:
         """Give back the place of an admitted item that has ended; return the items admitted instead, in order.
@@ -180,6 +194,11 @@ class AdmissionQueue(Generic[T]):
         heap = self._heap
         while heap and self._waiting.get(heap[0][2]) != heap[0][1]:
             heappop(heap)
+
+
+def is_in_danger(arrived_s: float, deadline_s: float, now_s: float) -> bool:
+    """Return whether a waiting request has used up so much of its time that it may miss its deadline."""
+    return now_s - arrived_s >= DANGER_SHARE * (deadline_s - arrived_s)
 
 
 class Demand(NamedTuple):

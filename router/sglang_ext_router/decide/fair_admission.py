@@ -118,21 +118,42 @@ class FairAdmissionQueue(AdmissionQueue[T]):
         effective_s = now_s + self.queue_timeout_s
         if deadline_s is not None and deadline_s < effective_s:
             effective_s = deadline_s
+        self._enqueue_claim(item, effective_s, claim, places)
+        return AdmissionOutcome.QUEUED
+
+    def wait_again(self, item: T, now_s: float, claim: Claim | None = None) -> None:
+        """Queue an item that has given its place back before its end, also where its tenant's queue is full.
+
+        Its tenant is charged its work when it has a place again.
+        """
+        assert claim is not None
+        self._levels[claim.rank].charge(claim.tenant, -claim.work_tokens / claim.weight)
+        self._enqueue_claim(item, now_s + self.queue_timeout_s, claim, self._places(claim))
+
+    def _enqueue_claim(self, item: T, effective_s: float, claim: Claim, places: _TenantPlaces) -> None:
         self._claims[item] = claim
-        self._sequence += 1
-        self._waiting[item] = self._sequence
-        entry = (effective_s, self._sequence, item)
-        heappush(self._heap, entry)  # by which it expires
+        self._enqueue(item, effective_s)  # by which it expires
         level = self._levels[claim.rank]
         heap = level.waiting.get(claim.tenant)
         if heap is None:
             level.waiting[claim.tenant] = heap = []
             level.catch_up(claim.tenant)
-        heappush(heap, entry)
+        heappush(heap, (effective_s, self._sequence, item))
         places.waiting += 1
         self._remember(places)
-        self.queued += 1
-        return AdmissionOutcome.QUEUED
+
+    def next_waiting(self) -> tuple[T, float] | None:
+        """Return the item with the earliest effective deadline of the most urgent priority that waits."""
+        for level in self._levels:
+            first: tuple[float, int, T] | None = None
+            for heap in level.waiting.values():
+                while heap and self._waiting.get(heap[0][2]) != heap[0][1]:
+                    heappop(heap)
+                if heap and (first is None or heap[0][:2] < first[:2]):
+                    first = heap[0]
+            if first is not None:
+                return first[2], first[0]
+        return None
 
     def release(self, now_s: float, item: T | None = None) -> list[T]:
         """Give back the place of `item`; return the items admitted instead, in order."""

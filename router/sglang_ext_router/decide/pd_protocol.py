@@ -25,6 +25,8 @@ ignored.
 * Where prefill serves without decode, or an undivided instance serves an attempt, that leg is relayed instead of
   decode's, which counts as ended from the start. The next attempt may be divided again.
 * Where no instance is there and one may return, the request waits in the same attempt (`waiting`); that is no failure.
+* A request of which nothing is relayed may give its place to another one (`on_evicted`): it waits as well, and starts
+  again when it has a place. That is neither a retry nor a failure.
 * Each started leg of each attempt gets exactly one verdict (`RecordFailure`, `RecordSuccess` or `ReleaseTrial`) and
   ends completed, lost or aborted; each request ends with exactly one `RequestFinished`, and nothing comes after it.
 """
@@ -114,7 +116,7 @@ class RequestPhase(Enum):
     OPEN = "open"  # both legs sent, nothing relayed
     SETTLING = "settling"  # one leg answered 5xx, the other has not ended; a retry is scheduled
     BACKOFF = "backoff"  # no leg open; a retry is scheduled
-    WAITING = "waiting"  # no leg open; no instance is there, and one may return
+    WAITING = "waiting"  # no leg open; no instance is there, and one may return, or it was evicted
     RELAYING = "relaying"  # decode's reply is on its way to the client
     RELAYING_ERROR = "relaying_error"  # a failing leg's reply is
     DRAINING = "draining"  # the client has its whole reply; the prefill leg has not ended
@@ -230,8 +232,19 @@ class PDProtocol:
             self._phase = _WAITING
         return NOTHING
 
+    def on_evicted(self) -> Actions:
+        """The request gives its place to a more urgent one. Ignored unless its legs run and nothing is relayed."""
+        if self._phase is not _OPEN:
+            return NOTHING
+        actions = [action for leg in (_PREFILL, _DECODE) for action in self._end(leg, is_failure=False)]
+        self._attempt += 1
+        self._restarts += 1
+        self._legs = [_IDLE, _IDLE]
+        self._phase = _WAITING
+        return tuple(actions)
+
     def on_instance_back(self, attempt: int) -> Actions:
-        """The request waits for an instance, and there may be one now."""
+        """The request waits for an instance, and there may be one now; or it was evicted, and has a place again."""
         if attempt != self._attempt or self._phase is not _WAITING:
             return NOTHING
         self._phase = _OPEN

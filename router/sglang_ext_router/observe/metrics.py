@@ -122,6 +122,7 @@ class RouterMetrics:
         self.waited_for_instance = 0
         self.plain = 0
         self.migrated = 0
+        self.evicted = 0
         self.cached_tokens = 0
         self.prompt_tokens = 0
         self.decode_cached_tokens = 0
@@ -241,7 +242,7 @@ class RouterMetrics:
         yield (
             "events",
             "Prompts tokenised as their class was in doubt, or for their blocks; requests served in the other pool, "
-            "or that waited for one; streams that went on on other instances",
+            "or that waited for one; streams that went on on other instances; requests that made room for urgent ones",
             ("event",),
             [
                 (("tokenised",), self.tokenised),
@@ -250,6 +251,7 @@ class RouterMetrics:
                 (("waited_for_instance",), self.waited_for_instance),
                 (("plain",), self.plain),
                 (("migrated",), self.migrated),
+                (("evicted",), self.evicted),
             ],
         )
         yield (

@@ -38,6 +38,7 @@ class RequestRecord:
         self.admitted_s: float | None = None  # when there was a place for it among the running requests
         self.is_offered = False  # to the coordinator of the long pool
         self.placed_s: float | None = None  # when the coordinator answered
+        self.evictions = 0  # times that it made room for a more urgent request
         self.queue_s = 0.0  # from its arrival until it was sent for the first time
         self.earlier: tuple[tuple[float, str], ...] = ()  # attempts that failed: when, and what
         # The latest attempt

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from sglang_ext.live.decide.view import SeenRequest
 from sglang_ext.types import LengthClass
-from sglang_ext_router.decide.admission import AdmissionOutcome
+from sglang_ext_router.decide.admission import AdmissionOutcome, is_in_danger
 from sglang_ext_router.decide.pd_actions import (
     RELAY_DECODE,
     AbortLeg,
@@ -353,14 +353,44 @@ class RequestFlow:
         """Begin to run: there is a place. A coordinator is asked first which instance shall get a long prompt."""
         services = self._services
         self._is_queued = False
-        self.record.admitted_s = now_s
         services.running[self] = None
+        if self._protocol is not None:  # it has made room for another request
+            self._act(self._protocol.on_instance_back(self._protocol.attempt))
+            return
+        self.record.admitted_s = now_s
         offers = services.pool_offers
         if offers is not None and offers.wants(self._request):
             self.record.is_offered = True
             self._asking = offers.ask(self._request, max(0.0, now_s - self.started_s), self._on_placed)
         else:
             self._send(now_s)
+
+    @property
+    def may_be_evicted(self) -> bool:
+        """Return whether it may make room: no online client waits for it, and nothing of a reply has come."""
+        protocol = self._protocol
+        return (
+            protocol is not None
+            and protocol.phase is RequestPhase.OPEN
+            and not self._request.is_online
+            and self.record.evictions < self._services.config.max_evictions
+        )
+
+    def is_urgent(self, deadline_s: float, now_s: float) -> bool:
+        """Return whether an online client waits for it that it may fail, as long as it is in the queue."""
+        return self._request.is_online and is_in_danger(self.started_s, deadline_s, now_s)
+
+    def evict(self, now_s: float) -> None:
+        """Make room for a more urgent request, and wait for a place again."""
+        services, protocol, record = self._services, self._protocol, self.record
+        assert protocol is not None
+        record.evictions += 1
+        record.earlier = (*record.earlier, (now_s, "made room for a more urgent request"))
+        services.metrics.evicted += 1
+        self._act(protocol.on_evicted())
+        self._is_queued = True
+        services.on_ended(self, now_s)
+        services.admission.wait_again(self, now_s, None if self._charge is None else self._charge.claim)
 
     def _on_placed(self, place: PoolPlace | None) -> None:
         """The coordinator has named an instance, or will not."""
@@ -831,6 +861,10 @@ class RequestFlow:
         if self._asking is not None:
             self._asking.cancel()
             self._asking = None
+        if self._is_queued:  # it had made room
+            self._is_queued = False
+            self._services.admission.remove(self)
+            return
         self._services.on_ended(self, self._services.loop.time())
 
     def _account(self) -> None:

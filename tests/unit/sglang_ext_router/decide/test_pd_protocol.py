@@ -498,6 +498,33 @@ class TestClientAndTime:
         assert protocol.on_timeout() == (AbortLeg(P), ReleaseTrial(P), RequestFinished())
 
 
+class TestMakingRoom:
+    def test_both_legs_are_aborted_and_start_again(self) -> None:
+        protocol = started(max_retries=0)
+        protocol.on_leg_head(P, 0, 200)
+        assert protocol.on_evicted() == (AbortLeg(P), ReleaseTrial(P), AbortLeg(D), ReleaseTrial(D))
+        assert protocol.phase is RequestPhase.WAITING
+        assert protocol.on_evicted() == NOTHING
+        assert protocol.on_leg_lost(P, 0) == NOTHING
+        assert protocol.on_instance_back(protocol.attempt) == (StartLegs(1),)
+        protocol.on_leg_head(D, 1, 200)
+        assert protocol.on_first_body(D, 1) is RELAY_DECODE
+
+    def test_a_leg_that_has_ended_is_not_aborted(self) -> None:
+        protocol = started()
+        protocol.on_leg_head(P, 0, 200)
+        protocol.on_leg_complete(P, 0)
+        assert protocol.on_evicted() == (AbortLeg(D), ReleaseTrial(D))
+
+    def test_no_room_is_made_once_something_is_relayed(self) -> None:
+        assert relaying().on_evicted() == NOTHING
+
+    def test_a_client_that_leaves_meanwhile(self) -> None:
+        protocol = started()
+        protocol.on_evicted()
+        assert protocol.on_client_gone() == (RequestFinished(),)
+
+
 LEGS = st.sampled_from(list(Leg))
 AGES = st.sampled_from([0, 0, 0, 1])
 
@@ -533,6 +560,12 @@ class RandomHistories(RuleBasedStateMachine):
     @rule(age=AGES, name=st.sampled_from(["on_retry_timer", "on_retry_timer", "on_retry_refused"]))
     def timer(self, age: int, name: str) -> None:
         self.give(Event(name, age=age))
+
+    @rule(back=st.booleans())
+    def evict(self, back: bool) -> None:
+        self.give(Event("on_evicted"))
+        if back:
+            self.give(Event("on_instance_back"))
 
     @precondition(lambda self: self.protocol.attempt > 1)
     @rule(name=st.sampled_from(["on_client_gone", "on_timeout"]))

@@ -15,7 +15,7 @@ STATUSES = (100, 200, 302, 400, 429, 500)
 LEG_EVENTS = ("on_first_body", "on_leg_complete", "on_leg_connect_failed", "on_leg_lost", "on_leg_stale")
 STREAM_EVENTS = tuple(Event("on_stream_lost", leg, age=age) for leg in Leg for age in (0, 1))
 EVENTS = (
-    *(Event(name) for name in ("start", "on_client_gone", "on_timeout")),
+    *(Event(name) for name in ("start", "on_client_gone", "on_timeout", "on_evicted")),
     *(Event(name, age=age) for name in ("on_no_instance", "on_retry_timer", "on_retry_refused") for age in (0, 1)),
     *(Event(name, age=age) for name in ("on_no_instance_yet", "on_instance_back", "serve_undivided") for age in (0, 1)),
     *(Event(name, leg, age=age) for name in LEG_EVENTS for leg in Leg for age in (0, 1)),
@@ -45,7 +45,12 @@ def clone(protocol: PDProtocol) -> PDProtocol:
 
 
 def explore(
-    max_retries: int, is_stream: bool, is_single: bool, needs_decode: bool = True, max_migrations: int = 0
+    max_retries: int,
+    is_stream: bool,
+    is_single: bool,
+    needs_decode: bool = True,
+    max_migrations: int = 0,
+    max_evictions: int = 0,
 ) -> tuple[int, set[RequestPhase]]:
     """Feed every event in every reachable state; returns how many states there are, and their phases."""
     protocol = PDProtocol(
@@ -63,6 +68,8 @@ def explore(
         protocol, monitor, path = frontier.pop()
         phases.add(protocol.phase)
         for event in EVENTS + STREAM_EVENTS if is_stream else EVENTS:
+            if event.name == "on_evicted" and monitor.evictions >= max_evictions:
+                continue
             next_protocol, next_monitor = clone(protocol), monitor.copy()
             try:
                 next_monitor.step(event, feed(next_protocol, event))
@@ -121,4 +128,13 @@ def test_prefill_alone_keeps_them_too(max_retries: int, is_stream: bool, is_sing
 def test_streams_that_go_on_elsewhere_keep_them_too(max_migrations: int, needs_decode: bool) -> None:
     states, _ = explore(1, True, True, needs_decode, max_migrations)
     without, _ = explore(1, True, True, needs_decode)
+    assert states > without
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("needs_decode", [False, True])
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_requests_that_make_room_keep_them_too(is_stream: bool, needs_decode: bool) -> None:
+    states, _ = explore(0, is_stream, True, needs_decode, max_evictions=1)
+    without, _ = explore(0, is_stream, True, needs_decode)
     assert states > without
