@@ -491,7 +491,7 @@ class Router:
         """Add an instance here only."""
         worker = self.registry.add(address)
         if worker.role.computes_prompts:
-            self.planner.index.add_worker(worker.id)
+            self.planner.add_worker(worker)
         self.prober.watch(worker)
         logger.info("worker %s (%s) added", worker.url, worker.role)
         return worker
@@ -564,7 +564,7 @@ class Router:
         if worker.label_header:
             self.services.forwarded_headers.add(worker.label_header)
         if worker.keeps_prefixes:  # it may have been a decode instance without so far
-            self.planner.index.add_worker(worker.id)
+            self.planner.add_worker(worker)
         if self.config.kv_events:
             self.kv_events.follow(worker)
         self.planner.learn_capacity(worker)

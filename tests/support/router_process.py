@@ -99,6 +99,8 @@ class RunningRouter:
         for worker in self._workers:
             for name in ("in_flight", "pending_tokens", "reserved_tokens"):
                 counts[f"{worker.role} {worker.url} {name}"] = getattr(worker, name)
+                for number, rank in enumerate(worker.ranks):
+                    counts[f"{worker.role} {worker.url} rank {number} {name}"] = getattr(rank, name)
         return {name: count for name, count in counts.items() if count}
 
     async def until_idle(self) -> None:

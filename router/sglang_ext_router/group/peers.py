@@ -302,12 +302,14 @@ class Peers(SharedState):
         workers = [worker for worker in router.registry if worker.keeps_prefixes]
         frames: list[list[tuple[str, list[int]]]] = [[]]
         blocks = 0
-        for worker in workers:
-            for path in router.planner.index.newest_paths(worker.id, SNAPSHOT_BLOCKS // len(workers)):
+        places = [(worker.url, worker.id) for worker in workers if not worker.ranks]
+        places += [(f"{one.url}#{rank}", load.prefix_id) for one in workers for rank, load in enumerate(one.ranks)]
+        for place, prefix_id in places:
+            for path in router.planner.index.newest_paths(prefix_id, SNAPSHOT_BLOCKS // len(places)):
                 if blocks + len(path) > SNAPSHOT_FRAME_BLOCKS and blocks:
                     frames.append([])
                     blocks = 0
-                frames[-1].append((worker.url, path))
+                frames[-1].append((place, path))
                 blocks += len(path)
             await asyncio.sleep(0)
         for number, frame in enumerate(frames):

@@ -320,10 +320,11 @@ class SharedState:
 
     def _learn_prefixes(self, prefixes: Iterable[tuple[str, Sequence[int]]]) -> None:
         router = self._router
-        for url, hashes in prefixes:
+        for place, hashes in prefixes:
+            url, _, rank = place.partition("#")  # of an instance with several
             worker = router.registry.find(url)
             if worker is not None and worker.keeps_prefixes:
-                router.planner.learn_sent(worker, hashes)
+                router.planner.learn_sent(worker, hashes, int(rank) if rank.isdecimal() else None)
 
     def _replace_state(self, index: int, state: TellerState | None) -> None:
         known = self._states.get(index)

@@ -27,7 +27,7 @@ from sglang_ext_router.decide.zmtp import (
     ready,
     subscription,
 )
-from sglang_ext_router.instances.workers import HeldBlocks, KvEventsAddress, SchedulerLoad, Worker
+from sglang_ext_router.instances.workers import HeldBlocks, KvEventsAddress, RankReport, SchedulerLoad, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +88,11 @@ class LoadStat(msgspec.Struct, tag=True, array_like=True, gc=False):
 
 _read_load = msgspec.msgpack.Decoder(LoadStat).decode
 _read_batch = msgspec.msgpack.Decoder(EventsOfBatch).decode
+
+
+def _rank_report(load: LoadStat) -> RankReport:
+    free_tokens = load.max_total_num_tokens - max(load.num_tokens, load.num_total_tokens)
+    return RankReport(load.num_waiting_uncached_tokens, max(0, free_tokens), 0)
 
 
 class KvEvents:
@@ -175,6 +180,7 @@ class KvEvents:
             sum(load.max_total_num_tokens for load in known),
             sum(load.total_prefill_uncached_tokens for load in known),
             sum(load.total_prefill_busy_us for load in known),
+            tuple(map(_rank_report, known)) if worker.ranks else (),
         )
         self.on_load(worker, report)
 

@@ -25,8 +25,10 @@ from sglang_ext_router.decide.served_models import AUTO, PairingFacts, pairing_r
 from sglang_ext_router.decide.signs_of_life import FailedChecks, Judgement, Silence, judge_checks, judge_silence
 from sglang_ext_router.instances.registry import WorkerRegistry, kind_of
 from sglang_ext_router.instances.workers import (
+    MAX_RANKS,
     UNKNOWN_CAPACITY_TOKENS,
     KvEventsAddress,
+    RankReport,
     SchedulerLoad,
     TokenSource,
     Worker,
@@ -493,6 +495,7 @@ class Prober:
         worker.aborts_families = isinstance(hooks, list) and ABORT_FAMILY_HOOK in hooks
         worker.length_boundary_tokens = _positive(own.get("length_boundary_tokens"))
         worker.fits_length_boundary = own.get("fits_length_boundary") is True
+        worker.set_ranks(min(_positive(info.get("dp_size")) or 1, MAX_RANKS))
         is_decode = worker.role is Role.DECODE
         worker.caches_at_decode = is_decode and info.get("disaggregation_decode_enable_radix_cache") is True
         worker.kv_events = read_kv_events(worker.host, info) if worker.keeps_prefixes else None
@@ -514,6 +517,7 @@ class Prober:
                 sum(int(rank["max_total_num_tokens"]) for rank in ranks),
                 sum(int(rank.get("total_prefill_uncached_tokens", 0)) for rank in ranks),
                 sum(int(rank.get("total_prefill_busy_us", 0)) for rank in ranks),
+                tuple(map(_rank_report, sorted(ranks, key=_dp_rank))) if worker.ranks else (),
             )
             written_s = sum(float(rank.get("timestamp", 0.0)) for rank in ranks)
         except _ANSWER_ERRORS as error:
@@ -523,7 +527,7 @@ class Prober:
         worker.heard_s = now_s
         if worker.publishes_load(now_s):  # what came meanwhile is newer
             return
-        stamp = (written_s, *report)
+        stamp = (written_s, *report[:-1])
         if worker.load_stamp and stamp != worker.load_stamp:
             worker.worked_s = now_s
         worker.load_stamp = stamp
@@ -542,6 +546,8 @@ class Prober:
 
     def _take_load(self, worker: Worker, report: SchedulerLoad, now_s: float) -> None:
         worker.reported_running = report.running
+        for rank, reported in zip(worker.ranks, report.ranks, strict=False):
+            rank.take_report(reported)
         worker.foreign_tokens = max(0, report.waiting_tokens - worker.pending_tokens - worker.sibling_tokens)
         # Slots that wait for their KV are counted with what is on its way, not with what is used.
         worker.reported_awaiting_tokens = report.awaiting_tokens
@@ -549,6 +555,16 @@ class Prober:
         worker.reported_free_kv_tokens = max(0, report.capacity_tokens - used_tokens)
         expected_rate = self._registry.expected_tokens_per_s(worker, now_s)
         worker.rate.observe(report.prefilled_tokens, report.busy_us, now_s, expected_rate)
+
+
+def _dp_rank(rank: dict[str, Any]) -> int:
+    return int(rank.get("dp_rank", 0))
+
+
+def _rank_report(rank: dict[str, Any]) -> RankReport:
+    used_tokens = int(rank["num_used_tokens"]) + _unallocated_tokens(rank) - _awaiting_tokens(rank)
+    free_tokens = max(0, int(rank["max_total_num_tokens"]) - used_tokens)
+    return RankReport(int(rank.get("num_waiting_uncached_tokens", 0)), free_tokens, _awaiting_tokens(rank))
 
 
 def _awaiting_tokens(rank: dict[str, Any]) -> int:

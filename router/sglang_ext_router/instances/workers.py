@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -18,6 +19,7 @@ PRIOR_BUSY_S = 0.5  # what is expected of an instance weighs as much as this muc
 MEMORY_S = 30.0  # time after which old observations count half
 _new = tuple.__new__  # a named tuple without its slow constructor: several are made for every request
 FRESH_LOAD_S = 2.5  # from a published load report, of which one comes every second, until one is asked for again
+MAX_RANKS = 4096  # data-parallel ones of an instance
 UNKNOWN_CAPACITY_TOKENS = 1 << 40  # until an instance has reported its own
 
 
@@ -94,6 +96,7 @@ class SchedulerLoad(NamedTuple):
     capacity_tokens: int
     prefilled_tokens: int  # all ever
     busy_us: int  # of prefill, all ever
+    ranks: tuple[RankReport, ...] = ()  # in their order, of an instance with several
 
 
 class TokenSource(NamedTuple):
@@ -102,6 +105,37 @@ class TokenSource(NamedTuple):
     folder: str
     chat_template: str | None = None  # SGLang's --chat-template
     variables: str = ""  # SGLang's --default-chat-template-kwargs, as JSON
+
+
+class RankReport(NamedTuple):
+    """The load of one data-parallel rank as its scheduler reports it."""
+
+    waiting_tokens: int
+    free_tokens: int  # of its KV cache; what waits for KV of others counts as free
+    awaiting_tokens: int
+
+
+class RankLoad:
+    """The load of one data-parallel rank of an instance: what this router has sent there, and its last report."""
+
+    __slots__ = (
+        *("awaiting_tokens", "foreign_tokens", "free_kv_tokens", "in_flight", "pending_tokens"),
+        *("prefix_id", "reserved_tokens"),
+    )
+
+    def __init__(self, prefix_id: int) -> None:
+        self.prefix_id = prefix_id  # by which the prefix index knows it
+        self.in_flight = 0
+        self.pending_tokens = 0  # of prompts, whose prefill has not ended
+        self.foreign_tokens = 0  # waiting there, sent by another client
+        self.reserved_tokens = 0  # decode: KV on its way
+        self.awaiting_tokens = 0  # decode: the same by its own report
+        self.free_kv_tokens = UNKNOWN_CAPACITY_TOKENS
+
+    def take_report(self, report: RankReport) -> None:
+        self.foreign_tokens = max(0, report.waiting_tokens - self.pending_tokens)
+        self.free_kv_tokens = report.free_tokens
+        self.awaiting_tokens = report.awaiting_tokens
 
 
 class HeldBlocks:
@@ -160,6 +194,7 @@ class Worker:
         self.aborts_families = False  # the id of a batch aborts all of its sequences
         self.kv_events: KvEventsAddress | None = None
         self.held_blocks: HeldBlocks | None = None  # while its events are followed
+        self.ranks: list[RankLoad] = []  # data-parallel ones, by number; empty for an instance with one scheduler
         self.caches_at_decode = False  # a decode instance with a prefix cache: what it holds is not sent to it
         self.has_info = False
         # Health
@@ -237,17 +272,59 @@ class Worker:
         return self.has_info or self.failed_checks > 0
 
     def prefill_load(self, cached_tokens: int, now_s: float) -> PrefillLoad:
+        ranks = len(self.ranks) or 1  # of which each has its share of what waits, and a rate of its own
         return _new(
             PrefillLoad,
             (
                 self.id,
-                self.pending_tokens + self.foreign_tokens + self.sibling_tokens,
+                (self.pending_tokens + self.foreign_tokens + self.sibling_tokens) // ranks,
                 self.in_flight + self.sibling_in_flight,
                 cached_tokens,
                 self.rate.tokens_per_s,
-                self.progress.computed_tokens(now_s, self.rate.tokens_per_s),
+                0 if self.ranks else self.progress.computed_tokens(now_s, self.rate.tokens_per_s),
             ),
         )
+
+    def set_ranks(self, count: int) -> None:
+        """It has this many schedulers, each with a queue and a prefix cache of its own."""
+        if count != max(1, len(self.ranks)):
+            self.ranks = [RankLoad(-self.id * MAX_RANKS - rank) for rank in range(count)] if count > 1 else []
+
+    @property
+    def prefix_ids(self) -> tuple[int, ...]:
+        """The names of its prefix caches in the prefix index, by rank."""
+        return tuple([rank.prefix_id for rank in self.ranks]) or (self.id,)
+
+    def rank_prefill_loads(self, cached_tokens: Sequence[int]) -> list[PrefillLoad]:
+        """Return the load of each rank as that of an instance; `cached_tokens` by rank.
+
+        What the router's other processes have sent is known of all ranks together.
+        """
+        sibling_tokens = self.sibling_tokens // len(self.ranks)
+        return [
+            PrefillLoad(
+                self.id,
+                rank.pending_tokens + rank.foreign_tokens + sibling_tokens,
+                rank.in_flight,
+                cached,
+                self.rate.tokens_per_s,
+            )
+            for rank, cached in zip(self.ranks, cached_tokens, strict=True)
+        ]
+
+    def rank_decode_loads(self, held_shares: Sequence[float]) -> list[DecodeLoad]:
+        """Do the same for a decode instance."""
+        return [
+            DecodeLoad(
+                self.id,
+                rank.free_kv_tokens,
+                max(rank.reserved_tokens, rank.awaiting_tokens),
+                rank.in_flight,
+                self.max_prompt_tokens,
+                held,
+            )
+            for rank, held in zip(self.ranks, held_shares, strict=True)
+        ]
 
     @property
     def keeps_prefixes(self) -> bool:

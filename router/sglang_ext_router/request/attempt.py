@@ -7,7 +7,7 @@ from typing import Final
 
 from sglang_ext_router.decide.block_index import PromptKind
 from sglang_ext_router.decide.pd_actions import Leg
-from sglang_ext_router.instances.workers import Worker
+from sglang_ext_router.instances.workers import RankLoad, Worker
 from sglang_ext_router.observe.request_record import RequestRecord
 from sglang_ext_router.request.prepared_request import PreparedRequest
 from sglang_ext_router.request.relay import end_error_status, find_int
@@ -26,6 +26,14 @@ WITHOUT_DECODE_JSON = b'"bootstrap_host":"2.2.2.2","bootstrap_room":'
 _OTHER_CHUNKS = {b"/v1/chat/completions": 4}
 
 
+def _rank_lines(rank: int | None) -> bytes:
+    """Return the header lines by which an instance gives the request to one of its data-parallel ranks.
+
+    The first is read on the paths of chats and of /generate, the second on the others.
+    """
+    return b"" if rank is None else b"x-override-routed-dp-rank: %d\r\nx-data-parallel-rank: %d\r\n" % (rank, rank)
+
+
 class Attempt:
     """Adds its load to the two instances, and takes it off leg by leg: every leg ends with exactly one verdict.
 
@@ -34,11 +42,13 @@ class Attempt:
     """
 
     __slots__ = (
+        "_decode_rank",
         "_has_first_byte",
         "_is_prefilling",
         "_legs",
         "_new_tokens",
         "_place",
+        "_prefill_rank",
         "_prefills",
         "_record",
         "_request",
@@ -79,9 +89,18 @@ class Attempt:
             if worker.pending_tokens == 0:
                 worker.progress.begin(now_s, new_tokens)
             worker.pending_tokens += new_tokens
+        self._prefill_rank = None if route.prefill_rank is None else prefill.ranks[route.prefill_rank]
+        if self._prefill_rank is not None:
+            self._prefill_rank.in_flight += 1
+            self._prefill_rank.pending_tokens += new_tokens
+        self._decode_rank: RankLoad | None = None
         if decode is not None:
             decode.in_flight += 1
             decode.reserved_tokens += prompt_tokens
+            if route.decode_rank is not None:
+                self._decode_rank = decode.ranks[route.decode_rank]
+                self._decode_rank.in_flight += 1
+                self._decode_rank.reserved_tokens += prompt_tokens
         if services.registry.suspects:
             prefill.breaker.on_start(now_s)
             if decode is not None:
@@ -101,17 +120,19 @@ class Attempt:
             services.pool_offers.on_sent(room, route.prefill, request.prompt)
         else:
             room = services.rooms.take(request.prompt.sequence_count)
-            services.learn_prefix(request.prompt, route.prefill)
+            services.learn_prefix(request.prompt, route.prefill, route.prefill_rank)
         if request.session:
             hashes = request.prompt.hashes
             services.planner.sessions.record(request.session, route.prefill.id, request.prompt_tokens, hashes)
         self._record.room_id = made_id = request.made_id(room)
         decode_worker = route.decode
         if decode_worker is not None and decode_worker.caches_at_decode:
-            services.learn_prefix(request.prompt, decode_worker)
+            services.learn_prefix(request.prompt, decode_worker, route.decode_rank)
         bootstrap_json = route.prefill.bootstrap_json
         if decode_worker is None:
             bootstrap_json = b"" if route.is_plain else WITHOUT_DECODE_JSON
+        elif route.prefill_rank is not None:  # from which decode gets the KV of all sequences
+            bootstrap_json = b'"disagg_prefill_dp_rank":%d,%b' % (route.prefill_rank, bootstrap_json)
         takes_output = route.prefill.takes_output and (decode_worker is None or decode_worker.takes_output)
         head, body, tail = request.message(bootstrap_json, room, made_id, self.started_s, takes_output)
         target = request.target
@@ -120,7 +141,7 @@ class Attempt:
             route.prefill.reading.add(len(body), self.started_s)
             if decode_worker is not None:
                 decode_worker.reading.add(len(body), self.started_s)
-        prefill_head = route.prefill.request_head(target) + head
+        prefill_head = route.prefill.request_head(target) + _rank_lines(route.prefill_rank) + head
         prefill = start(route.prefill, owner, _PREFILL, number, prefill_head, on_new_connections, body, tail)
         if request.prompt.is_stream or decode_worker is None:
             prefill.reports_body = True  # which may be an error
@@ -132,7 +153,7 @@ class Attempt:
         prefill.keeps_reply = request.scores.is_joined or (keeps_own and decode_worker is None)
         self._legs = [prefill, None]
         if decode_worker is not None:
-            decode_head = decode_worker.request_head(target) + head
+            decode_head = decode_worker.request_head(target) + _rank_lines(route.decode_rank) + head
             decode = start(decode_worker, owner, _DECODE, number, decode_head, on_new_connections, body, tail)
             decode.keeps_reply = request.scores.is_joined or keeps_own
             self._legs[_DECODE] = decode
@@ -181,6 +202,11 @@ class Attempt:
             decode.reserved_tokens -= request.prompt_tokens
             decode.reported_free_kv_tokens -= request.prompt_tokens
             decode.reported_awaiting_tokens = max(0, decode.reported_awaiting_tokens - request.prompt_tokens)
+            rank = self._decode_rank
+            if rank is not None:
+                rank.reserved_tokens -= request.prompt_tokens
+                rank.free_kv_tokens -= request.prompt_tokens
+                rank.awaiting_tokens = max(0, rank.awaiting_tokens - request.prompt_tokens)
         if is_relayed:
             now_s = services.loop.time()
             goes_on = record.first_byte_s is not None  # the client has the beginning of its stream
@@ -336,10 +362,15 @@ class Attempt:
 
     def _release(self, leg: Leg, worker: Worker) -> None:
         worker.in_flight -= 1
+        rank = self._prefill_rank if leg is _PREFILL else self._decode_rank
+        if rank is not None:
+            rank.in_flight -= 1
         if leg is _PREFILL:
             self._release_prefill()
         elif not self._has_first_byte:
             worker.reserved_tokens -= self._request.prompt_tokens
+            if rank is not None:
+                rank.reserved_tokens -= self._request.prompt_tokens
 
     def _release_prefill(self) -> None:
         if self._is_prefilling:
@@ -348,6 +379,8 @@ class Attempt:
             for worker in self._prefills:
                 worker.pending_tokens -= self._new_tokens
                 worker.progress.begin(now_s, worker.pending_tokens)
+            if self._prefill_rank is not None:
+                self._prefill_rank.pending_tokens -= self._new_tokens
 
     @property
     def is_prefilling(self) -> bool:
@@ -359,10 +392,10 @@ class Attempt:
             request = self._request
             held_tokens = self.route.decision.cached_tokens
             self._services.planner.learn_not_prefilled(
-                request.prompt, worker, held_tokens, request.prompt_tokens, request.session
+                *(request.prompt, worker, held_tokens, request.prompt_tokens, request.session, self.route.prefill_rank)
             )
         elif leg is _DECODE and worker.caches_at_decode and not self._has_first_byte:  # nor has it the prompt's KV
             held_tokens = self.route.decision.decode_cached_tokens
             self._services.planner.learn_not_prefilled(
-                self._request.prompt, worker, held_tokens, self._request.prompt_tokens
+                self._request.prompt, worker, held_tokens, self._request.prompt_tokens, rank=self.route.decode_rank
             )

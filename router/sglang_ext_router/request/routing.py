@@ -11,10 +11,10 @@ from typing import NamedTuple
 from sglang_ext.types import DecodeLoad, LengthClass, PrefillLoad, Role, RouteDecision
 from sglang_ext_router.config import RouterConfig
 from sglang_ext_router.decide.block_index import BlockIndex, PromptKind, TokenBlocks
-from sglang_ext_router.decide.decode_choice import decode_policy
+from sglang_ext_router.decide.decode_choice import Freeness, decode_policy
 from sglang_ext_router.decide.pairing import choose_revision, nearest
 from sglang_ext_router.decide.pool_choice import FixedBoundary, PoolChoice, choose_pool, classify, is_in_doubt
-from sglang_ext_router.decide.prefill_choice import choose_helper, predicted_wait_s, prefill_policy
+from sglang_ext_router.decide.prefill_choice import PredictedWait, choose_helper, predicted_wait_s, prefill_policy
 from sglang_ext_router.decide.prefix_index import BLOCK_BYTES, BLOCK_ENDS, PrefixIndex, RecentPrompts
 from sglang_ext_router.decide.session_hints import NO_SESSION, SessionHints
 from sglang_ext_router.decide.way_choice import PlainLoad, choose_plain, common_rate, way_costs_s
@@ -25,6 +25,8 @@ from sglang_ext_router.request.prompt import Prompt
 logger = logging.getLogger(__name__)
 
 MAX_SESSIONS = 65_536  # whose last turn is remembered: 20 MB
+# Choose among the data-parallel ranks of an instance, whatever chooses among instances.
+_RANK_POLICY, _DECODE_RANK_POLICY = PredictedWait(), Freeness()
 TOKEN_ID_BYTES = 8  # in the text over which prompts of token ids are hashed
 
 
@@ -37,6 +39,8 @@ class Route(NamedTuple):
     is_spilled: bool
     # Tokens/s at which the divided way and the undivided one were compared; 0: there was no choice.
     compared_rate: float = 0.0
+    prefill_rank: int | None = None  # of an instance with several data-parallel ranks
+    decode_rank: int | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -124,7 +128,12 @@ class RoutePlanner:
         self._recent = RecentPrompts(config.prefix_index_blocks * BLOCK_BYTES, BLOCK_ENDS)
         for worker in registry:
             if worker.role.computes_prompts:
-                self.index.add_worker(worker.id)
+                self.add_worker(worker)
+
+    def add_worker(self, worker: Worker) -> None:
+        """Learn from now on what is in the prefix cache of each of its ranks."""
+        for prefix_id in worker.prefix_ids:
+            self.index.add_worker(prefix_id)
 
     # -- size of the prompt -----------------------------------------------------------------------------
 
@@ -150,7 +159,7 @@ class RoutePlanner:
         matched = self.index.matched(prompt.hashes)
         cached = 0
         if matched:
-            max_bytes = max([matched.get(worker.id, 0) for worker in model.ready_prefill], default=0)
+            max_bytes = max([_matched_bytes(matched, worker) for worker in model.ready_prefill], default=0)
             cached = int(max_bytes * _tokens_per_byte(prompt, (low + high) // 2))
         return is_in_doubt(low, high, cached, self.boundary(model))
 
@@ -269,7 +278,7 @@ class RoutePlanner:
         )
         if chosen is None:
             return divided
-        load = loads[chosen]
+        load, rank = self._of_rank(plains[chosen], loads[chosen], prompt, prompt_tokens)
         new_tokens = prompt_tokens - load.cached_tokens
         decision = RouteDecision(
             classify(new_tokens, load.cached_tokens, boundary),
@@ -279,7 +288,7 @@ class RoutePlanner:
             new_tokens,
             load.cached_tokens,
         )
-        return Route(decision, plains[chosen], None, False, rate)
+        return Route(decision, plains[chosen], None, False, rate, rank)
 
     def _divided(
         self,
@@ -350,9 +359,12 @@ class RoutePlanner:
             helper = self._helper(pool, prefills, cached, shown_loads[chosen], prefill, prompt_tokens, now_s)
             if helper is not None:
                 prefill, load = helper
-                wait_s, is_spilled = predicted_wait_s(load), True
+                is_spilled = True
+        load, prefill_rank = self._of_rank(prefill, load, prompt, prompt_tokens)
+        wait_s = predicted_wait_s(load)
 
         decode: Worker | None = None
+        decode_rank: int | None = None
         held_share = 0.0
         if needs_decode:
             decode_loads = self._decode_loads(model, prompt, prompt_tokens, decodes)
@@ -362,6 +374,8 @@ class RoutePlanner:
                 decode_loads = [decode_loads[i] for i in near]
             position = self._decode_policy.choose(decode_loads, self._draw())
             decode, held_share = decodes[position], decode_loads[position].held_share
+            if decode.ranks:
+                decode_rank, held_share = self._decode_rank(decode, prompt, prompt_tokens)
         decision = RouteDecision(
             pool.length_class,
             prefill.id,
@@ -371,7 +385,35 @@ class RoutePlanner:
             load.cached_tokens,
             round(held_share * prompt_tokens),
         )
-        return Route(decision, prefill, decode, is_spilled)
+        return Route(decision, prefill, decode, is_spilled, 0.0, prefill_rank, decode_rank)
+
+    def _of_rank(
+        self, worker: Worker, load: PrefillLoad, prompt: Prompt, prompt_tokens: int
+    ) -> tuple[PrefillLoad, int | None]:
+        """Return the load of the rank that begins to decode the prompt first, and its number.
+
+        An instance with one scheduler keeps its load.
+        """
+        if not worker.ranks:
+            return load, None
+        cached = self._cached_tokens_by_rank(prompt, prompt_tokens, worker)
+        loads = worker.rank_prefill_loads(cached)
+        rank = _RANK_POLICY.choose(loads, prompt_tokens, self._draw())
+        return loads[rank], rank
+
+    def _decode_rank(self, worker: Worker, prompt: Prompt, prompt_tokens: int) -> tuple[int, float]:
+        """Return the freest rank, and the share of the prompt that it holds."""
+        shares = [0.0] * len(worker.ranks)
+        if worker.caches_at_decode:
+            cached = self._cached_tokens_by_rank(prompt, prompt_tokens, worker)
+            shares = [tokens / prompt_tokens for tokens in cached]
+        rank = _DECODE_RANK_POLICY.choose(worker.rank_decode_loads(shares), self._draw())
+        return rank, shares[rank]
+
+    def _cached_tokens_by_rank(self, prompt: Prompt, prompt_tokens: int, worker: Worker) -> list[int]:
+        """Return how many of the prompt's tokens each rank of an instance holds."""
+        ranks = range(len(worker.ranks))
+        return self._cached_tokens(prompt, prompt_tokens, [worker] * len(ranks), ranks)
 
     def _decode_loads(
         self, model: ModelPools, prompt: Prompt, prompt_tokens: int, decodes: Sequence[Worker]
@@ -426,19 +468,27 @@ class RoutePlanner:
             [worker for worker in decodes if worker.revision == revision],
         )
 
-    def _cached_tokens(self, prompt: Prompt, prompt_tokens: int, prefills: Sequence[Worker]) -> list[int]:
-        """Return how many of the prompt's tokens each instance holds, by its events, or is believed to hold."""
+    def _cached_tokens(
+        self, prompt: Prompt, prompt_tokens: int, prefills: Sequence[Worker], ranks: Sequence[int] = ()
+    ) -> list[int]:
+        """Return how many of the prompt's tokens each instance holds, by its events, or is believed to hold.
+
+        With `ranks`: each instance's rank of this number; else its rank that holds most.
+        """
         matched = self.index.matched(prompt.hashes)
         if prompt.blocks is not None:
-            return self._reported_tokens(prompt, prompt.blocks, prompt_tokens, prefills, matched)
+            return self._reported_tokens(prompt, prompt.blocks, prompt_tokens, prefills, ranks, matched)
         if not matched:
             return [0] * len(prefills)
         per_byte = _tokens_per_byte(prompt, prompt_tokens)
         max_tokens = prompt_tokens - 1  # the last token is always computed again
         cached = []
-        for worker in prefills:
-            size_bytes = matched.get(worker.id)
-            if size_bytes is None:
+        for position, worker in enumerate(prefills):
+            if worker.ranks:
+                size_bytes = _matched_bytes(matched, worker, ranks[position] if ranks else None)
+            else:
+                size_bytes = matched.get(worker.id, 0)
+            if not size_bytes:
                 cached.append(0)
             else:
                 tokens = int(size_bytes * per_byte)
@@ -451,6 +501,7 @@ class RoutePlanner:
         blocks: TokenBlocks,
         prompt_tokens: int,
         prefills: Sequence[Worker],
+        ranks: Sequence[int],
         matched: Mapping[int, int],
     ) -> list[int]:
         """Return the same of a prompt whose token ids are known: what an instance reports, and was sent just now.
@@ -462,20 +513,22 @@ class RoutePlanner:
         recent: Mapping[int, int] | None = None
         reported: dict[int, dict[int, int]] = {}  # blocks of each source, by their size
         cached = []
-        for worker in prefills:
+        for position, worker in enumerate(prefills):
             held = worker.held_blocks if prompt.needs <= worker.alike else None
-            size_bytes = matched.get(worker.id, 0)
+            rank = ranks[position] if ranks else None
+            size_bytes = _matched_bytes(matched, worker, rank)
             tokens = 0
             if held is not None:
                 sizes = reported.get(held.block_tokens)
                 if sizes is None:
                     sizes = reported[held.block_tokens] = self.blocks.matched(blocks.of(held.block_tokens))
                 if sizes:
-                    tokens = held.block_tokens * max([sizes.get(source, 0) for source in held.sources], default=0)
+                    sources = held.sources if rank is None else held.sources[rank : rank + 1]
+                    tokens = held.block_tokens * max([sizes.get(source, 0) for source in sources], default=0)
                 if held.is_whole and size_bytes:
                     if recent is None:
                         recent = self._recent.matched(prompt.hashes)
-                    size_bytes = recent.get(worker.id, 0)
+                    size_bytes = _matched_bytes(recent, worker, rank)
             sent_tokens = int(size_bytes * per_byte)
             if held is not None:  # which keeps whole blocks
                 sent_tokens -= sent_tokens % held.block_tokens
@@ -533,37 +586,52 @@ class RoutePlanner:
 
     # -- learning ---------------------------------------------------------------------------------------
 
-    def learn_route(self, prompt: Prompt, prefill: Worker) -> None:
-        """Record that the prompt's prefix will be in this instance's cache."""
-        self.learn_sent(prefill, prompt.hashes)
+    def learn_route(self, prompt: Prompt, prefill: Worker, rank: int | None = None) -> None:
+        """Record that the prompt's prefix will be in this instance's cache, that of its rank."""
+        self.learn_sent(prefill, prompt.hashes, rank)
 
-    def learn_sent(self, prefill: Worker, hashes: Sequence[int]) -> None:
-        """Record that a prompt with these hashes was sent there, by this router or another."""
-        self.index.record(prefill.id, hashes)
+    def learn_sent(self, prefill: Worker, hashes: Sequence[int], rank: int | None = None) -> None:
+        """Record that a prompt with these hashes was sent there, by this router or another.
+
+        Where the instance has ranks, it is not known what a rank holds of a prompt that names none.
+        """
+        prefix_id = _prefix_id(prefill, rank)
+        if prefix_id is None:
+            return
+        self.index.record(prefix_id, hashes)
         if prefill.held_blocks is not None:
-            self._recent.record(prefill.id, hashes)
+            self._recent.record(prefix_id, hashes)
 
     def learn_not_prefilled(
-        self, prompt: Prompt, prefill: Worker, held_tokens: int, prompt_tokens: int, session: int = NO_SESSION
+        self,
+        prompt: Prompt,
+        prefill: Worker,
+        held_tokens: int,
+        prompt_tokens: int,
+        session: int = NO_SESSION,
+        rank: int | None = None,
     ) -> None:
         """Forget the part of the prompt that the instance did not hold before: its prefill did not end."""
         if session:
             self.sessions.forget(session, prefill.id)
-        if prompt.hashes and self._registry.contains(prefill):
+        prefix_id = _prefix_id(prefill, rank)
+        if prompt.hashes and prefix_id is not None and self._registry.contains(prefill):
             held_bytes = (held_tokens + 1) / _tokens_per_byte(prompt, max(1, prompt_tokens))  # tokens were rounded down
-            self.index.forget(prefill.id, prompt.hashes, int(held_bytes) if held_tokens else 0)
-            self._recent.forget(prefill.id, prompt.hashes, int(held_bytes) if held_tokens else 0)
+            self.index.forget(prefix_id, prompt.hashes, int(held_bytes) if held_tokens else 0)
+            self._recent.forget(prefix_id, prompt.hashes, int(held_bytes) if held_tokens else 0)
 
     def learn_empty(self, prefill: Worker) -> None:
         """Its prefix cache is empty, or will be when it comes back."""
-        self.index.clear(prefill.id)
-        self._recent.clear(prefill.id)
+        for prefix_id in prefill.prefix_ids:
+            self.index.clear(prefix_id)
+            self._recent.clear(prefix_id)
         self.sessions.forget_worker(prefill.id)
 
     def forget_worker(self, worker: Worker) -> None:
         """The instance is not one of the router's any more."""
-        self.index.remove_worker(worker.id)
-        self._recent.clear(worker.id)
+        for prefix_id in (worker.id, *worker.prefix_ids):
+            self.index.remove_worker(prefix_id)
+            self._recent.clear(prefix_id)
 
     def age_recent(self) -> None:
         """Take prompts sent before the last call as reported, where the instance has them."""
@@ -604,7 +672,24 @@ class RoutePlanner:
         model = self._registry.models.get(prefill.model)
         if prefill.keeps_prefixes and model is not None:
             size_bytes = prefill.kv_capacity_tokens * model.estimator.bytes_per_token
-            self.index.set_capacity(prefill.id, max(BLOCK_BYTES, int(size_bytes)))
+            for prefix_id in prefill.prefix_ids:
+                self.index.set_capacity(prefix_id, max(BLOCK_BYTES, int(size_bytes)))
+
+
+def _prefix_id(worker: Worker, rank: int | None) -> int | None:
+    """Return the name of a prefix cache in the prefix index; None where an instance has ranks and none is named."""
+    if not worker.ranks:
+        return worker.id
+    return None if rank is None or rank >= len(worker.ranks) else worker.ranks[rank].prefix_id
+
+
+def _matched_bytes(matched: Mapping[int, int], worker: Worker, rank: int | None = None) -> int:
+    """Return how much of a prompt's start an instance was sent, or one of its ranks."""
+    if not worker.ranks:
+        return matched.get(worker.id, 0)
+    if rank is not None:
+        return matched.get(worker.ranks[rank].prefix_id, 0)
+    return max([matched.get(load.prefix_id, 0) for load in worker.ranks])
 
 
 def _pairs(prefills: Sequence[Worker], decodes: Sequence[Worker]) -> tuple[Sequence[Worker], Sequence[Worker]] | None:

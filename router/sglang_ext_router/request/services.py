@@ -70,12 +70,12 @@ class Services:
     tracer: Tracer | None = None  # with a collector of traces
     view: LiveView | None = None  # what its viewers are sent, while there are any
 
-    def learn_prefix(self, prompt: Prompt, worker: Worker) -> None:
-        """Record that the prompt is in this instance's prefix cache, or will be."""
+    def learn_prefix(self, prompt: Prompt, worker: Worker, rank: int | None = None) -> None:
+        """Record that the prompt is in this instance's prefix cache, that of its rank, or will be."""
         if self.registry.contains(worker):
-            self.planner.learn_route(prompt, worker)
+            self.planner.learn_route(prompt, worker, rank)
             if prompt.hashes:
-                self.siblings.tell_prefix(worker.url, prompt.hashes)
+                self.siblings.tell_prefix(worker.url if rank is None else f"{worker.url}#{rank}", prompt.hashes)
 
     async def stop(self) -> None:
         """Free what has tasks, processes or connections."""

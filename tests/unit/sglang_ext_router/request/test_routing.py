@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from sglang_ext_router.decide.pool_choice import FixedBoundary
 from sglang_ext_router.decide.prefill_choice import PREFILL_POLICIES
 from sglang_ext_router.decide.prefix_index import BLOCK_BYTES
 from sglang_ext_router.instances.registry import WorkerRegistry
-from sglang_ext_router.instances.workers import HeldBlocks, Worker
+from sglang_ext_router.instances.workers import HeldBlocks, RankReport, Worker
 from sglang_ext_router.request.prompt import Prompt, measure
 from sglang_ext_router.request.routing import NoInstanceError, Route, RoutePlanner
 from support.router_process import Cluster, cluster
@@ -748,3 +749,119 @@ class TestReportedBlocks:
         assert measure(b"/generate", {"input_ids": [[1, 2], [3, 4]]}).blocks is None
         assert measure(b"/v1/completions", {"prompt": [1, 2, 3]}).blocks is not None
         assert measure(b"/generate", {"input_embeds": [[0.5], [0.5]]}).blocks is None
+
+
+class TestRanks:
+    """Instances with data-parallel ranks, each of which has a queue and a prefix cache of its own."""
+
+    IDS = tuple(range(3000, 4000))
+    PROMPT = measure(b"/generate", {"input_ids": list(IDS)})
+
+    def pools(self, has_events: bool = True) -> Pools:
+        pools = Pools(BOTH, DECODE)
+        for worker in pools.workers:
+            worker.set_ranks(3)
+            worker.caches_at_decode = worker.role is DECODE
+            pools.planner.add_worker(worker)
+            for rank in worker.ranks:
+                rank.free_kv_tokens = 100_000
+            if has_events:
+                worker.held_blocks = HeldBlocks(16)
+                worker.held_blocks.sources = tuple(pools.planner.blocks.add_source() for _ in range(3))
+                worker.held_blocks.is_whole = True
+        pools.registry.refresh()
+        return pools
+
+    def hold(self, pools: Pools, worker: Worker, rank: int) -> None:
+        """The rank holds the prompt, by its events or as it was sent there."""
+        if worker.held_blocks is None:
+            pools.planner.learn_route(self.PROMPT, worker, rank)
+        else:
+            blocks = TokenBlocks(array("q", self.IDS).tobytes()).of(16)
+            source = worker.held_blocks.sources[rank]
+            pools.planner.blocks.store(source, [blocks.key(at) for at in range(blocks.count)])
+
+    @pytest.mark.parametrize("has_events", [True, False])
+    def test_the_ranks_that_hold_the_prompt_get_it_unless_they_are_busy(self, has_events: bool) -> None:
+        pools = self.pools(has_events)
+        prefill, decode = pools.workers
+        self.hold(pools, prefill, 1)
+        self.hold(pools, decode, 2)
+        route = pools.route(self.PROMPT, 1000)
+        assert (route.prefill_rank, route.decode_rank) == (1, 2)
+        assert route.decision.cached_tokens > 900
+        assert route.decision.decode_cached_tokens > 900
+        prefill.ranks[1].pending_tokens = 2000  # which takes longer than to compute it elsewhere
+        decode.ranks[2].reserved_tokens = 60_000
+        route = pools.route(self.PROMPT, 1000)
+        assert route.prefill_rank != 1
+        assert route.decode_rank != 2
+        assert (route.decision.cached_tokens, route.decision.decode_cached_tokens) == (0, 0)
+        assert route.decision.new_tokens == 1000
+
+    def test_by_what_is_under_way_and_reported(self) -> None:
+        pools = self.pools()
+        prefill, decode = pools.workers
+        for number, rank in enumerate(prefill.ranks):
+            rank.pending_tokens = 100 * (number != 2)
+        for rank, awaiting in zip(decode.ranks, (50_000, 0, 0), strict=True):
+            rank.take_report(RankReport(0, 90_000, awaiting))
+        decode.ranks[1].in_flight = 5
+        route = pools.route(self.PROMPT, 1000)
+        assert (route.prefill_rank, route.decode_rank) == (2, 2)
+        prefill.ranks[2].take_report(RankReport(900, 0, 0))  # of another client
+        assert pools.route(self.PROMPT, 1000).prefill_rank in (0, 1)
+
+    def test_what_a_rank_holds_is_forgotten(self) -> None:
+        pools = self.pools(has_events=False)
+        prefill = pools.workers[0]
+        pools.planner.learn_sent(prefill, self.PROMPT.hashes)  # by another router, which does not name the rank
+        assert pools.route(self.PROMPT, 1000).decision.cached_tokens == 0
+        self.hold(pools, prefill, 1)
+        pools.planner.learn_not_prefilled(self.PROMPT, prefill, 0, 1000, rank=0)
+        assert pools.route(self.PROMPT, 1000).prefill_rank == 1
+        pools.planner.learn_not_prefilled(self.PROMPT, prefill, 0, 1000, rank=1)
+        assert pools.route(self.PROMPT, 1000).decision.cached_tokens == 0
+        self.hold(pools, prefill, 1)
+        pools.planner.learn_empty(prefill)
+        assert pools.route(self.PROMPT, 1000).decision.cached_tokens == 0
+
+
+async def test_each_leg_names_its_rank() -> None:
+    """By headers, and both know prefill's; what is under way is counted, and reports are read, by rank."""
+    async with cluster(short=1, long=0, decode=1) as served:
+        (prefill,), (decode,) = served.short, served.decode
+        load = {"num_running_reqs": 0, "max_total_num_tokens": 50_000, "num_waiting_uncached_tokens": 0}
+        for engine, used in ((prefill, (0, 0)), (decode, (0, 40_000))):
+            assert isinstance(engine.info, dict)
+            engine.info = {**engine.info, "dp_size": 2}
+            engine.loads = {"loads": [{**load, "dp_rank": rank, "num_used_tokens": used[rank]} for rank in (1, 0)]}
+            served.worker(engine.url).has_info = False
+        workers = [served.worker(engine.url) for engine in (prefill, decode)]
+        await served.until(lambda: all(len(worker.ranks) == 2 for worker in workers))
+        await served.until(lambda: [rank.free_kv_tokens for rank in workers[1].ranks] == [50_000, 10_000])
+        for held in (0, 1):
+            workers[0].ranks[1 - held].pending_tokens += 5000
+            assert (await served.ask("POST", "/generate", {"text": f"{held} {TEXT[:600]}"})).status == 200
+            workers[0].ranks[1 - held].pending_tokens -= 5000
+            received = [engine.requests[-1] for engine in (prefill, decode)]
+            lines = ("x-override-routed-dp-rank", "x-data-parallel-rank")
+            assert [[dict(one.headers)[line] for line in lines] for one in received] == [2 * [str(held)], 2 * ["0"]]
+            assert received[0].body == received[1].body
+            assert json.loads(received[0].body)["disagg_prefill_dp_rank"] == held
+        await served.until_idle()
+
+
+async def test_an_undivided_instance_is_given_its_rank_by_headers() -> None:
+    async with cluster(short=0, long=0, decode=0, plain=1) as served:
+        (engine,) = served.plain
+        assert isinstance(engine.info, dict)
+        engine.info = {**engine.info, "dp_size": 2}
+        worker = served.worker(engine.url)
+        worker.has_info = False
+        await served.until(lambda: len(worker.ranks) == 2)
+        worker.ranks[0].pending_tokens += 5000
+        assert (await served.ask("POST", "/generate", {"text": TEXT[:600]})).status == 200
+        worker.ranks[0].pending_tokens -= 5000
+        headers = dict(engine.requests[-1].headers)
+        assert (headers["x-override-routed-dp-rank"], headers["x-data-parallel-rank"]) == ("1", "1")
