@@ -11,7 +11,6 @@ from typing import Any
 from unittest import mock
 
 from sglang_ext.cpu import unserved_models
-from sglang_ext.engine.launch_plan import data_parallel_problem
 from sglang_ext.engine.versions import SUPPORTED_SGLANG
 from sglang_ext.laps.sglang import laps_options
 from sglang_ext.long_pool.sglang import cdsp_options
@@ -120,25 +119,21 @@ class Arguments:
         return self._values[name]
 
 
-def _parallel_problem(arguments: Any) -> str | None:
-    return data_parallel_problem(arguments.dp_size)
-
-
 def _pool_problem(arguments: Any) -> str | None:
     return _queue_problem(arguments) or _transfer_problem(arguments) or cdsp_options.conflict(arguments)
 
 
 def _queue_problem(arguments: Any) -> str | None:
-    return _parallel_problem(arguments) or laps_options.conflict(arguments)
+    return laps_options.conflict(arguments)
 
 
 def _transfer_problem(arguments: Any) -> str | None:
-    return _parallel_problem(arguments) or transfer_options.conflict(arguments, has_staging_buffer=False)
+    return transfer_options.conflict(arguments, has_staging_buffer=False)
 
 
 def _cpu_problem(arguments: Any) -> str | None:
     with mock.patch.object(unserved_models, "_has_kernels", return_value=False):  # of a build with AMX
-        return _parallel_problem(arguments) or unserved_models.argument_conflict(arguments)
+        return unserved_models.argument_conflict(arguments)
 
 
 MECHANISMS: tuple[Callable[[Any], str | None], ...] = (_queue_problem, _transfer_problem, _pool_problem, _cpu_problem)

@@ -35,6 +35,7 @@ class Hook:
     needs_graphs: bool = False  # registered only where prefill graphs are wanted
     needs_streams: bool = False  # registered only where KV leaves for decode by layer
     needs_stages: bool = False  # registered only where the instance is a pipeline
+    needs_ranks: bool = False  # registered only where the instance has several data-parallel ranks
     needs_handshake: bool = False  # registered only where the handshake transfers KV
     is_for_pools: bool | None = None  # registered only where the instance is a member of a long pool, or is not
     device: Device | None = None  # registered only in engines on this device
@@ -48,6 +49,7 @@ class Hook:
         has_needs &= options.streams_layers or not self.needs_streams
         has_needs &= options.transfer is not None or not self.needs_handshake
         has_needs &= options.stages > 1 or not self.needs_stages
+        has_needs &= options.data_parallel_ranks > 1 or not self.needs_ranks
         return has_needs and self.is_for_pools in {None, is_member} and self.device in {None, options.device}
 
 
@@ -132,6 +134,14 @@ HOOK_TABLE: tuple[Hook, ...] = (
         kind=HookKind.AFTER,
         implementation="sglang_ext.engine.verification:add_statement",
         target="sglang.srt.managers.scheduler.Scheduler.get_init_info",
+    ),
+    Hook(
+        name="statements-of-ranks",
+        why="the controller of data-parallel ranks does not pass on what their schedulers state",
+        kind=HookKind.AFTER,
+        implementation="sglang_ext.engine.verification:pass_statements",
+        target="sglang.srt.managers.data_parallel_controller.DataParallelController.get_init_info",
+        needs_ranks=True,
     ),
     Hook(
         name="statement-check",

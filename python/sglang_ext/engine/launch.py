@@ -129,13 +129,12 @@ def _conflict(server_args: ServerArgs, options: ExtensionOptions) -> str | None:
     from sglang.srt.environ import envs
 
     from sglang_ext.cpu.unserved_models import argument_conflict as cpu_conflict
-    from sglang_ext.engine.launch_plan import data_parallel_problem
     from sglang_ext.laps.sglang.laps_options import conflict as laps_conflict
     from sglang_ext.long_pool.sglang.cdsp_options import conflict as pool_conflict
     from sglang_ext.transfer.sglang.transfer_options import conflict as transfer_conflict
 
-    problem = data_parallel_problem(server_args.dp_size)
-    if problem is None and options.transfer is not None:
+    problem = None
+    if options.transfer is not None:
         problem = transfer_conflict(server_args, has_staging_buffer=envs.SGLANG_DISAGG_STAGING_BUFFER.get())
     if problem is None and options.laps is not None:
         problem = laps_conflict(server_args)
@@ -148,11 +147,13 @@ def _reserve_rendezvous(server_args: ServerArgs) -> None:
     """Give the ranks a port for their rendezvous that no other process here draws before they bind it, in seconds.
 
     SGLang draws a port that is free now: of several instances that start together one may find it taken. Ranks on
-    several machines meet at the address that they were given.
+    several machines meet at the address that they were given, and each data-parallel replica at a port of its own,
+    which SGLang draws and holds.
     """
     from sglang_ext.ports import pick_free_ports
 
-    if server_args.nccl_port is None and server_args.dist_init_addr is None:
+    is_replicated = server_args.dp_size > 1 and not server_args.enable_dp_attention
+    if server_args.nccl_port is None and server_args.dist_init_addr is None and not is_replicated:
         (server_args.nccl_port,) = pick_free_ports("0.0.0.0", 1, draw=random.SystemRandom())
 
 

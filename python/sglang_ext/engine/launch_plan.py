@@ -118,10 +118,10 @@ def build_launch(worker: WorkerOptions, machine: MachineFacts, model: ModelFacts
     Raises ValueError when the options contradict each other.
     """
     stages = size_of(worker.engine_arguments, PIPELINE_PARALLEL_FLAGS)
-    ranks = size_of(worker.engine_arguments, TENSOR_PARALLEL_FLAGS) * stages
+    replicas = size_of(worker.engine_arguments, DATA_PARALLEL_FLAGS)
+    ranks = size_of(worker.engine_arguments, TENSOR_PARALLEL_FLAGS) * stages * replicas
     problem = (
-        data_parallel_problem(size_of(worker.engine_arguments, DATA_PARALLEL_FLAGS))
-        or pipeline_problem(stages, worker.role, model)
+        pipeline_problem(stages, worker.role, model)
         or decode_context_problem(worker, machine.device)
         or kv_checksum_problem(worker, machine.device)
         or role_switch_problem(worker, machine.device)
@@ -139,6 +139,7 @@ def build_launch(worker: WorkerOptions, machine: MachineFacts, model: ModelFacts
         worker.revision,
         stages,
         worker.kv_events,
+        replicas,
     )
     environment = options.to_environment()
     by_device = StartMethod.FORK if machine.device is Device.CPU else StartMethod.SPAWN
@@ -262,16 +263,6 @@ def _bind_ranks(core_ids: Sequence[int], ranks: int, threads: int) -> str:
     """Cores of each rank, as SGLang reads them: '0,1|2,3'. Ranks share cores where there are too few."""
     groups = [[core_ids[(rank * threads + i) % len(core_ids)] for i in range(threads)] for rank in range(ranks)]
     return "|".join(",".join(map(str, sorted(set(group)))) for group in groups)
-
-
-def data_parallel_problem(size: int) -> str | None:
-    """Return why an instance with `size` data-parallel ranks is refused; None for one rank."""
-    if size == 1:
-        return None
-    return (
-        f"--dp-size {size}: an instance has one scheduler (requests are sent to it by what it reports); "
-        f"start {size} instances instead, and give all of them to the router"
-    )
 
 
 def pipeline_problem(stages: int, role: Role, model: ModelFacts | None) -> str | None:

@@ -49,6 +49,7 @@ class ExtensionOptions:
     revision: str = ""  # KV cache passes only between instances of one revision
     stages: int = 1  # of a pipeline; each has a part of the layers
     kv_events: KvEventsOptions | None = None  # None: only what SGLang's own argument says
+    data_parallel_ranks: int = 1  # with a scheduler each
 
     @property
     def streams_layers(self) -> bool:
@@ -82,6 +83,7 @@ def options_from_environment(environment: Mapping[str, str]) -> ExtensionOptions
             str(fields["revision"]),
             int(fields["stages"]),
             None if fields["kv_events"] is None else KvEventsOptions(**fields["kv_events"]),
+            int(fields["data_parallel_ranks"]),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidOptionsError(f"{ENVIRONMENT_VARIABLE} cannot be read: {error}") from error

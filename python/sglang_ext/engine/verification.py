@@ -186,6 +186,12 @@ def _kv_cache(model_runner: Any) -> dict[str, str | None]:
     }
 
 
+def pass_statements(init_info: dict[str, Any], controller: Any) -> dict[str, Any]:
+    """AFTER `DataParallelController.get_init_info()`: state what every rank states, if none is without a statement."""
+    statements = [info.get(STATEMENT_KEY) for info in controller._scheduler_init_infos]
+    return {**init_info, STATEMENT_KEY: statements[0]} if all(statements) else init_info
+
+
 def check_statements(init_infos: list[dict[str, Any]], *args: Any) -> list[dict[str, Any]]:
     """AFTER `_wait_for_scheduler_ready(...)`: refuse a scheduler that made no statement.
 

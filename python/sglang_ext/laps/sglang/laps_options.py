@@ -129,6 +129,11 @@ def conflict(server_args: Any) -> str | None:
             "several rounds are under way in a pipeline as it is",
         ),
         (
+            server_args.pp_size > 1 and server_args.dp_size > 1,
+            "--dp-size above 1 with --pp-size above 1",
+            "what a stage was busy with is kept for one pipeline",
+        ),
+        (
             server_args.pp_size > 1 and server_args.enable_dynamic_chunking,
             "--enable-dynamic-chunking",
             "LAPS decides how long a chunk is",

@@ -62,18 +62,23 @@ class PrometheusMetrics:
         # SGLang sets PROMETHEUS_MULTIPROC_DIR before it starts its schedulers; the client reads it on import.
         from prometheus_client import Counter, Gauge, Histogram
 
-        def gauge(name: str, help_text: str, *labels: str) -> Gauge:
-            return Gauge(f"sglang_ext:laps_{name}", help_text, labels, multiprocess_mode="mostrecent")
+        def gauge(name: str, help_text: str, *labels: str, of_ranks: str = "mostrecent") -> Gauge:
+            return Gauge(f"sglang_ext:laps_{name}", help_text, labels, multiprocess_mode=of_ranks)  # type: ignore[arg-type]
 
-        self._queued = gauge("queue_requests", "Requests with prefill work left", "length_class")
-        self._oldest_wait = gauge("queue_oldest_wait_seconds", "Time since the oldest of them arrived", "length_class")
-        self._backlog = gauge("queue_backlog_seconds", "Predicted time to compute them all", "length_class")
+        # Each data-parallel rank has a queue of its own.
+        self._queued = gauge("queue_requests", "Requests with prefill work left", "length_class", of_ranks="sum")
+        self._oldest_wait = gauge(
+            "queue_oldest_wait_seconds", "Time since the oldest of them arrived", "length_class", of_ranks="max"
+        )
+        self._backlog = gauge(
+            "queue_backlog_seconds", "Predicted time to compute them all", "length_class", of_ranks="max"
+        )
         self._slo_violation_rate = gauge(
             "slo_violation_rate", "Share of recent prefills that ended after their deadline", "length_class"
         )
         self._window = gauge("window_seconds", "Waiting window W of short batches")
         self._depth = gauge("target_depth", "Target depth D of short batches")
-        self._parked = gauge("parked_requests", "Long prefills between two chunks, not the one in hand")
+        self._parked = gauge("parked_requests", "Long prefills between two chunks, not the one in hand", of_ranks="sum")
         self._boundary = gauge("boundary_tokens", "Most new tokens of a short prefill without cached tokens")
         self._coefficients = gauge("fit_coefficient_seconds", "Cost model, per unit of its feature", "coefficient")
         self._fit_error = gauge("fit_relative_error", "Relative error of the cost model", "quantile")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +18,7 @@ from fastapi.responses import JSONResponse
 
 from sglang_ext.laps.decide.round_plan import ClassReport, LapsMode, RoundSnapshot
 from sglang_ext.laps.sglang.stage_times import FOLDER_VARIABLE, read_stages
-from sglang_ext.live.decide.instance_work import KEPT_RECORDS
+from sglang_ext.live.decide.instance_work import KEPT_RECORDS, WORK_KEY
 from sglang_ext.types import LengthClass
 
 if TYPE_CHECKING:
@@ -85,6 +86,37 @@ def _class_status(report: ClassReport, utilisation: float) -> dict[str, Any]:
     }
 
 
+def merge_statuses(statuses: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the status of an instance of that of each of its data-parallel ranks, which have queues of their own.
+
+    Requests and tokens add up, of waits and backlogs the longest counts, and shares are those of the ranks' average.
+    What has no sum, a boundary or a fit, is that of the first rank, as is its work; `ranks` has all of them.
+    """
+    first = statuses[0]
+    if len(statuses) == 1:
+        return first
+    merged = {**first, "generation": min(status["generation"] for status in statuses)}
+    for name in ("parked", "parks"):
+        merged[name] = sum(status[name] for status in statuses)
+    merged["utilisation"] = _mean(statuses, "utilisation")
+    for length_class in ("short", "long"):
+        merged[length_class] = _merge_class([status[length_class] for status in statuses])
+    for name in ("kv", "decisions"):
+        merged[name] = {key: sum(status[name][key] for status in statuses) for key in first[name]}
+    kept = [{name: value for name, value in status.items() if name != WORK_KEY} for status in statuses]
+    return {**merged, "ranks": kept}
+
+
+def _merge_class(classes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    merged: dict[str, Any] = {name: sum(one[name] for one in classes) for name in ("requests", "tokens")}
+    merged |= {name: max(one[name] for one in classes) for name in ("backlog_s", "oldest_wait_s")}
+    return merged | {name: _mean(classes, name) for name in ("slo_violation_rate", "tardiness", "utilisation")}
+
+
+def _mean(given: Sequence[dict[str, Any]], name: str) -> float:
+    return float(sum(one[name] for one in given) / len(given))
+
+
 # ---------------------------------------------------------------- routes
 
 
@@ -141,8 +173,7 @@ async def _status(name: str | None = None) -> dict[str, Any]:
     manager = _tokenizer_manager()
     manager.auto_create_handle_loop()
     outputs = await manager.get_internal_state_communicator(GetInternalStateReq(rid=name))
-    status: dict[str, Any] = outputs[0].internal_state[STATUS_KEY]  # there is one scheduler
-    return status
+    return merge_statuses([output.internal_state[STATUS_KEY] for output in outputs])
 
 
 def _tokenizer_manager() -> Any:

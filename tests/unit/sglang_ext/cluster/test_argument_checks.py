@@ -76,7 +76,7 @@ REFUSED = [
     ),
     (pools("short", worker_args=["--set", "laps.no=1"]), "pools.short.worker_args[0]: --set laps.no: "),
     (pools("decode", worker_args=["--laps-mode", "short"]), "pools.decode.worker_args[0]: --laps-mode"),
-    (pools("long", args=["--dp-size", "2"]), "pools.long.args[0]: --dp-size 2: an instance has one scheduler"),
+    (pools("long", args=["--dp-size", "no"]), "pools.long.args[0]: --dp-size needs a positive number, got 'no'"),
     (pools("long", args=["--tp-size", "no"]), "pools.long.args[0]: --tp-size needs a positive number, got 'no'"),
     ({"args": ["--pp-size=2"]}, "args[0]: --pp-size 2: only prefill runs in stages"),
     ({"args": ["--port", "1"]}, "args[0]: --port does not belong here; use pools.short.ports"),

@@ -50,8 +50,14 @@ def test_a_rendezvous_that_was_given_stays(given: dict[str, Any]) -> None:
     assert reserved_port(**given) == given.get("nccl_port")
 
 
+def test_data_parallel_replicas_meet_at_ports_of_their_own() -> None:
+    assert reserved_port(dp_size=2) is None
+    assert reserved_port(dp_size=2, enable_dp_attention=True) in PORTS  # one group
+
+
 def reserved_port(**given: Any) -> int | None:
-    arguments = SimpleNamespace(**{"nccl_port": None, "dist_init_addr": None, **given})
+    defaults = {"nccl_port": None, "dist_init_addr": None, "dp_size": 1, "enable_dp_attention": False}
+    arguments = SimpleNamespace(**{**defaults, **given})
     _reserve_rendezvous(cast(Any, arguments))
     return cast("int | None", arguments.nccl_port)
 

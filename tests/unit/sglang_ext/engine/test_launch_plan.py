@@ -12,7 +12,6 @@ from sglang_ext.engine.device import Device, MachineFacts
 from sglang_ext.engine.launch_plan import MAX_KV_TOKENS, WorkerOptions, build_launch
 from sglang_ext.engine.model_facts import ModelFacts
 from sglang_ext.engine.options import options_from_environment
-from sglang_ext.laps.decide.options import LapsOptions
 from sglang_ext.long_pool.sglang.cdsp_options import CdspOptions
 from sglang_ext.transfer.sglang import transfer_backend
 from sglang_ext.types import Role
@@ -153,18 +152,13 @@ def test_nonsense_tensor_parallel_size_is_refused(arguments: tuple[str, ...]) ->
         build_launch(replace(SHORT, engine_arguments=arguments), CPU)
 
 
-@pytest.mark.parametrize("arguments", [("--dp-size", "2"), ("--dp=2",), ("--data-parallel-size", "2"), ("--dp", "0")])
-@pytest.mark.parametrize("laps", [None, LapsOptions()])
-def test_data_parallel_ranks_are_refused(arguments: tuple[str, ...], laps: LapsOptions | None) -> None:
-    with pytest.raises(
-        ValueError, match=r"^--dp(-size 2: .* start 2 instances instead| needs a positive number)"
-    ) as it:
-        build_launch(replace(SHORT, engine_arguments=arguments, laps=laps), CPU)
-    assert "\n" not in str(it.value)
-
-
-def test_one_data_parallel_rank_is_not_refused() -> None:
-    assert "--dp-size" in build_launch(replace(SHORT, engine_arguments=("--dp-size", "1")), CPU).argv
+@pytest.mark.parametrize("arguments", [("--dp-size", "2"), ("--dp=2",), ("--data-parallel-size", "2")])
+def test_each_data_parallel_rank_has_cores_of_its_own(arguments: tuple[str, ...]) -> None:
+    command = build_launch(replace(SHORT, engine_arguments=(*arguments, "--tp-size", "2"), threads=1), CPU)
+    groups = command.default_environment["SGLANG_CPU_OMP_THREADS_BIND"].split("|")
+    assert len(groups) == 4
+    with pytest.raises(ValueError, match=r"^--dp needs a positive number"):
+        build_launch(replace(SHORT, engine_arguments=("--dp", "0")), CPU)
 
 
 @pytest.mark.parametrize(

@@ -155,3 +155,15 @@ def test_engine_refuses_to_start_without_options(tmp_path: Path) -> None:
     result = launch(tmp_path, SGLANG_EXT_OPTIONS="")
     assert result.returncode == 3
     assert "sglang-ext worker" in result.stderr
+
+
+def test_data_parallel_ranks_state_together() -> None:
+    """Where one of them states nothing, nothing is stated, and the main process refuses to serve."""
+    key = verification.STATEMENT_KEY
+    stating = [{key: {"version": "1"}}, {key: {"version": "1"}}]
+    passed = verification.pass_statements({"status": "ready"}, types.SimpleNamespace(_scheduler_init_infos=stating))
+    assert passed == {"status": "ready", key: {"version": "1"}}
+    assert verification.check_statements([passed]) == [passed]
+    silent = types.SimpleNamespace(_scheduler_init_infos=[*stating, {}])
+    with pytest.raises(HookNotInForceError, match="scheduler 0"):
+        verification.check_statements([verification.pass_statements({}, silent)])

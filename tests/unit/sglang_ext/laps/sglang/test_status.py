@@ -22,7 +22,7 @@ from sglang_ext.laps.decide.round_plan import (
 from sglang_ext.laps.sglang.instance import LapsInstance
 from sglang_ext.laps.sglang.metrics import NoMetrics
 from sglang_ext.laps.sglang.rank_agreement import SingleRankAgreement
-from sglang_ext.laps.sglang.status import MODES, mode_number, status_of
+from sglang_ext.laps.sglang.status import MODES, merge_statuses, mode_number, status_of
 from sglang_ext.types import LengthClass
 from sglang_ext_router.instances.laps_monitor import read_report
 from support.prefill_loop import policy
@@ -85,6 +85,31 @@ def test_a_mode_switch_shows() -> None:
         report = read_report(status_of(laps, RoundSnapshot(0.0, (), 10), locked_tokens=0))
         # One that changes nothing counts as well: the client sees that it was received.
         assert (report.mode, report.generation) == (mode, generation)
+
+
+def test_the_ranks_of_an_instance_are_reported_together() -> None:
+    first, second = instance(), instance()
+    first.clock.record_launch(3.0, LengthClass.SHORT, [100], [0])
+    first.clock.record_result(4.0)
+    second.switch_mode(LapsMode.LONG)
+    second.switch_mode(LapsMode.BOTH)
+    first.parks = second.parks = 2
+    busy = RoundSnapshot(5.0, (queued(1, 100), queued(2, 4000, arrival_s=1.0, is_started=True)), 2000)
+    idle = RoundSnapshot(5.0, (queued(1, 50, arrival_s=4.0),), 3000)
+    statuses = [status_of(first, busy, locked_tokens=64), status_of(second, idle, locked_tokens=1)]
+    assert merge_statuses(statuses[:1]) == statuses[0]
+    merged = merge_statuses([{**statuses[0], "work": {"cursor": 1}}, {**statuses[1], "work": {"cursor": 2}}])
+    assert json.loads(json.dumps(merged, allow_nan=False)) == merged
+    assert merged["ranks"] == statuses
+    assert merged["work"] == {"cursor": 1}
+    report = read_report(merged)
+    assert (report.short.requests, report.short.tokens, report.long.tokens) == (2, 150, 4000)
+    assert report.short.oldest_wait_s == 5.0
+    assert report.short.backlog_s == statuses[0]["short"]["backlog_s"] > statuses[1]["short"]["backlog_s"]
+    assert report.utilisation == statuses[0]["utilisation"] / 2 > 0
+    assert report.generation == 0
+    assert (merged["parks"], report.parked) == (4, 1)
+    assert merged["kv"] == {"free_tokens": 5000, "locked_tokens": 65}
 
 
 def test_parks_are_counted_once_for_each_interruption() -> None:
