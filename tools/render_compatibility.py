@@ -13,7 +13,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from sglang_ext.cpu.unserved_models import UNSERVED, unserved_argument  # noqa: E402
+from sglang_ext.cpu.unserved_models import UNSERVED, UNSERVED_LAYERS, unserved_argument  # noqa: E402
 from sglang_ext.engine.hooks.served_models import window_of  # noqa: E402
 from sglang_ext.graphs.sglang.graph_options import architecture_exclusion  # noqa: E402
 from sglang_ext.long_pool.sglang import cdsp_options  # noqa: E402
@@ -103,6 +103,7 @@ def render() -> str:
     parts += [f"{number}. {reason}\n" for reason, number in numbers.items()]
     parts.append(_UNSERVED)
     parts += [f"| {architecture} | {reason} |\n" for architecture, reason in sorted(UNSERVED.items())]
+    parts += [f"| {name} with layers `{kind}` | {why} |\n" for name, (kind, why) in UNSERVED_LAYERS.items()]
     parts.append(
         f"| {REFUSED_WINDOW} with a sliding window | SGLang leaves the window out, on every device; served where "
         "`--context-length` is at most the window |\n"

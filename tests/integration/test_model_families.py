@@ -226,7 +226,7 @@ def test_two_queues_under_any_interleaving(
         spec(architecture, Role.BOTH, (*chunks, *pages), (*laps, *transfer)),
         spec(architecture, Role.DECODE, (*pages, *CACHING), transfer),
     )
-    draw = random.Random(architecture)
+    draw, draw_side = random.Random(architecture), random.Random(architecture)
     pair = Pair(prefill, decode, threads)
     try:
         prefill.wait_idle()
@@ -244,7 +244,7 @@ def test_two_queues_under_any_interleaving(
                 sent.append((rid, request))
                 if draw.random() < 0.3:
                     # One leg's end fails the transfer of the other.
-                    pair.abort(draw.choice(sent)[0], *draw.choice(((), (prefill,), (decode,))))
+                    pair.abort(draw.choice(sent)[0], *draw_side.choice(((), (prefill,), (decode,))))
             for _, request in sent:
                 _, reply = request.replies.result(timeout=120)
                 is_aborted = reply.status != 200 or reply.body["meta_info"]["finish_reason"]["type"] == "abort"

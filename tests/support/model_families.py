@@ -160,6 +160,19 @@ FAMILIES: dict[str, Family] = {
         },
         states=("mamba",),
     ),
+    "NemotronHForCausalLM": Family(
+        {
+            "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"],
+            "ssm_state_size": 16,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "n_groups": 1,
+            "chunk_size": 32,
+        },
+        # The names that both libraries read.
+        {"layers_block_type": None, "hybrid_override_pattern": "M-*-", "mamba_n_groups": 1},
+        states=("mamba",),
+    ),
     "Lfm2ForCausalLM": Family(
         {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_multiple_of": 32},
         states=("mamba",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from sglang_ext.cpu.import_hook import absent_packages
@@ -29,13 +30,19 @@ UNSERVED = {
     "Llama4ForConditionalGeneration": _BFLOAT16,
     "MambaForCausalLM": _STATE,
     "MiniMaxM2ForCausalLM": "its normalisation of queries and keys has a kernel for GPUs only",
-    "NemotronHForCausalLM": _STATE,
 }
 
 
-def refusal(architecture: str | None) -> str | None:
-    """Return why a CPU does not serve a model, and what to do; None where it may."""
+# With these kinds of layers.
+UNSERVED_LAYERS = {"NemotronHForCausalLM": ("moe", "its experts have an activation that SGLang has on GPUs only")}
+
+
+def refusal(architecture: str | None, layer_kinds: Collection[str] = ()) -> str | None:
+    """Return why a CPU does not serve a model with these kinds of layers, and what to do; None where it may."""
     reason = UNSERVED.get(architecture or "")
+    kind, why = UNSERVED_LAYERS.get(architecture or "", ("", ""))
+    if kind in layer_kinds:
+        reason = why
     if reason is None or _has_kernels():
         return None
     return f"{architecture} does not run on a CPU without AMX ({reason}); serve it on a GPU"

@@ -69,8 +69,9 @@ def admit_attention(stock: Callable[[Any], Any], server_args: Any) -> Any:
     """
     from sglang.srt.arg_groups import model_hook
 
-    architecture = model_hook.model_config_of(server_args).hf_config.architectures[0]
-    problem = unserved_models.refusal(architecture)
+    config = model_hook.model_config_of(server_args).hf_config
+    architecture = config.architectures[0]
+    problem = unserved_models.refusal(architecture, getattr(config, "layers_block_type", None) or ())
     if problem is not None:
         raise UnservedModelError(problem)
     backends_of = model_hook.attention_backends_of

@@ -130,16 +130,19 @@ def test_short_prefills_are_captured_where_there_is_a_gpu(
 def test_a_model_without_kernels_for_a_cpu_is_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["NemotronHForCausalLM"]}')
+    (tmp_path / "config.json").write_text('{"architectures": ["KimiLinearForCausalLM"]}')
     monkeypatch.setattr("sglang_ext.cpu.unserved_models.absent_packages", lambda names: names)
     assert worker.run(parse("--role", "short", "--model-path", str(tmp_path), "--device", "cpu")) == 2
     error = capsys.readouterr().err
-    assert error.startswith("sglang-ext worker: NemotronHForCausalLM does not run on a CPU without AMX (its layers")
+    assert error.startswith("sglang-ext worker: KimiLinearForCausalLM does not run on a CPU without AMX (its layers")
     assert error.endswith("serve it on a GPU\n")
     assert error.count("\n") == 1
+    nemotron = "NemotronHForCausalLM"
+    assert unserved_models.refusal(nemotron, ["mamba", "attention", "mlp"]) is None
+    assert "its experts have" in (unserved_models.refusal(nemotron, ["mamba", "moe"]) or "")
     # SGLang's kernels for CPUs are there: some of these models are computed by them.
     monkeypatch.setattr("sglang_ext.cpu.unserved_models.absent_packages", lambda names: ())
-    assert unserved_models.refusal("NemotronHForCausalLM") is None
+    assert unserved_models.refusal("KimiLinearForCausalLM") is None
 
 
 @pytest.mark.parametrize(
