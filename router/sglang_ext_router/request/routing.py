@@ -25,7 +25,7 @@ from sglang_ext_router.request.prompt import Prompt
 logger = logging.getLogger(__name__)
 
 MAX_SESSIONS = 65_536  # whose last turn is remembered: 20 MB
-# Choose among the data-parallel ranks of an instance, whatever chooses among instances.
+# Choose among the data-parallel ranks of an instance, also where another policy chooses among instances.
 _RANK_POLICY, _DECODE_RANK_POLICY = PredictedWait(), Freeness()
 TOKEN_ID_BYTES = 8  # in the text over which prompts of token ids are hashed
 

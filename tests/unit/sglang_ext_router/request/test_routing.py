@@ -834,7 +834,7 @@ async def test_each_leg_names_its_rank() -> None:
         load = {"num_running_reqs": 0, "max_total_num_tokens": 50_000, "num_waiting_uncached_tokens": 0}
         for engine, used in ((prefill, (0, 0)), (decode, (0, 40_000))):
             assert isinstance(engine.info, dict)
-            engine.info = {**engine.info, "dp_size": 2}
+            engine.info = {**engine.info, "dp_size": 2, "disaggregation_decode_enable_radix_cache": True}
             engine.loads = {"loads": [{**load, "dp_rank": rank, "num_used_tokens": used[rank]} for rank in (1, 0)]}
             served.worker(engine.url).has_info = False
         workers = [served.worker(engine.url) for engine in (prefill, decode)]
@@ -848,6 +848,9 @@ async def test_each_leg_names_its_rank() -> None:
             lines = ("x-override-routed-dp-rank", "x-data-parallel-rank")
             assert [[dict(one.headers)[line] for line in lines] for one in received] == [2 * [str(held)], 2 * ["0"]]
             assert received[0].body == received[1].body
+            index = served.router.planner.index
+            known = [[index.worker_block_count(rank.prefix_id) > 0 for rank in worker.ranks] for worker in workers]
+            assert known == [[True, held == 1], [True, False]]
             assert json.loads(received[0].body)["disagg_prefill_dp_rank"] == held
         await served.until_idle()
 
