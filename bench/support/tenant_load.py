@@ -78,7 +78,7 @@ class TenantLoad:
         head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         status = 0
         try:
-            reader, writer = self._idle.pop() if self._idle else await self._connect()
+            reader, writer = await self._connection()
             writer.write(head.encode() + body)
             reply = await reader.readuntil(b"\r\n\r\n")
             status = int(reply.split(b" ", 2)[1])
@@ -89,7 +89,13 @@ class TenantLoad:
         self.served.append(Served(tenant, status, time.monotonic() - due_s))
         return status
 
-    async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def _connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Return a kept connection that the router has not closed for being idle, or a new one."""
+        while self._idle:
+            reader, writer = self._idle.pop()
+            if not reader.at_eof():
+                return reader, writer
+            writer.close()
         return await asyncio.open_connection("127.0.0.1", self._port)
 
     # -- reading the outcome ----------------------------------------------------------------------------

@@ -89,7 +89,7 @@ def header_lines(unit: str, bucket: Bucket, elsewhere: float) -> str:
     remaining = max(0.0, bucket.level + elsewhere)
     reset_s = max(0.0, bucket.per_minute - remaining) / bucket.per_minute * MINUTE_S
     return (
-        f"x-ratelimit-limit-{unit}: {round(bucket.per_minute)}\r\n"
+        f"x-ratelimit-limit-{unit}: {int(bucket.per_minute + 0.5)}\r\n"
         f"x-ratelimit-remaining-{unit}: {int(remaining + ROUNDING)}\r\n"
         f"x-ratelimit-reset-{unit}: {shown_duration(reset_s)}\r\n"
     )
@@ -97,7 +97,7 @@ def header_lines(unit: str, bucket: Bucket, elsewhere: float) -> str:
 
 def shown_duration(duration_s: float) -> str:
     """Return a duration as OpenAI's headers have it: `120ms`, `1.5s`, `6m0s`."""
-    milliseconds = ceil(duration_s * 1000 - ROUNDING)
+    milliseconds = -int((ROUNDING - duration_s * 1000) // 1)  # rounded up
     if milliseconds < 1000:
         return f"{max(0, milliseconds)}ms"
     minutes, rest = divmod(milliseconds, 60_000)

@@ -314,7 +314,10 @@ class FairAdmissionQueue(AdmissionQueue[T]):
     def _count(self, places: _TenantPlaces) -> None:
         """Bring the sums over all tenants up to date with what one of them has and wants."""
         wanted, running = places.running + places.waiting, places.running
-        kept = max(0, min(places.share, places.recent_peak, places.concurrency or MAX_PLACES) - running)
+        kept = min(places.share, places.recent_peak)
+        if places.concurrency:
+            kept = min(kept, places.concurrency)
+        kept = max(0, kept - running)
         if wanted > places.share:
             wanted = running = 0
         self._kept += kept - places.kept

@@ -163,6 +163,24 @@ async def test_clients_that_leave_behind_the_last_event_have_their_whole_reply(t
         assert served.decode[0].aborts == []
 
 
+async def test_the_tokens_of_a_whole_stream_that_says_nothing_of_them(tmp_path: Path) -> None:
+    """Its client leaves behind the last event: the head, the end and `[DONE]` are no tokens."""
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True}
+    deltas = [{"role": "assistant"}, {"content": "x"}, {"content": "y"}]
+    events = [event({"choices": [{"delta": delta}]}) for delta in deltas]
+    events += [event({"choices": [{"delta": {}, "finish_reason": "stop"}]}), DONE]
+    async with cluster(tenants_file=tenants_file(tmp_path, a={})) as served:
+        served.decode[0].script = hang(stream_head() + b"".join(map(chunk, events)))
+        client = await served.connect()
+        await client.send(request_bytes("POST", "/v1/chat/completions", json.dumps(body).encode(), bearer("a")))
+        await client.head()
+        await served.until(lambda: any(flow.record.first_byte_s is not None for flow in served.router.running))
+        client.close()
+        await served.until_idle()
+        (row,) = (await served.ask("GET", "/v1/usage", headers=bearer("a"))).json["data"]
+        assert (row["requests"], row["output_tokens"]) == (1, 2)
+
+
 def stream_of(count: int) -> bytes:
     return stream_head() + b"".join(chunk(event({"text": "x"})) for _ in range(count))
 
