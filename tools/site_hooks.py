@@ -62,7 +62,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_post_build(config: Any) -> None:
-    """Write llms.txt, which tells language models what each page is about."""
+    """Write llms.txt, in which language models find what each page is about."""
     lines = [f"# {config.site_name}", "", f"> {config.site_description}"]
     for section, entries in _index():
         lines += ["", f"## {section.partition(':')[0]}", ""]

@@ -7,7 +7,7 @@ zigzag order at two members: each layer's attention of all its tokens, with keys
 float64. Without a GPU both members' tensors lie in host memory.
 
 A bad number: an error above its bound is a wrong ring or a message that came before its bytes. Milliseconds far above
-the bound: the mesh does not hide behind the computation, or pinned memory is allocated anew for each message.
+the bound: the mesh does not hide behind the computation, or pinned memory is allocated again for each message.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def device_mesh(kind: str) -> Callable[[LinkMesh], AbstractContextManager[Any]]:
 
 
 def member(place: int, tokens: int, layers: int, kind: str, pipe: Connection) -> None:
-    """One process: tells its address, gets all, computes some steps and sends what it found."""
+    """Run one process: it sends its address, gets all others, computes some steps and sends what it found."""
     try:
         links = PeerLinks("127.0.0.1", b"", 60.0, over=device_mesh(kind))
         links.enter(Membership(16 * b"r", place))

@@ -484,7 +484,7 @@ class Router:
 
     def add_worker(self, address: WorkerAddress) -> Worker:
         worker = self.adopt_worker(address)
-        self.siblings.tell_added(address)
+        self.siblings.send_added(address)
         return worker
 
     def adopt_worker(self, address: WorkerAddress) -> Worker:
@@ -497,12 +497,12 @@ class Router:
         return worker
 
     def remove_worker(self, worker: Worker) -> None:
-        self.siblings.tell_removed(worker.url)
+        self.siblings.send_removed(worker.url)
         self.drop_worker(worker)
 
     def lose_worker(self, worker: Worker) -> None:
         """Remove an instance that the cluster no longer has."""
-        self.siblings.tell_gone(worker.url)
+        self.siblings.send_gone(worker.url)
         self.drop_worker(worker)
 
     def drop_worker(self, worker: Worker) -> None:
@@ -516,7 +516,7 @@ class Router:
         logger.info("worker %s (%s) removed", worker.url, worker.role)
 
     def drain_worker(self, worker: Worker, is_draining: bool) -> None:
-        self.siblings.tell_draining(worker, is_draining)
+        self.siblings.send_draining(worker, is_draining)
         self.set_draining(worker, is_draining)
 
     def set_draining(self, worker: Worker, is_draining: bool) -> None:

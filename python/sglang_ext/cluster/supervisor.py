@@ -201,7 +201,7 @@ class Supervisor:
             for member in members:
                 if member.running is None and self._can_launch(member):
                     member.running = RunningProgram(member.program, member.log, self._cluster_id, self._forks)
-                    self._tell_watchdog(member.running.pid)
+                    self._inform_watchdog(member.running.pid)
                 elif member.running is not None and member.phase is ProgramPhase.WAITING:
                     self._check_end(member, member.running)
             if time.monotonic() > deadline_s:
@@ -227,7 +227,7 @@ class Supervisor:
         environment = {**os.environ, **self._fork_environment, CLUSTER_ID_VARIABLE: self._cluster_id}
         self._forks = ForkClient(self._fork_log, environment)
         self._execute_after_s = time.monotonic() + min(IMPORT_TIMEOUT_S, self._start_timeout_s / 2)
-        self._tell_watchdog(self._forks.process.pid)
+        self._inform_watchdog(self._forks.process.pid)
         for member in self.backends:
             if member.program.role is not None:
                 self._listener(member, "waits until SGLang has been imported, once for all instances")
@@ -286,7 +286,7 @@ class Supervisor:
         member.ready_s = None
         member.misses = 0
         member.next_probe_s = now_s
-        self._tell_watchdog(member.running.pid)
+        self._inform_watchdog(member.running.pid)
         self._set(member, ProgramPhase.STARTING, f"started as process {member.running.pid}")
 
     def _check_start(self, member: SupervisedProgram, now_s: float) -> None:
@@ -376,7 +376,7 @@ class Supervisor:
         except BrokenPipeError:
             self._replace_watchdog()
 
-    def _tell_watchdog(self, session_id: int) -> None:
+    def _inform_watchdog(self, session_id: int) -> None:
         try:
             self._watchdog.watch_session(session_id)
         except BrokenPipeError:

@@ -44,7 +44,7 @@ class _TenantPlaces:
         self.peak = 0  # of running and waiting, in this stretch of RECENT_S and in the one before
         self.peak_before = 0
         self.share = 1  # of all places
-        self.kept = 0  # places within its share that it had or wanted lately and has not now
+        self.kept = 0  # places within its share that it had or wanted recently and has not now
         self.wanted_within = 0  # places that it has or wants; 0 where these exceed its share
         self.running_within = 0  # places that it has; 0 in the same case
 

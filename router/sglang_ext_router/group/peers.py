@@ -101,35 +101,35 @@ def _digest(body: bytes) -> bytes:
 
 async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, origin: int) -> FrameCodes:
     """Do the handshake of the side that connects and then sends; PeerError if the other one has another key."""
-    teller = _NUMBER.pack(origin)
-    caller = Caller(key, _PROTOCOL, teller)
-    writer.write(HELLO + teller + caller.opening)
-    hearer = await reader.readexactly(_NUMBER.size)
+    sender = _NUMBER.pack(origin)
+    caller = Caller(key, _PROTOCOL, sender)
+    writer.write(HELLO + sender + caller.opening)
+    receiver = await reader.readexactly(_NUMBER.size)
     challenge = await reader.readexactly(CHALLENGE_BYTES)
     try:
-        writer.write(caller.answer(challenge, hearer))
+        writer.write(caller.answer(challenge, receiver))
     except WrongKeyError:
         raise PeerError(_OTHER_KEY) from None
-    return FrameCodes(caller.session_key, _NUMBER.unpack(hearer)[0])
+    return FrameCodes(caller.session_key, _NUMBER.unpack(receiver)[0])
 
 
 async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, origin: int) -> FrameCodes:
-    """Do the handshake of the side that hears; PeerError if the teller is no peer."""
+    """Do the handshake of the side that receives; PeerError if the sender is no peer."""
     if await reader.readexactly(len(HELLO)) != HELLO:
         raise PeerError("it does not speak this protocol")
-    teller, opening = await reader.readexactly(_NUMBER.size), await reader.readexactly(NONCE_BYTES)
-    hearer = _NUMBER.pack(origin)
-    callee = Callee(key, _PROTOCOL, opening, teller, hearer)
-    writer.write(hearer + callee.challenge)
+    sender, opening = await reader.readexactly(_NUMBER.size), await reader.readexactly(NONCE_BYTES)
+    receiver = _NUMBER.pack(origin)
+    callee = Callee(key, _PROTOCOL, opening, sender, receiver)
+    writer.write(receiver + callee.challenge)
     answer = await reader.readexactly(CODE_BYTES)
     try:
         callee.check(answer)
     except WrongKeyError:
         raise PeerError(_OTHER_KEY) from None
-    return FrameCodes(callee.session_key, _NUMBER.unpack(teller)[0])
+    return FrameCodes(callee.session_key, _NUMBER.unpack(sender)[0])
 
 
-class _Hearer:
+class _Receiver:
     """A connection on which this router sends a peer its state."""
 
     def __init__(self, writer: asyncio.StreamWriter, session: FrameCodes) -> None:
@@ -160,16 +160,16 @@ class Peers(SharedState):
         self._fixed = [_address(text) for text in peers]
         self._service = config.peer_service
         self._service_port = config.peer_port
-        self._tellers: dict[Address, asyncio.Task[None]] = {}
+        self._connection_tasks: dict[Address, asyncio.Task[None]] = {}
         self._own_addresses: set[Address] = set()  # which turned out to be this router
-        self._hearers: dict[_Hearer, None] = {}
+        self._receivers: dict[_Receiver, None] = {}
         self._told_loads: Loads = {}
         self._busy_s = 0.0  # spent on sending and receiving since the last message
         self._prefix_asker = _PrefixAsker()
-        self._known_bytes: dict[int, int] = {}  # of prefixes, by teller
+        self._known_bytes: dict[int, int] = {}  # of prefixes, by sender
         self._snapshots: dict[int, asyncio.Task[None]] = {}  # of prefixes, for routers that have asked
         self._hearing: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
-        self._latest: dict[int, FrameCodes] = {}  # the connection that counts, of each teller
+        self._latest: dict[int, FrameCodes] = {}  # the connection that counts, of each sender
         self._tasks: list[asyncio.Task[None]] = []
         self._server: asyncio.Server
         self.skipped = 0  # messages that a peer did not get, as it did not read
@@ -177,11 +177,11 @@ class Peers(SharedState):
     async def start(self, router: Router) -> None:
         await super().start(router)
         self._server = await asyncio.start_server(self._hear, sock=self._sock, limit=MAX_FRAME_BYTES)
-        self._tasks = [asyncio.create_task(self._find_peers()), asyncio.create_task(self._tell())]
+        self._tasks = [asyncio.create_task(self._find_peers()), asyncio.create_task(self._send_changes())]
 
     async def stop(self) -> None:
         self._server.close()
-        tasks = [*self._tasks, *self._tellers.values(), *self._snapshots.values()]
+        tasks = [*self._tasks, *self._connection_tasks.values(), *self._snapshots.values()]
         for task in tasks:
             task.cancel()
         for writer in self._hearing.values():
@@ -191,7 +191,7 @@ class Peers(SharedState):
     def peer_counts(self) -> PeerCounts | None:
         if self._counts_file is not None:
             return None  # processes of one router are no group
-        return PeerCounts(len(self._tellers), len(self._hearers), len(self._states), self.skipped)
+        return PeerCounts(len(self._connection_tasks), len(self._receivers), len(self._states), self.skipped)
 
     # -- sending ----------------------------------------------------------------------------------------
 
@@ -206,36 +206,36 @@ class Peers(SharedState):
                 except (OSError, UnicodeError) as error:
                     # Names fail to resolve now and then; known peers stay.
                     logger.debug("peers of %s: %s", self._service, error)
-                    wanted |= set(self._tellers)
-            for address in self._tellers.keys() - wanted:
-                self._tellers.pop(address).cancel()
-            for address in wanted - self._tellers.keys() - self._own_addresses:
-                self._tellers[address] = asyncio.create_task(self._tell_one(address))
+                    wanted |= set(self._connection_tasks)
+            for address in self._connection_tasks.keys() - wanted:
+                self._connection_tasks.pop(address).cancel()
+            for address in wanted - self._connection_tasks.keys() - self._own_addresses:
+                self._connection_tasks[address] = asyncio.create_task(self._keep_connected(address))
             self._table.expire(self._router.loop.time())
             await asyncio.sleep(RESOLVE_S)
 
-    async def _tell_one(self, address: Address) -> None:
-        """Keep a connection to one peer; `_tell` writes the messages."""
+    async def _keep_connected(self, address: Address) -> None:
+        """Keep a connection to one peer; `_send_changes` writes the messages."""
         backoff_s, complaint = FIRST_BACKOFF_S, ""
         while True:
             writer: asyncio.StreamWriter | None = None
-            hearer: _Hearer | None = None
+            receiver: _Receiver | None = None
             try:
                 async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                     reader, writer = await asyncio.open_connection(*address)
                     session = await greet(reader, writer, self._key, self._origin)
                 if session.peer == self._origin:
                     self._own_addresses.add(address)
-                    self._tellers.pop(address, None)
+                    self._connection_tasks.pop(address, None)
                     return
                 complaint = ""
                 connected_s = self._router.loop.time()
-                if any(known_hearer.peer == session.peer for known_hearer in self._hearers):
+                if any(known.peer == session.peer for known in self._receivers):
                     backoff_s = MAX_BACKOFF_S  # another address of a peer that has a connection: in case it loses that
                 else:
                     watch_peer(writer.get_extra_info("socket"))
-                    hearer = _Hearer(writer, session)
-                    self._hearers[hearer] = None
+                    receiver = _Receiver(writer, session)
+                    self._receivers[receiver] = None
                     await reader.read(1)  # nothing is sent here: it ends with the connection
                 if self._router.loop.time() - connected_s > MAX_BACKOFF_S:
                     backoff_s = FIRST_BACKOFF_S  # not where it refuses every message again and again
@@ -244,14 +244,14 @@ class Peers(SharedState):
                     logger.warning("peer %s:%d: %s", *address, error)
                     complaint = str(error)
             finally:
-                if hearer is not None:
-                    self._hearers.pop(hearer, None)
+                if receiver is not None:
+                    self._receivers.pop(receiver, None)
                 if writer is not None:
                     writer.transport.abort()  # a peer that does not read would keep a closed connection open
             await asyncio.sleep(backoff_s)
             backoff_s = min(MAX_BACKOFF_S, backoff_s * 2)
 
-    async def _tell(self) -> None:
+    async def _send_changes(self) -> None:
         loop = self._router.loop
         stood_still = False  # then what came meanwhile is read before a peer is forgotten
         while True:
@@ -278,21 +278,21 @@ class Peers(SharedState):
         message["known_bytes"] = self._router.planner.index.used
         message["asks"] = self._prefix_asker.next_asked(self._router.loop.time(), self._known_bytes)
         whole = changes = b""
-        for hearer in self._hearers:
-            if hearer.writer.is_closing():
+        for receiver in self._receivers:
+            if receiver.writer.is_closing():
                 continue
-            if hearer.writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
+            if receiver.writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
                 self.skipped += 1
-                hearer.needs_all = True
+                receiver.needs_all = True
                 continue
-            if hearer.needs_all:
+            if receiver.needs_all:
                 body = whole = whole or _encoded(message)
             else:
                 if not changes:
                     changes = _encoded({**message, "loads": _changes(self._told_loads, loads), "only_changes": True})
                 body = changes
-            hearer.send(body, _digest(body))
-            hearer.needs_all = False
+            receiver.send(body, _digest(body))
+            receiver.needs_all = False
         self._told_loads = loads
         self._busy_s += time.perf_counter() - started_s
 
@@ -313,13 +313,13 @@ class Peers(SharedState):
                 blocks += len(path)
             await asyncio.sleep(0)
         for number, frame in enumerate(frames):
-            hearer = next((known_hearer for known_hearer in self._hearers if known_hearer.peer == peer), None)
-            if hearer is None:
+            receiver = next((known for known in self._receivers if known.peer == peer), None)
+            if receiver is None:
                 return  # it asks another one
             body = orjson.dumps({"index": self._origin, "snapshot": frame, "is_last": number == len(frames) - 1})
-            hearer.send(body, _digest(body))
+            receiver.send(body, _digest(body))
             with contextlib.suppress(OSError):
-                await hearer.writer.drain()
+                await receiver.writer.drain()
 
     # -- hearing ----------------------------------------------------------------------------------------
 
@@ -366,11 +366,11 @@ class Peers(SharedState):
             self._learn_prefixes(read_prefixes(message["snapshot"]))
             self._prefix_asker.on_frame(message["index"], bool(message["is_last"]), self._router.loop.time())
             return
-        known_bytes, asks, teller = int(message["known_bytes"]), message["asks"], message["index"]
+        known_bytes, asks, sender = int(message["known_bytes"]), message["asks"], message["index"]
         super()._take(message)
-        self._known_bytes[teller] = known_bytes
-        if asks == self._origin and teller not in self._snapshots:
-            self._snapshots[teller] = asyncio.create_task(self._send_prefixes(teller))
+        self._known_bytes[sender] = known_bytes
+        if asks == self._origin and sender not in self._snapshots:
+            self._snapshots[sender] = asyncio.create_task(self._send_prefixes(sender))
 
     def _forget(self, index: int) -> None:
         super()._forget(index)

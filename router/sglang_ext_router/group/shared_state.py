@@ -82,7 +82,7 @@ class MembershipTable:
         """Forget removals that all have learned of; to be called now and then.
 
         They are sent for `REMEMBER_REMOVED_S`, and remembered for twice as long: else each would be learned again from
-        a peer that forgets it a moment later. A teller that was cut off for longer brings back what was removed
+        a peer that forgets it a moment later. A sender that was cut off for longer brings back what was removed
         meanwhile.
         """
         since_s: dict[str, tuple[Entry, float]] = {}
@@ -155,7 +155,7 @@ class PeerCounts(NamedTuple):
     skipped_messages: int  # that a peer did not get, as it did not read; since the start
 
 
-class TellerState(NamedTuple):
+class SenderState(NamedTuple):
     """The latest state of one sender."""
 
     received_s: float
@@ -180,7 +180,7 @@ class SharedState:
         # Of each other router: when its state was received, and its largest share since.
         self._granted: dict[int, tuple[float, int]] = {}
         self._table = MembershipTable(origin, config.workers)
-        self._states: dict[int, TellerState] = {}
+        self._states: dict[int, SenderState] = {}
         # Counters of the other processes, by number; under this one's own number, those of its predecessors.
         self._metrics: dict[int, MetricsSnapshot] = {}
         self._sums: Loads = {}  # over those states
@@ -199,25 +199,25 @@ class SharedState:
 
     # -- sending ----------------------------------------------------------------------------------------
 
-    def tell_added(self, address: WorkerAddress) -> None:
+    def send_added(self, address: WorkerAddress) -> None:
         self._table.change(address.url, address)
         self._send_state()
 
-    def tell_removed(self, url: str) -> None:
+    def send_removed(self, url: str) -> None:
         self._table.change(url, None)
         self._send_state()
 
-    def tell_draining(self, worker: Worker, is_draining: bool) -> None:
+    def send_draining(self, worker: Worker, is_draining: bool) -> None:
         # By its own address: the table has none of the cluster's instances, and the old role of a moved one.
         self._table.change(worker.url, worker.address(), is_draining)
         self._send_state()
 
-    def tell_gone(self, url: str) -> None:
+    def send_gone(self, url: str) -> None:
         """The cluster no longer has this instance: manual changes of it are void."""
         if self._table.address(url) is not None:
-            self.tell_removed(url)
+            self.send_removed(url)
 
-    def tell_prefix(self, url: str, hashes: Sequence[int]) -> None:
+    def send_prefix(self, url: str, hashes: Sequence[int]) -> None:
         if self._prefix_blocks + len(hashes) <= MAX_SHARED_BLOCKS:
             self._prefixes.append((url, list(hashes)))
             self._prefix_blocks += len(hashes)
@@ -283,10 +283,10 @@ class SharedState:
         known = self._states.get(index)
         in_flight, waits_s = message["online"]
         running, waiting = message["demand"]
-        told = {url: (_whole(load[0]), _whole(load[1])) for url, load in message["loads"].items()}
-        state = TellerState(
+        loads = {url: (_whole(load[0]), _whole(load[1])) for url, load in message["loads"].items()}
+        state = SenderState(
             router.loop.time(),
-            _changed(known.loads, told) if known is not None and message.get("only_changes") else told,
+            _changed(known.loads, loads) if known is not None and message.get("only_changes") else loads,
             SiblingLoad(
                 {
                     model: {name: _whole(count) for name, count in of_model.items()}
@@ -326,7 +326,7 @@ class SharedState:
             if worker is not None and worker.keeps_prefixes:
                 router.planner.learn_sent(worker, hashes, int(rank) if rank.isdecimal() else None)
 
-    def _replace_state(self, index: int, state: TellerState | None) -> None:
+    def _replace_state(self, index: int, state: SenderState | None) -> None:
         known = self._states.get(index)
         old = {} if known is None else known.loads
         new = {} if state is None else state.loads

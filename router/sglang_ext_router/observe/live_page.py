@@ -253,8 +253,8 @@ class LivePage:
             view.take_instances(self._instances(now_s), now_s)
         if self._ticks % INSTANCES_EVERY == 0:
             view.take_elsewhere(self._elsewhere())
-            self._tell_moves(view, now_s)
-            self._tell_long_pool(view)
+            self._report_moves(view, now_s)
+            self._report_long_pool(view)
             work_reader = self._router.controller.monitor.work_reader
             if work_reader is not None:
                 view.take_lanes(work_reader.reporting, work_reader.silent, work_reader.missed)
@@ -325,7 +325,7 @@ class LivePage:
             ),
         )
 
-    def _tell_moves(self, view: LiveView, now_s: float) -> None:
+    def _report_moves(self, view: LiveView, now_s: float) -> None:
         controller = self._router.controller
         moves = [*controller.moves, *([] if controller.current is None else [controller.current])]
         for move in moves:
@@ -339,7 +339,7 @@ class LivePage:
             view.record_event(now_s, "move", view.number_of(name), text)
         self._moves = {(move.started_at_s, move.url): move.outcome for move in moves}
 
-    def _tell_long_pool(self, view: LiveView) -> None:
+    def _report_long_pool(self, view: LiveView) -> None:
         long_pool = self._router.long_pool
         if long_pool is None or long_pool.clock_offset_s is None:
             return

@@ -75,7 +75,7 @@ class Services:
         if self.registry.contains(worker):
             self.planner.learn_route(prompt, worker, rank)
             if prompt.hashes:
-                self.siblings.tell_prefix(worker.url if rank is None else f"{worker.url}#{rank}", prompt.hashes)
+                self.siblings.send_prefix(worker.url if rank is None else f"{worker.url}#{rank}", prompt.hashes)
 
     async def stop(self) -> None:
         """Free what has tasks, processes or connections."""

@@ -228,7 +228,7 @@ class LiveView:
             self._instances[row.name] = new_row, new_load
             if known is None or known[0] != new_row:
                 self._pending_instances.put(number, new_row)
-                self._tell_change(None if known is None else known[0], new_row, now_s, is_first)
+                self._note_change(None if known is None else known[0], new_row, now_s, is_first)
             if known is None or known[1] != new_load:
                 self._pending_loads.put(number, new_load)
         for name in [name for name in self._instances if name not in present]:
@@ -237,7 +237,7 @@ class LiveView:
             self._pending_instances.put(row.instance, row._replace(state=GONE))
             self.record_event(now_s, "left", row.instance, f"{row.name} has left the {row.pool} pool")
 
-    def _tell_change(self, old: InstanceRow | None, new: InstanceRow, now_s: float, is_first: bool) -> None:
+    def _note_change(self, old: InstanceRow | None, new: InstanceRow, now_s: float, is_first: bool) -> None:
         if old is None:
             if not is_first:
                 self.record_event(now_s, "joined", new.instance, f"{new.name} has joined the {new.pool} pool")

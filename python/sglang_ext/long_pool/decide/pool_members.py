@@ -53,8 +53,8 @@ class LongInstance:
     @property
     def max_chunk_tokens(self) -> float:
         """Return the tokens that the member can compute at once; infinity where no bound is known."""
-        told = self.report.max_chunk_tokens
-        return min(math.inf if told is None else told, self.learned_chunk_tokens)
+        reported = self.report.max_chunk_tokens
+        return min(math.inf if reported is None else reported, self.learned_chunk_tokens)
 
     def backlog_s(self, now_s: float) -> float:
         """Ordinary work that is left: an instance that sends no report works on what it has reported."""

@@ -145,7 +145,7 @@ class LinkMesh:
         here."""
         if not self._is_told:
             self._is_told = True
-            self._links.tell(self.members, self.sequence, reason)
+            self._links.release(self.members, self.sequence, reason)
         return MeshError(reason, instance)
 
     def _link(self, instance: int) -> PeerLink:
@@ -336,7 +336,7 @@ class PeerLinks:
         for link in links:
             link.forget_past()
 
-    def tell(self, instances: Iterable[int], sequence: int, reason: str) -> None:
+    def release(self, instances: Iterable[int], sequence: int, reason: str) -> None:
         """Inform the connected ones of these instances that they need not wait for this rank in a step."""
         with self._lock:
             links = [self._links.get(PeerId(instance, self.rank)) for instance in instances]

@@ -82,14 +82,14 @@ def messages(outcome: Outcome, run: RecordedRun) -> Iterator[bytes]:
     classes = {life.key: life.length_class for life in lives}
     watched, decoding = _Watched(outcome, run, classes), _Decoding(lives, run)
     shared = _SharedPrompts(lives, spans, outcome.plans)
-    told_spans = sorted(
+    ended_spans = sorted(
         chain((_span(busy, classes) for busy in spans), _parked(spans, lives), _transfers(lives)),
         key=lambda span: span.end_s,
     )
     moves = iter([*outcome.moves, None])
     move = next(moves)
     running: dict[int, _Life] = {}
-    arrived = ended = told = 0
+    arrived = ended = reported = 0
     by_end = sorted(lives, key=lambda life: life.end_s)
     counts = {name: [0, 0] for name in ("short", "long", "unknown")}
     frames = int(outcome.end_s / interval_s) + 2
@@ -120,10 +120,10 @@ def messages(outcome: Outcome, run: RecordedRun) -> Iterator[bytes]:
         if number == 0:
             view.take_in_flight([], Counts(0, 0, {}), now_s)  # from nothing on
         view.take_in_flight(in_flight, Counts(0, len(running), totals), now_s)
-        first = told
-        while told < len(told_spans) and told_spans[told].end_s <= now_s:
-            told += 1
-        view.add_spans(told_spans[first:told])
+        first = reported
+        while reported < len(ended_spans) and ended_spans[reported].end_s <= now_s:
+            reported += 1
+        view.add_spans(ended_spans[first:reported])
         frame = view.frame(now_s)
         if frame is not None:
             yield frame

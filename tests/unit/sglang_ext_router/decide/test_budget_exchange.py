@@ -36,12 +36,12 @@ class Group:
             exchange.message({NAME: bucket}, now_s)
             for exchange, bucket in zip(self.exchanges, self.buckets, strict=True)
         ]
-        for hearer in range(count):
-            for teller in range(count):
-                if hearer != teller and next(fates, True):
-                    self.exchanges[hearer].take(teller, messages[teller], {NAME: self.buckets[hearer]})
-            peers = [number for number in range(count) if number != hearer]
-            self.exchanges[hearer].share({NAME: self.buckets[hearer]}, peers, now_s)
+        for receiver in range(count):
+            for sender in range(count):
+                if receiver != sender and next(fates, True):
+                    self.exchanges[receiver].take(sender, messages[sender], {NAME: self.buckets[receiver]})
+            peers = [number for number in range(count) if number != receiver]
+            self.exchanges[receiver].share({NAME: self.buckets[receiver]}, peers, now_s)
 
 
 @given(seed=st.integers(0, 10**6), count=st.integers(2, 4))

@@ -78,7 +78,7 @@ async def until_connected(routers: Sequence[RunningRouter]) -> None:
     """Each is connected to the others, and has got their states."""
     for one in routers:
         link = link_of(one)
-        await until(lambda link=link: len(link._hearers) == len(link._states) == len(routers) - 1)  # type: ignore[misc]
+        await until(lambda link=link: len(link._receivers) == len(link._states) == len(routers) - 1)  # type: ignore[misc]
 
 
 @pytest.fixture(autouse=True)
@@ -247,7 +247,7 @@ async def test_a_router_that_starts_learns_what_the_others_know(monkeypatch: pyt
         first, second = link_of(one), socket.create_server(("127.0.0.1", 0))
         link, config = peer(engines, [first._sock, second], 1, "secret")
         first._fixed = [peers_module._address(text) for text in config.peer]
-        task = asyncio.create_task(first._tell_one(("127.0.0.1", second.getsockname()[1])))
+        task = asyncio.create_task(first._keep_connected(("127.0.0.1", second.getsockname()[1])))
         late = await stack.enter_async_context(running_router(config, siblings=link))
         await late.until_ready()
         index = late.router.planner.index
@@ -379,7 +379,7 @@ async def test_a_peer_gets_what_has_changed_and_everything_where_it_has_missed_a
     server = await asyncio.start_server(hear, "127.0.0.1", 0, limit=1 << 16)
     async with group(engines, 1) as (one,), server:
         link = link_of(one)
-        task = asyncio.create_task(link._tell_one(server.sockets[0].getsockname()[:2]))
+        task = asyncio.create_task(link._keep_connected(server.sockets[0].getsockname()[:2]))
         worker = one.worker(engines[0].url)
         worker.in_flight = 3
         await until(lambda: len(messages) >= 3)
@@ -391,7 +391,7 @@ async def test_a_peer_gets_what_has_changed_and_everything_where_it_has_missed_a
         await until(lambda: messages[-1]["loads"] == {worker.url: [5, 0]} or not messages[-1]["only_changes"])
         may_read.clear()
         while not link.skipped:
-            link.tell_prefix(worker.url, list(range(1 << 62, (1 << 62) + 4000)))
+            link.send_prefix(worker.url, list(range(1 << 62, (1 << 62) + 4000)))
             link._send_state()
             await asyncio.sleep(0)
         worker.in_flight = 0
@@ -410,12 +410,12 @@ async def test_a_peer_with_two_addresses_has_one_connection() -> None:
     async with group(engines, 2) as routers:
         await until_connected(routers)
         first, second = (link_of(one) for one in routers)
-        (before,) = first._hearers
+        (before,) = first._receivers
         port = second._sock.getsockname()[1]
-        other = asyncio.create_task(first._tell_one(("localhost", port)))
+        other = asyncio.create_task(first._keep_connected(("localhost", port)))
         await asyncio.sleep(1.0)
-        assert list(first._hearers) == [before]
-        assert len(first._hearers) == 1
+        assert list(first._receivers) == [before]
+        assert len(first._receivers) == 1
         assert first._origin in second._states
         other.cancel()
 
@@ -454,8 +454,8 @@ async def test_requests_that_are_refused_count_for_the_share_of_the_limit() -> N
 async def test_a_router_without_the_key_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
     engines = pair()
     async with group(engines, 3, keys=("secret", "secret", "other")) as routers:
-        await until(lambda: len(link_of(routers[0])._hearers) == 1)
-        await until(lambda: len(link_of(routers[1])._hearers) == 1)
+        await until(lambda: len(link_of(routers[0])._receivers) == 1)
+        await until(lambda: len(link_of(routers[1])._receivers) == 1)
         await until(lambda: "does not have our --peer-key" in caplog.text)
         name = engines[1].url.removeprefix("http://")
         await routers[2].ask("POST", f"/workers/{name}/drain", {"drain": True}, ADMIN)
@@ -463,7 +463,7 @@ async def test_a_router_without_the_key_is_left_out(caplog: pytest.LogCaptureFix
         await until(lambda: routers[1].router.registry.find(engines[0].url) is None)
         assert not routers[0].worker(engines[1].url).is_draining
         assert routers[2].router.registry.find(engines[0].url) is not None
-        assert len(link_of(routers[2])._hearers) == 0
+        assert len(link_of(routers[2])._receivers) == 0
 
 
 GOOD_MESSAGE: dict[str, Any] = {
@@ -484,10 +484,10 @@ def frame(session: FrameCodes, body: bytes) -> bytes:
     return peers_module._LENGTH.pack(len(body)) + session.code(hashlib.sha256(body).digest()) + body
 
 
-def removal(url: str, teller: int) -> bytes:
+def removal(url: str, sender: int) -> bytes:
     """A message by which an instance is removed."""
-    members = [[url, 9, teller, None, None, False]]
-    return orjson.dumps({**GOOD_MESSAGE, "index": teller, "members": members})
+    members = [[url, 9, sender, None, None, False]]
+    return orjson.dumps({**GOOD_MESSAGE, "index": sender, "members": members})
 
 
 @pytest.mark.slow
@@ -562,7 +562,7 @@ async def test_nothing_of_a_message_that_cannot_be_read_is_taken(strange: dict[s
     async with group(engines, 1) as (one,):
         link = link_of(one)
         registry = one.router.registry
-        link.tell_added(WorkerAddress("http://127.0.0.1:7", Role.DECODE))  # what it has is told after each message
+        link.send_added(WorkerAddress("http://127.0.0.1:7", Role.DECODE))  # what it has is told after each message
         text = orjson.dumps({**GOOD_MESSAGE, **strange}).replace(b"URL", engines[0].url.encode())
         reader, writer = await asyncio.open_connection("127.0.0.1", link._sock.getsockname()[1])
         session = await greet(reader, writer, link._key, 7)
@@ -602,10 +602,10 @@ async def test_the_connection_to_a_peer_that_does_not_read_ends_with_it() -> Non
     server = await asyncio.start_server(hear, "127.0.0.1", 0)
     async with group(pair(), 1) as (one,), server:
         link = link_of(one)
-        task = asyncio.create_task(link._tell_one(server.sockets[0].getsockname()[:2]))
-        await until(lambda: len(link._hearers) == 1)
-        (hearer,) = link._hearers
-        writer = hearer.writer
+        task = asyncio.create_task(link._keep_connected(server.sockets[0].getsockname()[:2]))
+        await until(lambda: len(link._receivers) == 1)
+        (receiver,) = link._receivers
+        writer = receiver.writer
         writer.write(bytes(20_000_000))
         task.cancel()  # as when its name is gone
         await until(lambda: writer.transport.get_write_buffer_size() == 0)
@@ -617,7 +617,7 @@ async def test_a_name_that_cannot_be_one_ends_no_task() -> None:
     async with group(pair(), 1) as (one,):
         link = link_of(one)
         link._service = "a..b"
-        tasks = [asyncio.create_task(link._tell_one(("a..b", 1))), asyncio.create_task(link._find_peers())]
+        tasks = [asyncio.create_task(link._keep_connected(("a..b", 1))), asyncio.create_task(link._find_peers())]
         await asyncio.sleep(0.3)
         assert not any(task.done() for task in tasks)
         for task in tasks:
@@ -636,7 +636,7 @@ async def test_a_peer_that_refuses_what_it_is_told_is_not_asked_again_and_again(
 
     server = await asyncio.start_server(refuse, "127.0.0.1", 0)
     async with group(pair(), 1) as (one,), server:
-        task = asyncio.create_task(link_of(one)._tell_one(server.sockets[0].getsockname()[:2]))
+        task = asyncio.create_task(link_of(one)._keep_connected(server.sockets[0].getsockname()[:2]))
         await asyncio.sleep(2.0)
         task.cancel()
         assert 1 <= connections <= 5
@@ -650,17 +650,17 @@ async def test_a_peer_that_does_not_read_holds_up_no_other() -> None:
             await until_connected(routers)
             link = link_of(routers[0])
             _, writer = await asyncio.open_connection(*silent.getsockname())
-            hearer = peers_module._Hearer(writer, FrameCodes(b"k", 7))
-            link._hearers[hearer] = None
+            receiver = peers_module._Receiver(writer, FrameCodes(b"k", 7))
+            link._receivers[receiver] = None
             hashes = list(range(1 << 62, (1 << 62) + 4000))
             for _ in range(400):
-                link.tell_prefix(engines[0].url, hashes)
+                link.send_prefix(engines[0].url, hashes)
                 link._send_state()
                 await asyncio.sleep(0)
             assert link.skipped > 0
             assert writer.transport.get_write_buffer_size() < 2 << 20
             await until(lambda: routers[1].router.planner.index.block_count > 0)
-            link._hearers.pop(hearer)
+            link._receivers.pop(receiver)
             writer.transport.abort()
 
 

@@ -43,16 +43,16 @@ def test_ledgers_agree_whichever_messages_are_lost_or_repeated(seed: int) -> Non
         ledger = random.choice(ledgers)
         ledger.add(random.choice("ab"), "m", "short", UsageCount(1, 10, 5), step * 0.5, DAY)
         requests += 1
-        for teller in ledgers:
-            rows = read_usage_rows(json.loads(json.dumps(teller.rows_to_send(step * 0.5))))
-            for hearer in ledgers:
+        for sender in ledgers:
+            rows = read_usage_rows(json.loads(json.dumps(sender.rows_to_send(step * 0.5))))
+            for receiver in ledgers:
                 for _ in range(random.randint(0, 2)):
-                    hearer.merge(rows)
-    for teller in ledgers:
-        teller._everything_due_s = 0.0
-        rows = teller.rows_to_send(1000.0)
-        for hearer in ledgers:
-            hearer.merge(rows)
+                    receiver.merge(rows)
+    for sender in ledgers:
+        sender._everything_due_s = 0.0
+        rows = sender.rows_to_send(1000.0)
+        for receiver in ledgers:
+            receiver.merge(rows)
     found = [totals(ledger) for ledger in ledgers]
     assert found[0] == found[1] == found[2]
     assert sum(count.requests for count in found[0].values()) == requests
