@@ -49,6 +49,10 @@ class Bucket:
             self.level += min(units, room)
             self.spilled += max(0.0, units - room)
 
+    def fill_from(self, at_s: float) -> None:
+        """Do not fill before this time; what was to be filled until then is not."""
+        self._at_s = at_s
+
     def change(self, per_minute: float, parts: int, now_s: float) -> None:
         """Take another budget, or another number of parts: the level stays, as far as there is room for it."""
         self.fill(now_s)

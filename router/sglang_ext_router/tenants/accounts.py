@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_ext_router.decide.admission import AdmissionQueue, Claim, Demand, fair_shares
 from sglang_ext_router.decide.budget_exchange import BudgetExchange
-from sglang_ext_router.decide.budgets import MINUTE_S, Bucket
+from sglang_ext_router.decide.budgets import Bucket
 from sglang_ext_router.decide.tenants import (
     DEFAULT_TENANT,
     BudgetRefusal,
@@ -91,6 +91,7 @@ class Tenants:
         # Routers that divide the budgets: at first the configured ones, as their first messages take a moment.
         self._parts = max(len(config.peer), 2) if self._is_in_group else config.processes
         self._alone_from_s = now_s + LONELY_AFTER_S
+        self._has_joined = not self._is_in_group  # its group, whose other routers leave it its part from then on
         self._concurrency: dict[str, int] = {}  # this router's share of it, of each tenant that has a limit
         self._demands: dict[int, dict[str, Demand]] = {}  # of the other routers
         self.accounts: dict[str, TenantAccount] = {}
@@ -98,7 +99,8 @@ class Tenants:
         self._take_file(read_tenants_file(path), now_s)
         self.ledger = UsageLedger(config.usage_db, "0" if self._is_in_group else str(origin))
         self._exchange = BudgetExchange(self.ledger.origin)
-        self._restore_levels()
+        self._left_s: dict[str, float] = {}  # when this router's part of each budget was written last, before its start
+        self._restore_levels(now_s)
         self._tallies: dict[tuple[str, str, str], _Tally] = {}  # of what ended since the last `collect_usage`
         self._save_due_s = 0.0
         self._saving: asyncio.Future[None] | None = None
@@ -146,17 +148,28 @@ class Tenants:
             if bucket is not None
         }
 
-    def _restore_levels(self) -> None:
-        """Go on with the budgets as they were left. Without a database a router of a group begins without any."""
+    def _restore_levels(self, now_s: float) -> None:
+        """Go on with the budgets as they were left. Without a database a router of a group begins without any.
+
+        In a group a part fills again once this router has joined it.
+        """
         left = self.ledger.read_levels(time.time())
         for name, bucket in self._buckets.items():
             if name in left:
-                level, ago_s = left[name]
-                if self._is_in_group:  # whose other routers have divided this one's part since they missed it
-                    ago_s = min(ago_s, LONELY_AFTER_S)
-                bucket.level = min(bucket.capacity, level + ago_s * bucket.capacity / MINUTE_S)
+                bucket.level, ago_s = left[name]
+                bucket.fill_from(now_s - ago_s)
+                self._left_s[name] = now_s - ago_s
             elif self._is_in_group:
                 bucket.level = 0.0
+            if self._is_in_group:
+                bucket.fill_from(self._alone_from_s)
+
+    def _join(self, now_s: float) -> None:
+        """Fill the parts from now on, and with what was not filled in the meantime: since the other routers missed
+        this one, they have divided its part."""
+        self._has_joined = True
+        for name, bucket in self._buckets.items():
+            bucket.fill_from(max(self._left_s.get(name, now_s), now_s - LONELY_AFTER_S))
 
     # -- one request ------------------------------------------------------------------------------------
 
@@ -260,6 +273,8 @@ class Tenants:
         """Divide budgets and concurrency with the routers that are there now."""
         if not peers and now_s < self._alone_from_s:
             return
+        if not self._has_joined:
+            self._join(now_s)
         parts = max(len(peers) + 1, self._processes)
         if parts != self._parts:
             self._parts = parts

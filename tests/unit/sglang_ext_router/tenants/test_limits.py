@@ -9,8 +9,13 @@ from typing import Any
 
 import pytest
 
+from sglang_ext_router.config import RouterConfig
+from sglang_ext_router.decide.admission import AdmissionQueue
+from sglang_ext_router.decide.budgets import Bucket
 from sglang_ext_router.decide.fair_admission import FairAdmissionQueue
 from sglang_ext_router.http import api_keys
+from sglang_ext_router.observe.metrics import RouterMetrics
+from sglang_ext_router.tenants.accounts import LONELY_AFTER_S, Tenants
 from support.raw_client import Reply, request_bytes
 from support.router_process import RunningRouter, cluster
 from support.scripted_engine import DONE, chunk, event, hang, reply, status, stream, stream_head
@@ -280,3 +285,42 @@ async def test_a_tenant_is_not_charged_what_an_instance_has_cached(tmp_path: Pat
             await served.until_idle()
         assert charged[0] == 4010
         assert 10 < charged[1] <= 200
+
+
+def test_a_router_that_starts_again_fills_its_part_once_its_group_knows_it(tmp_path: Path) -> None:
+    """Until then the others have its part, from when they missed it on: a second more would be there twice."""
+    now_s, per_s = 1000.0, 600 / 60 / 2
+    config = RouterConfig(
+        tenants_file=tenants_file(tmp_path, a={"tokens_per_minute": 600}),
+        usage_db=str(tmp_path / "usage.db"),
+        peer=("one:1", "two:1"),
+        peer_key="key",
+        peer_port=1,
+    )
+
+    def started(now_s: float) -> tuple[Tenants, Bucket]:
+        tenants = Tenants(config, 7, RouterMetrics(60.0), now_s)
+        bucket = tenants.account("a").tokens
+        assert bucket is not None
+        return tenants, bucket
+
+    def joined(tenants: Tenants, bucket: Bucket, at_s: float) -> float:
+        tenants.share({1}, AdmissionQueue(1, 1, 60.0), at_s)
+        bucket.fill(at_s)
+        return bucket.level
+
+    first, bucket = started(now_s)
+    assert joined(first, bucket, now_s) == 0.0, "it begins with nothing: what it had is not known"
+    bucket.fill(now_s + 20)
+    first.ledger.save([], {"a tokens": bucket.level})
+    again, bucket = started(now_s)
+    for later_s in (1.0, 2.0):
+        again.share(set(), AdmissionQueue(1, 1, 60.0), now_s + later_s)
+        bucket.fill(now_s + later_s)
+        assert bucket.level == pytest.approx(20 * per_s)
+    assert joined(again, bucket, now_s + 2.0) == pytest.approx((20 + 2) * per_s, abs=0.5 * per_s)
+    bucket.fill(now_s + 12.0)
+    assert bucket.level == pytest.approx((20 + 12) * per_s, abs=0.5 * per_s)
+    later, bucket = started(now_s)
+    missed_s = joined(later, bucket, now_s + 50.0) / per_s
+    assert missed_s == pytest.approx(20 + LONELY_AFTER_S), "longer than that the others have divided its part"
