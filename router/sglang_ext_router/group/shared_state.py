@@ -155,7 +155,7 @@ class PeerCounts(NamedTuple):
     skipped_messages: int  # that a peer did not get, as it did not read; since the start
 
 
-class SenderState(NamedTuple):
+class SiblingState(NamedTuple):
     """The latest state of one sender."""
 
     received_s: float
@@ -180,7 +180,7 @@ class SharedState:
         # Of each other router: when its state was received, and its largest share since.
         self._granted: dict[int, tuple[float, int]] = {}
         self._table = MembershipTable(origin, config.workers)
-        self._states: dict[int, SenderState] = {}
+        self._states: dict[int, SiblingState] = {}
         # Counters of the other processes, by number; under this one's own number, those of its predecessors.
         self._metrics: dict[int, MetricsSnapshot] = {}
         self._sums: Loads = {}  # over those states
@@ -284,7 +284,7 @@ class SharedState:
         in_flight, waits_s = message["online"]
         running, waiting = message["demand"]
         loads = {url: (_whole(load[0]), _whole(load[1])) for url, load in message["loads"].items()}
-        state = SenderState(
+        state = SiblingState(
             router.loop.time(),
             _changed(known.loads, loads) if known is not None and message.get("only_changes") else loads,
             SiblingLoad(
@@ -326,7 +326,7 @@ class SharedState:
             if worker is not None and worker.keeps_prefixes:
                 router.planner.learn_sent(worker, hashes, int(rank) if rank.isdecimal() else None)
 
-    def _replace_state(self, index: int, state: SenderState | None) -> None:
+    def _replace_state(self, index: int, state: SiblingState | None) -> None:
         known = self._states.get(index)
         old = {} if known is None else known.loads
         new = {} if state is None else state.loads
