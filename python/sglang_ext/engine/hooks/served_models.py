@@ -27,13 +27,19 @@ class UnservedModelError(ValueError):
 
 def check_windows(result: Any, runner: Any, *arguments: Any, **options: Any) -> Any:
     """Return `result`. Raises UnservedModelError where prompts may be longer than the model's window, and none of its
-    layers has one.
+    layers has one, and where decode would keep prefixes of windows in single rows.
 
     A window of transformers counts the token itself, and SGLang's only those before it.
     """
     from sglang.srt.layers.radix_attention import RadixAttention
 
     config = runner.model_config
+    if getattr(config, "is_hybrid_swa", False) and keeps_single_rows(runner.server_args):
+        raise UnservedModelError(
+            f"{config.hf_config.architectures[0]} keeps its windows in a pool of their own, of which SGLang's prefix "
+            "cache of decode loses rows where pages have one token: replies would be wrong. Give decode --page-size 16 "
+            "or leave --disaggregation-decode-enable-radix-cache out."
+        )
     window = window_of(config.hf_text_config)
     layers = [module for module in runner.model.modules() if isinstance(module, RadixAttention)]
     has_windows = not layers or any(layer.sliding_window_size > -1 for layer in layers)
@@ -48,6 +54,12 @@ def check_windows(result: Any, runner: Any, *arguments: Any, **options: Any) -> 
             f"longer prompts would be wrong. --context-length {window} serves the others."
         )
     return result
+
+
+def keeps_single_rows(server_args: Any) -> bool:
+    """Return whether a decode instance keeps prefixes in pages of one token."""
+    is_decode = server_args.disaggregation_mode == "decode"
+    return is_decode and server_args.disaggregation_decode_enable_radix_cache and (server_args.page_size or 1) == 1
 
 
 def window_of(config: Any) -> int | None:

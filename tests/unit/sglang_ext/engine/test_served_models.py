@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.engine.hooks.served_models import UnservedModelError, check_windows, window_of
+from sglang_ext.engine.hooks.served_models import UnservedModelError, check_windows, keeps_single_rows, window_of
 
 pytestmark = pytest.mark.usefixtures("sglang_imported")
 
@@ -54,3 +54,14 @@ def test_a_window_that_no_layer_has_is_refused_unless_no_prompt_is_longer() -> N
     check_windows(None, loaded([-1, -1], 32, 32))
     check_windows(None, loaded([-1, -1], None, 1000))
     check_windows(None, loaded([], 32, 1000))  # no attention that is known here
+
+
+@pytest.mark.parametrize(
+    ("mode", "has_cache", "page_size", "is_refused"),
+    [("decode", True, 1, True), ("decode", True, 16, False), ("decode", False, 1, False), ("prefill", True, 1, False)],
+)
+def test_decode_keeps_no_prefixes_in_single_rows(mode: str, has_cache: bool, page_size: int, is_refused: bool) -> None:
+    arguments = SimpleNamespace(
+        disaggregation_mode=mode, disaggregation_decode_enable_radix_cache=has_cache, page_size=page_size
+    )
+    assert keeps_single_rows(arguments) == is_refused
