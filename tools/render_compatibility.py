@@ -68,6 +68,7 @@ _RUN = {True: "yes", False: "not run"}
 _SERVED_AS = {"Olmo3ForCausalLM": "Olmo2ForCausalLM"}  # by SGLang's Olmo3Config
 _PLAIN = {
     "speculative_algorithm": None,
+    "enable_dp_attention": False,
     "kv_cache_dtype": "auto",
     "device": "cpu",
     "pp_size": 1,

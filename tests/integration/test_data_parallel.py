@@ -32,7 +32,7 @@ def body(prompt: list[int], **fields: Any) -> dict[str, Any]:
 
 
 def test_ranks_of_prefill_have_queues_and_prefixes_of_their_own() -> None:
-    """Tokens are those of one instance; what a rank holds is found there; both ranks work; one is busy, one idle."""
+    """Tokens are those of one instance; what a rank holds is found there; both ranks work."""
     prefill, _ = engines = FLEET.get(
         EngineSpec(Role.BOTH, arguments=DATA_PARALLEL, worker_options=TCP),
         EngineSpec(Role.DECODE, arguments=PAGES, worker_options=TCP),
