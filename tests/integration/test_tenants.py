@@ -119,7 +119,7 @@ def test_usage_is_what_the_engines_count(engines: list[Engine], router: RunningR
         time.sleep(0.1)
     assert {name: counts[0] for name, counts in used.items()} == dict.fromkeys(TENANTS, 4 * ROUNDS)
     assert charged == counted
-    assert used["a"] == used["b"]
+    assert used["a"][:2] == used["b"][:2], "replies are drawn, and may end early"
     for tenant in TENANTS:
         assert usage(router, tenant) == {tenant: used[tenant]}
 
