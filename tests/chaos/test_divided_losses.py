@@ -78,7 +78,8 @@ def reference(architecture: str) -> Callable[[Sequence[int], int], list[int]]:
     return lambda prompt, new_tokens: family_greedy(architecture, prompt, new_tokens, has_cache=True)
 
 
-@pytest.mark.parametrize("victim", [Role.DECODE, pytest.param(Role.BOTH, marks=pytest.mark.full)], ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize("victim", [Role.DECODE, Role.BOTH], ids=str)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_an_instance_is_killed(architecture: str, victim: Role, threads: ThreadPoolExecutor) -> None:
     pair = started(architecture, threads)

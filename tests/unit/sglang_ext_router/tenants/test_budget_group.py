@@ -145,7 +145,7 @@ def wait_until_used_up(clients: Sequence[Client]) -> None:
     "down_s",
     [
         pytest.param(None, id="all-stay", marks=pytest.mark.full),
-        pytest.param(0.5, id="one-is-back-soon"),
+        pytest.param(0.5, id="one-is-back-soon", marks=pytest.mark.full),
         pytest.param(8.0, id="one-is-away-longer", marks=pytest.mark.full),
     ],
 )
