@@ -144,7 +144,7 @@ class RouterConfig:
     )
     max_evictions: int = _option(
         0,
-        "times that a running request of low priority gives its place to one that waits for it and has used up half of "
+        "times that a running request of low priority gives its place to a waiting one that has used up half of "
         "its time; 0: never",
     )
     request_timeout_secs: float = _option(1800.0, "longest life of a request; then 504 and both legs are aborted")

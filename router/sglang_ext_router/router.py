@@ -379,12 +379,7 @@ class Router:
             self._make_room(now_s)
         self.services.instance_waits.expire(now_s)
         limit_s = self.config.request_timeout_secs
-        expired = []
-        for request in self.running:
-            if now_s - request.started_s > limit_s:
-                expired.append(request)
-            elif not self.metrics.evicted:
-                break  # the others were started later
+        expired = [request for request in self.running if now_s - request.started_s > limit_s]
         for request in expired:
             request.on_timeout()
         if now_s >= self._next_progress_s:

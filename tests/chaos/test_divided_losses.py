@@ -115,7 +115,7 @@ LENGTHS = (900, 7, 500, 60, 700, 30, 20, 400)
 
 
 def is_at_work(pair: Pair) -> bool:
-    """Whether a long prompt is being computed while others are decoded."""
+    """Return whether a long prompt is being computed while others are decoded."""
     return pair.status()["long"]["requests"] > 0 and pair.decode.load()["num_running_reqs"] > 0
 
 

@@ -10,12 +10,11 @@ import pytest
 from sglang_ext.transfer.sglang.transfer_backend import WINDOWS
 from sglang_ext.types import Role
 from support.engines import FLEET, EngineSpec
-from support.laps import NEW_TOKENS, Pair
-from support.long_pool import Coordinator
+from support.laps import NEW_TOKENS
 from support.model_families import FAMILIES, family, family_greedy
 from support.pd import greedy
 from support.reference import random_prompt
-from support.served_pool import check_clean, free_tokens, long_member
+from support.served_pool import SharedPrompts, share_prompts
 
 pytestmark = pytest.mark.integration
 FP8 = ("--kv-cache-dtype", "fp8_e4m3")
@@ -116,24 +115,12 @@ def test_latent_rows_give_an_undivided_instances_tokens(ranks: int) -> None:
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "GraniteSWAForCausalLM"])
 def test_long_prompts_on_two_members_of_a_pool(architecture: str, threads: ThreadPoolExecutor) -> None:
     arguments, model = (*FP8, "--page-size", "16"), ("--model-path", str(family(architecture)))
-    with Coordinator.running("--sp-sizes", "1,2", "--min-chunk-tokens", "64") as coordinator:
-        specs = [long_member(coordinator, f"fp8-{number}", arguments, (*model, *HANDSHAKE)) for number in range(2)]
-        *members, decode = FLEET.get(*specs, spec(architecture, Role.DECODE, arguments, HANDSHAKE))
-        try:
-            coordinator.wait_for(lambda status: len(status["members"]) == 2)
-            pool = [Pair(engine, decode, threads) for engine in members]
-            free = [free_tokens(pair) for pair in pool]
-            outcome = "requests_collected" if FAMILIES[architecture].states else "requests_streamed"
-            before = coordinator.settled()[outcome]
-            prefix: tuple[int, ...] = ()
-            for number, tokens in enumerate((300, 913, 1500, 1900)):
-                request = pool[number % 2].send(tokens, steady_seed(architecture, tokens, prefix), prefix=prefix)
-                assert request.tokens() == family_greedy(architecture, request.prompt, NEW_TOKENS, is_fp8=True), tokens
-                prefix = request.prompt if number == 2 else ()
-            after = coordinator.settled()
-            assert after[outcome] == before + 4
-            assert any(len(step["members"]) == 2 for request in after["recent"] for step in request["steps"])
-            check_clean(pool, free)
-        finally:
-            for engine in (*members, decode):
-                engine.stop()
+    outcome = "requests_collected" if FAMILIES[architecture].states else "requests_streamed"
+    prompts = SharedPrompts(
+        lambda _, length, prefix: steady_seed(architecture, length, prefix),
+        lambda prompt: family_greedy(architecture, prompt, NEW_TOKENS, is_fp8=True),
+        outcome,
+    )
+    share_prompts(
+        threads, arguments, (*model, *HANDSHAKE), spec(architecture, Role.DECODE, arguments, HANDSHAKE), prompts
+    )

@@ -13,10 +13,9 @@ from sglang_ext.types import Role
 from support.engines import FLEET, Engine, EngineError, EngineSpec
 from support.laps import NEW_TOKENS as LAPS_NEW_TOKENS
 from support.laps import Pair
-from support.long_pool import Coordinator
 from support.model_families import FAMILIES, REFUSED_WINDOW, WINDOW, family, family_greedy
 from support.pd import greedy, send_both
-from support.served_pool import check_clean, free_tokens, long_member
+from support.served_pool import SharedPrompts, share_prompts
 
 pytestmark = pytest.mark.integration
 NEW_TOKENS = 12
@@ -252,7 +251,8 @@ def test_two_queues_under_any_interleaving(
                 is_aborted = reply.status != 200 or reply.body["meta_info"]["finish_reason"]["type"] == "abort"
                 if not is_aborted:
                     wanted = family_greedy(architecture, request.prompt, LAPS_NEW_TOKENS, has_cache=True)
-                    assert request.tokens() == wanted
+                    # Prefill may have been aborted alone, when decode had all that it needs.
+                    assert reply.body["output_ids"] == wanted
         pair.check_clean(before)
     finally:
         prefill.stop()
@@ -274,27 +274,12 @@ def test_long_prompts_on_two_members_of_a_pool(architecture: str, threads: Threa
     windows have a pool of their own, the prompt's own instance collects it first."""
     pages = ("--page-size", "16")
     model = ("--model-path", str(family(architecture)))
-    with Coordinator.running("--sp-sizes", "1,2", "--min-chunk-tokens", "64") as coordinator:
-        specs = [long_member(coordinator, f"family{number}", pages, (*model, *HANDSHAKE)) for number in range(2)]
-        *members, decode = FLEET.get(*specs, spec(architecture, Role.DECODE, pages, HANDSHAKE))
-        try:
-            coordinator.wait_for(lambda status: len(status["members"]) == 2)
-            pool = [Pair(engine, decode, threads) for engine in members]
-            free = [free_tokens(pair) for pair in pool]
-            outcome = "requests_collected" if FAMILIES[architecture].states else "requests_streamed"
-            before = coordinator.settled()[outcome]
-            prefix: tuple[int, ...] = ()
-            for number, tokens in enumerate((300, 913, 1500, 1900)):
-                request = pool[number % 2].send(tokens, number, prefix=prefix)
-                assert request.tokens() == family_greedy(architecture, request.prompt, LAPS_NEW_TOKENS), tokens
-                prefix = request.prompt if number == 2 else ()
-            after = coordinator.settled()
-            assert after[outcome] == before + 4
-            assert any(len(step["members"]) == 2 for request in after["recent"] for step in request["steps"])
-            check_clean(pool, free)
-        finally:
-            for engine in (*members, decode):
-                engine.stop()
+    prompts = SharedPrompts(
+        lambda number, *_: number,
+        lambda prompt: family_greedy(architecture, prompt, LAPS_NEW_TOKENS),
+        "requests_collected" if FAMILIES[architecture].states else "requests_streamed",
+    )
+    share_prompts(threads, pages, (*model, *HANDSHAKE), spec(architecture, Role.DECODE, pages, HANDSHAKE), prompts)
 
 
 def test_a_window_that_sglang_leaves_out_is_refused_where_prompts_may_be_longer() -> None:

@@ -1,4 +1,4 @@
-"""What tenants are charged is what SGLang's own counters say, and their budgets end where these do."""
+"""Tenants are charged what SGLang's own counters say, and their budgets end where these do."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def sampled(number: int) -> list[int]:
 
 
 def test_usage_is_what_the_engines_count(engines: list[Engine], router: RunningRouter) -> None:
-    """But for prompts with two samples: its `usage` has them once, its counters once for each, and once for the prefix
+    """Prompts with two samples are left out: `usage` has them once, the counters once for each, and once for the prefix
     that an undivided instance computes first.
     """
     times = 3 if engines[0].spec.role is Role.PLAIN else 2

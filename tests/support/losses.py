@@ -33,18 +33,18 @@ class Request:
         return all(leg.done() for leg in self._legs)
 
     def reply(self, limit_s: float) -> Reply | None:
-        """What the client gets, when both legs have ended; None for a lost connection."""
+        """Return what the client gets, when both legs have ended; None for a lost connection."""
         replies = [leg.result(timeout=limit_s) for leg in self._legs]
         return replies[1]
 
     def is_right(self, reply: Reply, greedy: Callable[[Sequence[int], int], list[int]]) -> bool:
-        """Whether the answer is what `greedy` says of the prompt and a number of tokens."""
+        """Return whether the answer is what `greedy` says of the prompt and a number of tokens."""
         tokens: list[int] = reply.body["output_ids"]
         return tokens == greedy(self._prompt, self._new_tokens)
 
 
 def is_answer(reply: Reply | None) -> TypeGuard[Reply]:
-    """Whether it is a whole answer: neither an error, nor an abort, nor a lost connection."""
+    """Return whether it is a whole answer: neither an error, nor an abort, nor a lost connection."""
     if reply is None or reply.status != 200:
         return False
     kind: str = reply.body["meta_info"]["finish_reason"]["type"]

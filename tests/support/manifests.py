@@ -265,7 +265,7 @@ def check_group(pods: Pods, engine_arguments: list[str]) -> None:
 
 
 def router_configuration(pods: Pods) -> RouterConfig:
-    """What the router makes of its command line, with keys in its environment; an error for what it refuses.
+    """Return what the router makes of its command line, with keys in its environment; an error for what it refuses.
 
     The file of tenants, which a Secret would bring, is one of a single tenant.
     """

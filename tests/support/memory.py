@@ -31,5 +31,5 @@ def check_whole(engine: Engine, timeout_s: float = 20.0) -> Pools:
 
 
 def is_whole(slots: dict[str, int]) -> bool:
-    """Whether no request holds any slot."""
+    """Return whether no request holds any slot."""
     return slots["free"] + slots["cached"] == slots["total"] and not slots["locked"]

@@ -76,7 +76,7 @@ class ClusterPlan:
         return self.instances if self.coordinator is None else (self.coordinator, *self.instances)
 
     def with_files_in(self, folder: Path) -> ClusterPlan:
-        """Return the plan with the cluster's own files in another folder; those that the configuration names stay."""
+        """Return the plan with the cluster's own files in another folder; files that the configuration names stay."""
         moves = {file: folder / file.name for file in (self.pool_key_file, self.usage_file) if file is not None}
         if not moves:
             return self

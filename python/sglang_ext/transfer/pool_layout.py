@@ -221,7 +221,7 @@ def _plan_parts(
     source_slots: Slots,
     target_slots: Slots,
 ) -> Iterator[RowCopy]:
-    """Of each part the bytes that both ranks have a piece of."""
+    """Yield a copy for each part of which both ranks have bytes: of the bytes that both have."""
     for mine, theirs in zip(source_parts, target_parts, strict=True):
         first, target_first = source.rank * mine.length_bytes, target.rank * theirs.length_bytes
         start = max(first, target_first)

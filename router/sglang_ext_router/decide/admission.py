@@ -197,7 +197,7 @@ class AdmissionQueue(Generic[T]):
 
 
 def is_in_danger(arrived_s: float, deadline_s: float, now_s: float) -> bool:
-    """Return whether a waiting request has used up so much of its time that it may miss its deadline."""
+    """Return whether a waiting request is near enough to its deadline to miss it."""
     return now_s - arrived_s >= DANGER_SHARE * (deadline_s - arrived_s)
 
 

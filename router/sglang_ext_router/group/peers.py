@@ -163,12 +163,12 @@ class Peers(SharedState):
         self._connection_tasks: dict[Address, asyncio.Task[None]] = {}
         self._own_addresses: set[Address] = set()  # which turned out to be this router
         self._receivers: dict[_Receiver, None] = {}
-        self._told_loads: Loads = {}
+        self._sent_loads: Loads = {}
         self._busy_s = 0.0  # spent on sending and receiving since the last message
         self._prefix_asker = _PrefixAsker()
         self._known_bytes: dict[int, int] = {}  # of prefixes, by sender
         self._snapshots: dict[int, asyncio.Task[None]] = {}  # of prefixes, for routers that have asked
-        self._hearing: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
+        self._receiving: dict[asyncio.Task[Any], asyncio.StreamWriter] = {}
         self._latest: dict[int, FrameCodes] = {}  # the connection that counts, of each sender
         self._tasks: list[asyncio.Task[None]] = []
         self._server: asyncio.Server
@@ -176,7 +176,7 @@ class Peers(SharedState):
 
     async def start(self, router: Router) -> None:
         await super().start(router)
-        self._server = await asyncio.start_server(self._hear, sock=self._sock, limit=MAX_FRAME_BYTES)
+        self._server = await asyncio.start_server(self._receive, sock=self._sock, limit=MAX_FRAME_BYTES)
         self._tasks = [asyncio.create_task(self._find_peers()), asyncio.create_task(self._send_changes())]
 
     async def stop(self) -> None:
@@ -184,9 +184,9 @@ class Peers(SharedState):
         tasks = [*self._tasks, *self._connection_tasks.values(), *self._snapshots.values()]
         for task in tasks:
             task.cancel()
-        for writer in self._hearing.values():
+        for writer in self._receiving.values():
             writer.transport.abort()
-        await asyncio.gather(*tasks, *self._hearing, return_exceptions=True)
+        await asyncio.gather(*tasks, *self._receiving, return_exceptions=True)
 
     def peer_counts(self) -> PeerCounts | None:
         if self._counts_file is not None:
@@ -217,6 +217,7 @@ class Peers(SharedState):
     async def _keep_connected(self, address: Address) -> None:
         """Keep a connection to one peer; `_send_changes` writes the messages."""
         backoff_s, complaint = FIRST_BACKOFF_S, ""
+        peer: int | None = None
         while True:
             writer: asyncio.StreamWriter | None = None
             receiver: _Receiver | None = None
@@ -228,7 +229,9 @@ class Peers(SharedState):
                     self._own_addresses.add(address)
                     self._connection_tasks.pop(address, None)
                     return
-                complaint = ""
+                if peer not in (None, session.peer):
+                    self._forget(peer)  # it has ended: another start of it has its address now
+                peer, complaint = session.peer, ""
                 connected_s = self._router.loop.time()
                 if any(known.peer == session.peer for known in self._receivers):
                     backoff_s = MAX_BACKOFF_S  # another address of a peer that has a connection: in case it loses that
@@ -289,11 +292,11 @@ class Peers(SharedState):
                 body = whole = whole or _encoded(message)
             else:
                 if not changes:
-                    changes = _encoded({**message, "loads": _changes(self._told_loads, loads), "only_changes": True})
+                    changes = _encoded({**message, "loads": _changes(self._sent_loads, loads), "only_changes": True})
                 body = changes
             receiver.send(body, _digest(body))
             receiver.needs_all = False
-        self._told_loads = loads
+        self._sent_loads = loads
         self._busy_s += time.perf_counter() - started_s
 
     async def _send_prefixes(self, peer: int) -> None:
@@ -321,14 +324,14 @@ class Peers(SharedState):
             with contextlib.suppress(OSError):
                 await receiver.writer.drain()
 
-    # -- hearing ----------------------------------------------------------------------------------------
+    # -- receiving --------------------------------------------------------------------------------------
 
-    async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._hearing[task] = writer
+        self._receiving[task] = writer
         try:
-            if len(self._hearing) > MAX_INCOMING:
+            if len(self._receiving) > MAX_INCOMING:
                 return
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 session = await welcome(reader, writer, self._key, self._origin)
@@ -355,7 +358,7 @@ class Peers(SharedState):
         except (ValueError, LookupError, TypeError, AttributeError) as error:  # of another version of this program
             logger.warning("a message of %s cannot be read: %r", writer.get_extra_info("peername"), error)
         finally:
-            del self._hearing[task]
+            del self._receiving[task]
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()

@@ -274,7 +274,7 @@ class SharedState:
             self._router.metrics_snapshot().with_counts_of(left)
             self._metrics[self._origin] = left._replace(gauges={}, process={})
 
-    # -- hearing ----------------------------------------------------------------------------------------
+    # -- receiving --------------------------------------------------------------------------------------
 
     def _take(self, message: Mapping[str, Any]) -> None:
         """Make another process's message one's own: all of it, or nothing where a part of it cannot be read."""

@@ -418,7 +418,7 @@ class RoutePlanner:
     def _decode_loads(
         self, model: ModelPools, prompt: Prompt, prompt_tokens: int, decodes: Sequence[Worker]
     ) -> list[DecodeLoad]:
-        """Return the loads of decode instances, with what those that keep prefixes hold of the prompt."""
+        """Return the loads of decode instances, with the share of the prompt that each of them holds."""
         if not model.caches_at_decode:
             return [worker.decode_load() for worker in decodes]
         cached = self._cached_tokens(prompt, prompt_tokens, decodes)

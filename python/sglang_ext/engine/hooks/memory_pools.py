@@ -1,7 +1,7 @@
 """AFTER `Scheduler.get_internal_state`: what each memory pool of an instance has free, in `GET /server_info`.
 
-A model with windows or recurrent states takes slots of several pools for a request, and the one that is short limits
-how many requests run. SGLang reports tokens of the first pool only.
+A model with windows or recurrent states takes slots of several pools for a request, and the scarcest limits how many
+requests run. SGLang reports tokens of the first pool only.
 """
 
 from __future__ import annotations

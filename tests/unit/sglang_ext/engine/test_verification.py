@@ -158,7 +158,7 @@ def test_engine_refuses_to_start_without_options(tmp_path: Path) -> None:
 
 
 def test_data_parallel_ranks_state_together() -> None:
-    """Where one of them states nothing, nothing is stated, and the main process refuses to serve."""
+    """Nothing is stated where one of them states nothing, and the main process refuses to serve."""
     key = verification.STATEMENT_KEY
     stating = [{key: {"version": "1"}}, {key: {"version": "1"}}]
     passed = verification.pass_statements({"status": "ready"}, types.SimpleNamespace(_scheduler_init_infos=stating))

@@ -366,7 +366,7 @@ async def test_a_peer_gets_what_has_changed_and_everything_where_it_has_missed_a
     may_read.set()
     messages: list[dict[str, Any]] = []
 
-    async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def receive(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await peers_module.welcome(reader, writer, hashlib.sha256(b"secret").digest(), 7)
         with suppress(OSError, asyncio.IncompleteReadError):
             while True:
@@ -376,7 +376,7 @@ async def test_a_peer_gets_what_has_changed_and_everything_where_it_has_missed_a
         writer.close()
 
     engines = pair()
-    server = await asyncio.start_server(hear, "127.0.0.1", 0, limit=1 << 16)
+    server = await asyncio.start_server(receive, "127.0.0.1", 0, limit=1 << 16)
     async with group(engines, 1) as (one,), server:
         link = link_of(one)
         task = asyncio.create_task(link._keep_connected(server.sockets[0].getsockname()[:2]))
@@ -594,12 +594,12 @@ async def test_routers_that_are_gone_are_forgotten(monkeypatch: pytest.MonkeyPat
 async def test_the_connection_to_a_peer_that_does_not_read_ends_with_it() -> None:
     held: list[asyncio.StreamWriter] = []
 
-    async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def receive(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         held.append(writer)
         await peers_module.welcome(reader, writer, hashlib.sha256(b"secret").digest(), 7)
         writer.transport.pause_reading()  # type: ignore[attr-defined]
 
-    server = await asyncio.start_server(hear, "127.0.0.1", 0)
+    server = await asyncio.start_server(receive, "127.0.0.1", 0)
     async with group(pair(), 1) as (one,), server:
         link = link_of(one)
         task = asyncio.create_task(link._keep_connected(server.sockets[0].getsockname()[:2]))
@@ -610,6 +610,32 @@ async def test_the_connection_to_a_peer_that_does_not_read_ends_with_it() -> Non
         task.cancel()  # as when its name is gone
         await until(lambda: writer.transport.get_write_buffer_size() == 0)
         held[0].transport.abort()
+
+
+async def test_a_peer_that_has_started_again_takes_the_place_of_its_former_start() -> None:
+    """Its former start would else count as one router more until it has been silent for long."""
+    started = 7
+
+    async def receive(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await peers_module.welcome(reader, writer, hashlib.sha256(b"secret").digest(), started)
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(receive, "127.0.0.1", 0)
+    async with group(pair(), 1) as (one,), server:
+        link = link_of(one)
+        task = asyncio.create_task(link._keep_connected(server.sockets[0].getsockname()[:2]))
+        await until(lambda: len(link._receivers) == 1)
+        for number in (7, 9):
+            link._take({**GOOD_MESSAGE, "index": number})
+        (receiver,) = link._receivers
+        started = 8
+        receiver.writer.transport.abort()
+        await until(lambda: any(known.peer == 8 for known in link._receivers))
+        assert set(link._states) == {9}
+        task.cancel()
+        (receiver,) = link._receivers
+        receiver.writer.transport.abort()
 
 
 @pytest.mark.slow

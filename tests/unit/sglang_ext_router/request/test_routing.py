@@ -828,7 +828,7 @@ class TestRanks:
 
 
 async def test_each_leg_names_its_rank() -> None:
-    """By headers, and both know prefill's; what is under way is counted, and reports are read, by rank."""
+    """Headers name it, and both legs know prefill's; what is under way is counted, and reports are read, by rank."""
     async with cluster(short=1, long=0, decode=1) as served:
         (prefill,), (decode,) = served.short, served.decode
         load = {"num_running_reqs": 0, "max_total_num_tokens": 50_000, "num_waiting_uncached_tokens": 0}

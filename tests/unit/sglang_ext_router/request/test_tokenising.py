@@ -132,7 +132,7 @@ async def test_bodies_without_known_blocks(folder: Path, body: dict[str, object]
 
 
 async def test_the_same_chat_in_three_forms(tmp_path: Path) -> None:
-    """What parts prefixes is not the same in all of them: SGLang's form of Anthropic's messages has no salt."""
+    """Prefixes are not parted by the same in all of them: SGLang's form of Anthropic's messages has no salt."""
     source = TokenSource(str(tiny_model()))
     tokeniser = Tokenisers(asyncio.get_running_loop()).of(source)
     assert tokeniser is not None
@@ -165,7 +165,7 @@ async def test_the_same_chat_in_three_forms(tmp_path: Path) -> None:
 
 
 async def test_a_response_of_other_tokens_is_no_longer_read(folder: Path) -> None:
-    """Of `/v1/responses` an instance cannot be asked: its replies are."""
+    """An instance cannot be asked about `/v1/responses`: its replies show how it reads them."""
     async with cluster(tokenizer_path=str(tiny_model())) as served:
         worker = served.worker(served.short[0].url)
         held = worker.held_blocks = HeldBlocks(16)

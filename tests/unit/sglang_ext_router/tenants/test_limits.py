@@ -126,7 +126,7 @@ async def test_a_client_that_leaves_its_stream_pays_for_what_it_got(tmp_path: Pa
 
 
 async def test_the_last_event_says_what_a_client_has_that_leaves_its_stream(tmp_path: Path) -> None:
-    """Whose events may hold several tokens."""
+    """An event may hold several tokens, so their number does not."""
     async with cluster(tenants_file=tenants_file(tmp_path, a={"tokens_per_minute": 1000})) as served:
         sent = {"text": "x y z", "meta_info": {"prompt_tokens": 5, "completion_tokens": 30}}
         served.decode[0].script = hang(stream_head() + chunk(event(sent)))
@@ -141,7 +141,7 @@ async def test_the_last_event_says_what_a_client_has_that_leaves_its_stream(tmp_
 
 
 async def test_clients_that_leave_behind_the_last_event_have_their_whole_reply(tmp_path: Path) -> None:
-    """As SDKs do: they pay what the usage says, nothing is aborted, and the request has ended well."""
+    """SDKs do so: they pay what the usage says, nothing is aborted, and the request has ended well."""
     body = {
         "model": "m",
         "messages": [{"role": "user", "content": "x"}],
@@ -288,7 +288,7 @@ async def test_a_tenant_is_not_charged_what_an_instance_has_cached(tmp_path: Pat
 
 
 def test_a_router_that_starts_again_fills_its_part_once_its_group_knows_it(tmp_path: Path) -> None:
-    """Until then the others have its part, from when they missed it on: a second more would be there twice."""
+    """The others have its part from when they missed it until then: it would be there twice."""
     now_s, per_s = 1000.0, 600 / 60 / 2
     config = RouterConfig(
         tenants_file=tenants_file(tmp_path, a={"tokens_per_minute": 600}),
