@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -138,3 +139,25 @@ def test_candidates_of_each_line(router: RunningRouter, tmp_path: Path) -> None:
         np.testing.assert_allclose(
             np.array(row["topk_logprobs"][position], float), truth[position - 1][[11, 500, 2000]], atol=2e-2
         )
+
+
+def test_messages_and_responses(router: RunningRouter, tmp_path: Path) -> None:
+    """The same question in three forms has the same answer, and the same count of tokens."""
+    said = [{"role": "user", "content": "def parse(line):"}]
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": said, "max_tokens": 6, "temperature": 0},
+        "/v1/messages": {"messages": said, "max_tokens": 6, "temperature": 0},
+        "/v1/responses": {"input": said, "max_output_tokens": 8, "temperature": 0},  # SGLang keeps two back
+    }
+    with urllib.request.urlopen(f"{router.url}/v1/models", timeout=TIMEOUT_S) as reply:
+        model = json.load(reply)["data"][0]["id"]
+    rows = {}
+    for number, (path, body) in enumerate(bodies.items()):
+        line = {"custom_id": path, "method": "POST", "url": path, "body": {"model": model, **body}}
+        output = tmp_path / f"out-{number}.parquet"
+        status, told = run(router, write_lines(tmp_path / f"in-{number}.jsonl", [line]), output)
+        assert status == 0, told + output.with_name(f"{output.name}.errors.jsonl").read_text()
+        rows[path] = pq.read_table(output).to_pylist()[0]
+    assert rows["/v1/chat/completions"]["text"]
+    assert len({row["text"] for row in rows.values()}) == 1, rows
+    assert len({str(row["usage"]) for row in rows.values()}) == 1, rows

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import base64
+import json
 import math
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
+import pyarrow.parquet as pq
 import pytest
 
 from sglang_ext.types import Role
@@ -173,3 +178,23 @@ def test_a_killed_instance_costs_no_request(engines: list[Engine]) -> None:
                 assert (reply.status, len(reply.body["data"])) == (200, 2)
     finally:
         victim.stop()
+
+
+def test_a_batch_of_embeddings(router: RunningRouter, client: openai.OpenAI, tmp_path: Path) -> None:
+    texts = [f"def parse_{number}(" for number in range(12)]
+    lines = [
+        {"custom_id": text, "method": "POST", "url": "/v1/embeddings", "body": {"model": MODEL, "input": text}}
+        for text in texts
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    output = tmp_path / "out.parquet"
+    command = [sys.executable, "-m", "sglang_ext.cli", "batch", "run", "--input", str(tmp_path / "in.jsonl")]
+    command += ["--output", str(output), "--endpoint", router.url]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    rows = pq.read_table(output).to_pylist()
+    assert [row["custom_id"] for row in rows] == texts
+    asked = client.embeddings.create(model=MODEL, input=texts[3])
+    assert [len(one) for row in rows for one in row["embeddings"]] == [VECTOR_SIZE] * len(texts)
+    assert rows[3]["embeddings"][0] == pytest.approx(asked.data[0].embedding, abs=1e-4)
+    assert rows[3]["usage"]["prompt_tokens"] == asked.usage.prompt_tokens

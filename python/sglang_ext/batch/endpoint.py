@@ -191,8 +191,10 @@ def count_tokens(parsed: Any) -> tuple[int, int]:
     usage = parsed.get("usage") or parsed.get("meta_info")
     if not isinstance(usage, dict):
         return 0, 0
-    prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens")
-    return _count(prompt), _count(completion)
+    if "input_tokens" in usage:  # of responses and messages; the latter count what was cached apart
+        cached = _count(usage.get("cache_read_input_tokens")) + _count(usage.get("cache_creation_input_tokens"))
+        return _count(usage["input_tokens"]) + cached, _count(usage.get("output_tokens"))
+    return _count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens"))
 
 
 def _count(reported: object) -> int:

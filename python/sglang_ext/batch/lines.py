@@ -18,11 +18,19 @@ import orjson
 from sglang_ext.batch.decide.line_order import estimate_tokens, prefix_key
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
-PATHS = (CHAT, COMPLETIONS, GENERATE)
+RESPONSES, MESSAGES, EMBEDDINGS = "/v1/responses", "/v1/messages", "/v1/embeddings"
+PATHS = (CHAT, COMPLETIONS, GENERATE, RESPONSES, MESSAGES, EMBEDDINGS)
 MAX_TOP_LOGPROBS = 256
 MAX_CUSTOM_ID_BYTES = 512
 _PLAIN = {"prompt": COMPLETIONS, "messages": CHAT, "text": GENERATE, "token_ids": GENERATE, "input_ids": GENERATE}
-_REQUIRED = {CHAT: ("messages",), COMPLETIONS: ("prompt",), GENERATE: ("text", "input_ids", "input_embeds")}
+_REQUIRED = {  # one of these fields
+    CHAT: ("messages",),
+    COMPLETIONS: ("prompt",),
+    GENERATE: ("text", "input_ids", "input_embeds"),
+    RESPONSES: ("input",),
+    MESSAGES: ("messages",),
+    EMBEDDINGS: ("input",),
+}
 # Of /generate they stand in `sampling_params`; SGLang says nothing of those elsewhere, and samples by its defaults.
 _SAMPLING_FIELDS = {
     **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_new_tokens"), "max_new_tokens"),
@@ -30,6 +38,7 @@ _SAMPLING_FIELDS = {
     **{name: name for name in ("frequency_penalty", "presence_penalty", "repetition_penalty", "regex", "json_schema")},
     "seed": "sampling_seed",
 }
+_PROMPT_FIELDS = {COMPLETIONS: "prompt", EMBEDDINGS: "input"}
 _SCORE_FIELDS = frozenset({"custom_id", "text", "token_ids", "input_ids", "prompt_len", "candidate_ids"})
 
 
@@ -229,6 +238,10 @@ def _checked(
     required = _REQUIRED[path]
     if not any(body.get(name) is not None for name in required):
         raise LineError(within + required[0], f"is missing, and {path} needs it")
+    if path == MESSAGES and body.get("max_tokens") is None:
+        raise LineError(f"{within}max_tokens", f"is missing, and {path} needs it")
+    if path == RESPONSES and body.get("background"):
+        raise LineError(f"{within}background", "the reply would not have the text; leave it out")
     try:
         return make_line(custom_id, path, body, file=file, number=number)
     except LineError as error:
@@ -257,14 +270,19 @@ def _token_ids(name: str, value: object) -> list[int]:
 
 def _measure_prompt(path: str, body: Mapping[str, object]) -> tuple[bytes, int, int]:
     """Bytes whose leading blocks stand for the prompt's prefix; tokens known; bytes of the longest text."""
-    if path == CHAT:
-        text = _chat_text(body.get("messages"))
+    if path in (CHAT, MESSAGES):
+        text = _chat_text(body.get("messages"), body.get("system") if path == MESSAGES else None)
         return text, 0, len(text)
-    name = "prompt" if path == COMPLETIONS else "text" if body.get("text") is not None else "input_ids"
+    if path == RESPONSES:
+        text = _response_text(body.get("input"), body.get("instructions"))
+        return text, 0, len(text)
+    name = _PROMPT_FIELDS.get(path) or ("text" if body.get("text") is not None else "input_ids")
     value = body.get(name)
     if value is None and path == GENERATE:
         return b"", 1, 0  # embeddings
     items = value if isinstance(value, list) and value and not isinstance(value[0], int) else [value]
+    if path == EMBEDDINGS:  # of texts with images the text
+        items = [item.get("text") or " " if isinstance(item, dict) else item for item in items]
     first, known_tokens, longest_bytes = b"", 0, 0
     for index, item in enumerate(items):
         if isinstance(item, str):
@@ -281,10 +299,10 @@ def _measure_prompt(path: str, body: Mapping[str, object]) -> tuple[bytes, int, 
     return first, known_tokens, longest_bytes
 
 
-def _chat_text(messages: object) -> bytes:
+def _chat_text(messages: object, system: object = None) -> bytes:
     if not isinstance(messages, list) or not messages:
         raise LineError("messages", f"must be a list that is not empty, is {_shown(messages)}")
-    parts: list[str] = []
+    parts = _texts(system)
     for index, message in enumerate(messages):
         if not isinstance(message, dict):
             raise LineError(f"messages[{index}]", f"must be an object, is {_kind(message)}")
@@ -292,12 +310,33 @@ def _chat_text(messages: object) -> bytes:
         if not isinstance(role, str):
             raise LineError(f"messages[{index}].role", "is missing" if role is None else f"is {_shown(role)}")
         parts.append(role)
-        content = message.get("content")
-        if isinstance(content, str):
-            parts.append(content)
-        elif isinstance(content, list):
-            parts += [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
+        parts += _texts(message.get("content"))
     return "\n".join(parts).encode("utf-8", "replace")
+
+
+def _response_text(given: object, instructions: object) -> bytes:
+    if not isinstance(given, (str, list)) or not given:
+        raise LineError("input", f"must be a text or a list that is not empty, is {_shown(given)}")
+    parts = _texts(instructions)
+    if isinstance(given, str):
+        parts.append(given)
+    else:
+        for index, item in enumerate(given):
+            if not isinstance(item, dict):
+                raise LineError(f"input[{index}]", f"must be an object, is {_kind(item)}")
+            # A message, a call's arguments, a call's result.
+            for name in ("content", "arguments", "output"):
+                parts += _texts(item.get(name))
+    return "\n".join(parts).encode("utf-8", "replace")
+
+
+def _texts(content: object) -> list[str]:
+    """Return the texts of a message's content: one, or of its parts."""
+    if isinstance(content, str):
+        return [content]
+    if not isinstance(content, list):
+        return []
+    return [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
 
 
 def _kind(value: object) -> str:

@@ -6,6 +6,7 @@ reasons into an error file next to it (in OpenAI's format, both where the output
 
 from __future__ import annotations
 
+import base64
 import gzip
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,6 +16,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
+import numpy as np
 import orjson
 
 from sglang_ext.batch.endpoint import count_tokens
@@ -32,6 +34,7 @@ _GENERATE_COLUMNS = (
     "finish_reason",
     "usage",
     "error",
+    "embeddings",
 )
 # Errors of requests that were not finished when their batch ended, and the reason as it is shown.
 NOT_SENT = {
@@ -241,7 +244,8 @@ def generate_schema() -> Any:
     import pyarrow as pa
 
     ids, usage = pa.list_(pa.int32()), pa.struct([("prompt_tokens", pa.int64()), ("completion_tokens", pa.int64())])
-    types = (pa.string(), ids, ids, pa.string(), pa.string(), usage, pa.string())
+    embeddings = pa.list_(pa.list_(pa.float32()))
+    types = (pa.string(), ids, ids, pa.string(), pa.string(), usage, pa.string(), embeddings)
     return pa.schema(list(zip(_GENERATE_COLUMNS, types, strict=True)))
 
 
@@ -274,8 +278,8 @@ def generate_row(result: StoredResult) -> dict[str, object]:
     meta = first.get("meta_info")
     meta = meta if isinstance(meta, dict) else {}
     message = choice.get("message")
-    row["text"] = message.get("content") if isinstance(message, dict) else choice.get("text")
-    reason = choice.get("finish_reason", meta.get("finish_reason"))
+    row["text"] = message.get("content") if isinstance(message, dict) else _text(choice)
+    reason = choice.get("finish_reason", meta.get("finish_reason")) or first.get("stop_reason", first.get("status"))
     row["finish_reason"] = reason.get("type") if isinstance(reason, dict) else reason
     row["completion_token_ids"] = _ids(choice, "output_ids", "token_ids", "completion_token_ids")
     row["prompt_token_ids"] = _ids(choice, "prompt_token_ids") or _ids(first, "prompt_token_ids")
@@ -284,7 +288,24 @@ def generate_row(result: StoredResult) -> dict[str, object]:
         row["prompt_token_ids"] = _ids(sent, "input_ids", "prompt")
     prompt_tokens, completion_tokens = count_tokens(first)
     row["usage"] = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
+    if first.get("object") == "list" and isinstance(first.get("data"), list):
+        row["embeddings"] = [_embedding(item["embedding"]) for item in first["data"]]
     return row
+
+
+def _text(reply: dict[str, Any]) -> object:
+    """Return the text of a reply without choices: its own, or that of a message's or a response's blocks."""
+    if isinstance(reply.get("content"), list):
+        return "".join(block["text"] for block in reply["content"] if block.get("type") == "text")
+    if isinstance(reply.get("output"), list):
+        messages = [item["content"] for item in reply["output"] if item.get("type") == "message"]
+        return "".join(part["text"] for content in messages for part in content if part.get("type") == "output_text")
+    return reply.get("text")
+
+
+def _embedding(given: object) -> object:
+    """Return the numbers of an embedding, which may come as little-endian float32 in base64."""
+    return np.frombuffer(base64.b64decode(given), "<f4").tolist() if isinstance(given, str) else given
 
 
 def _ids(holder: dict[str, Any], *names: str) -> list[int] | None:

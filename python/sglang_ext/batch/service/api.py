@@ -59,7 +59,9 @@ class NewBatch(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     input_file_id: Annotated[str, StringConstraints(pattern=r"^[!-~]{1,100}$")]
-    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/generate"]
+    endpoint: Literal[
+        "/v1/chat/completions", "/v1/completions", "/generate", "/v1/responses", "/v1/messages", "/v1/embeddings"
+    ]
     completion_window: str
     metadata: (
         Annotated[

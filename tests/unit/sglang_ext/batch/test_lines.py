@@ -7,7 +7,19 @@ from typing import Any
 import orjson
 import pytest
 
-from sglang_ext.batch.lines import CHAT, COMPLETIONS, GENERATE, LineError, LineOptions, Mode, make_line, parse_line
+from sglang_ext.batch.lines import (
+    CHAT,
+    COMPLETIONS,
+    EMBEDDINGS,
+    GENERATE,
+    MESSAGES,
+    RESPONSES,
+    LineError,
+    LineOptions,
+    Mode,
+    make_line,
+    parse_line,
+)
 
 GENERATING = LineOptions(model="m")
 SCORING = LineOptions(Mode.SCORE, top_logprobs=8)
@@ -87,7 +99,7 @@ def test_an_id_to_score_by_is_called_by_its_name() -> None:
         (openai_line(custom_id=""), "custom_id"),
         (openai_line(method="GET"), "method"),
         (openai_line(url=None), "url"),
-        (openai_line(url="/v1/embeddings"), "url"),
+        (openai_line(url="/v1/moderations"), "url"),
         (openai_line(body=None), "body"),
         (openai_line(body="{"), "body"),
         (openai_line(body=[]), "body"),
@@ -186,3 +198,44 @@ def test_a_made_line_needs_a_prompt() -> None:
     assert make_line("a", GENERATE, {"input_ids": [1, 2]}).prompt_tokens == 2
     with pytest.raises(LineError):
         make_line("a", GENERATE, {"input_ids": []})
+
+
+SAID = [{"role": "user", "content": [{"type": "text", "text": "u" * 40}, {"type": "image"}]}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "tokens"),
+    [
+        (MESSAGES, {"max_tokens": 5, "messages": SAID, "system": [{"type": "text", "text": "s" * 80}]}, 32),
+        (MESSAGES, {"max_tokens": 5, "messages": SAID, "system": "s" * 80}, 32),
+        (RESPONSES, {"input": "u" * 40, "instructions": "s" * 79}, 30),
+        (RESPONSES, {"input": [*SAID, {"type": "function_call_output", "output": "o" * 39}]}, 20),
+        (EMBEDDINGS, {"input": "u" * 40}, 10),
+        (EMBEDDINGS, {"input": ["u" * 8, "u" * 40]}, 10),
+        (EMBEDDINGS, {"input": [5, 6, 7]}, 3),
+        (EMBEDDINGS, {"input": [[5, 6, 7], [5, 6, 7, 8]]}, 4),
+        (EMBEDDINGS, {"input": [{"text": "u" * 40, "image": "i"}]}, 10),
+    ],
+)
+def test_lines_of_every_path_are_sent_as_they_are_and_measured(path: str, body: dict[str, Any], tokens: int) -> None:
+    line = parse_line(openai_line(url=path, body=body), GENERATING)
+    assert (line.path, line.prompt_tokens) == (path, tokens)
+    assert orjson.loads(line.body) == {**body, "model": "m"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "reason"),
+    [
+        (MESSAGES, {"messages": SAID}, "body.max_tokens: is missing, and /v1/messages needs it"),
+        (MESSAGES, {"max_tokens": 5}, "body.messages: is missing"),
+        (RESPONSES, {"instructions": "s"}, "body.input: is missing"),
+        (RESPONSES, {"input": []}, "body.input: must be a text or a list that is not empty"),
+        (RESPONSES, {"input": ["a"]}, r"body.input\[0\]: must be an object, is a text"),
+        (RESPONSES, {"input": "a", "background": True}, "body.background: "),
+        (EMBEDDINGS, {"input": []}, "body.input: is empty"),
+        (EMBEDDINGS, {"input": [[1, "a"]]}, "body.input: holds"),
+    ],
+)
+def test_lines_of_every_path_that_cannot_be_sent(path: str, body: dict[str, Any], reason: str) -> None:
+    with pytest.raises(LineError, match=reason):
+        parse_line(openai_line(url=path, body=body), GENERATING)

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -20,6 +21,7 @@ from sglang_ext.batch.outputs import (
     error_line,
     export,
     generate_row,
+    generate_table,
     output_line,
 )
 from sglang_ext.batch.store import BatchStore, LineResult, StoredResult
@@ -91,6 +93,7 @@ def test_parquet_has_every_line(store: BatchStore, tmp_path: Path) -> None:
         "finish_reason": "stop",
         "usage": {"prompt_tokens": 4, "completion_tokens": 2},
         "error": None,
+        "embeddings": None,
     }
     assert pq.ParquetFile(tmp_path / "out.parquet").metadata.row_group(0).column(0).compression == "ZSTD"
 
@@ -186,3 +189,43 @@ def test_what_does_not_go_together_is_refused(
 ) -> None:
     with pytest.raises(OutputError, match=reason):
         choose_output(tmp_path / name, mode, wanted, vocabulary=vocabulary)
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        (
+            {
+                "type": "message",
+                "content": [{"type": "thinking", "thinking": "no"}, {"type": "text", "text": "yes"}],
+                "stop_reason": "end_turn",
+                "usage": {"input_tokens": 3, "cache_read_input_tokens": 4, "output_tokens": 2},
+            },
+            {"text": "yes", "finish_reason": "end_turn", "usage": {"prompt_tokens": 7, "completion_tokens": 2}},
+        ),
+        (
+            {
+                "object": "response",
+                "status": "completed",
+                "output": [
+                    {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "no"}]},
+                    {"type": "message", "content": [{"type": "output_text", "text": "yes"}]},
+                ],
+                "usage": {"input_tokens": 7, "output_tokens": 2},
+            },
+            {"text": "yes", "finish_reason": "completed", "usage": {"prompt_tokens": 7, "completion_tokens": 2}},
+        ),
+        (
+            {
+                "object": "list",
+                "data": [{"embedding": [0.5, -1.0]}, {"embedding": "AAAAPwAAgL8="}],
+                "usage": {"prompt_tokens": 7},
+            },
+            {"embeddings": [[0.5, -1.0]] * 2, "usage": {"prompt_tokens": 7, "completion_tokens": 0}},
+        ),
+    ],
+)
+def test_rows_of_replies_in_other_forms(reply: dict[str, Any], expected: dict[str, Any]) -> None:
+    stored = StoredResult(1, "a", True, 200, "r", None, orjson.dumps(reply), b"{}", None)
+    row = generate_table([stored]).to_pylist()[0]
+    assert row == dict.fromkeys(row) | {"custom_id": "a"} | expected
