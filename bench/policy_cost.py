@@ -21,7 +21,7 @@ from sglang_ext_router.decide.circuit_breaker import CircuitBreaker
 from sglang_ext_router.decide.decode_choice import DECODE_POLICIES, decode_policy
 from sglang_ext_router.decide.pd_actions import Leg
 from sglang_ext_router.decide.pd_protocol import PDProtocol
-from sglang_ext_router.decide.pool_choice import FixedBoundary, choose_pool, is_in_doubt
+from sglang_ext_router.decide.pool_choice import FixedBoundary, choose_pool, classes_of_role, is_in_doubt
 from sglang_ext_router.decide.prefill_choice import PREFILL_POLICIES, prefill_policy
 from sglang_ext_router.decide.prefix_index import BLOCK_BYTES, BLOCK_ENDS, PrefixIndex, block_hashes
 from sglang_ext_router.decide.token_estimate import TokenEstimator
@@ -95,7 +95,7 @@ def decisions(workers: int) -> dict[str, Decision]:
         DecodeLoad(index, random.randrange(10**6), random.randrange(10**5), random.randrange(64), 32_768)
         for index in range(workers)
     ]
-    roles = [Role.SHORT if index % 2 else Role.LONG for index in range(workers)]
+    served = [classes_of_role(Role.SHORT if index % 2 else Role.LONG) for index in range(workers)]
     nothing_cached = [0] * workers
     boundary = FixedBoundary(512)
     breakers = [CircuitBreaker() for _ in range(workers)]
@@ -122,7 +122,7 @@ def decisions(workers: int) -> dict[str, Decision]:
         "record prefix": lambda: index.record(0, new),
         "record 100 KiB": lambda: index.record(0, document),
         "breakers": ask_and_tell_breakers,
-        "pool": lambda: choose_pool(140, roles, nothing_cached, boundary, True),
+        "pool": lambda: choose_pool(140, served, nothing_cached, boundary, True),
     }
     for name in PREFILL_POLICIES:
         choose_prefill = prefill_policy(name).choose

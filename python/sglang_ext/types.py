@@ -79,3 +79,5 @@ class RouteDecision(NamedTuple):
     new_tokens: int
     cached_tokens: int
     decode_cached_tokens: int = 0  # believed to be in the prefix cache of the decode instance
+    class_name: str = ""  # of the classes of a file, where there is one
+    objective_s: float = 0.0  # of that class, for the time to the first token; 0: none

@@ -5,6 +5,7 @@ What an operator changes often is a flag; the rest is a setting of a section of 
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -13,10 +14,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import yaml
+
 from sglang_ext.laps.decide.boundary import DEFAULT_BOUNDARY_TOKENS
 from sglang_ext.types import Role
 from sglang_ext_router.decide.decode_choice import DECODE_POLICIES
 from sglang_ext_router.decide.instance_pressure import PressureSettings
+from sglang_ext_router.decide.length_classes import LengthClasses, parse_length_classes
 from sglang_ext_router.decide.prefill_choice import PREFILL_POLICIES
 from sglang_ext_router.decide.served_models import parse_alias
 from sglang_ext_router.http.api_keys import ApiKeyFileError, read_api_keys
@@ -46,6 +50,7 @@ class WorkerAddress:
     bootstrap_port: int | None = None
     revision: str | None = None  # None: the instance says it, or has none
     topology: str = ""  # domains divided by "/", the widest first
+    token_range: tuple[int, int] | None = None  # of the requests that it is for, by its labels
 
 
 IP_FAMILIES = ("ipv4", "ipv6")
@@ -76,6 +81,11 @@ class RouterConfig:
         0,
         "a prefill of at most this many new tokens is short, a larger one long; 0: what the prefill instances say, "
         f"{DEFAULT_BOUNDARY_TOKENS} while none does",
+    )
+    length_classes: str = _option(
+        "",
+        "YAML or JSON file, or JSON itself, of more than two length classes with their instances: of prefill by new "
+        "tokens, with an objective each, of decode by the tokens of prompt and reply",
     )
     image_tokens: int = _option(
         1024,
@@ -381,6 +391,44 @@ class RouterConfig:
         for url in urls:
             if urls.count(url) > 1:
                 raise RouterConfigError(f"the worker {url} is given twice")
+        self._check_length_classes()
+
+    def read_length_classes(self) -> LengthClasses:
+        """Return the classes of `--length-classes`, none without it. Raise RouterConfigError."""
+        given = self.length_classes
+        if not given:
+            return LengthClasses()
+        try:
+            text = given if given.startswith("{") else Path(given).read_text(encoding="utf-8")
+            classes = parse_length_classes(json_or_yaml(text))
+        except OSError as error:
+            raise RouterConfigError(f"--length-classes {given}: {error.strerror or error}") from None
+        except yaml.YAMLError:
+            raise RouterConfigError(f"--length-classes: {given[:64]} is neither YAML nor JSON") from None
+        except ValueError as error:
+            raise RouterConfigError(f"--length-classes: {error}") from None
+        stages = []
+        for specs in classes:
+            read = []
+            for spec in specs:
+                where = f"--length-classes: class {spec.name}"
+                read.append(spec._replace(instances=tuple([parse_worker_url(url, where) for url in spec.instances])))
+            stages.append(tuple(read))
+        return LengthClasses(*stages)
+
+    def _check_length_classes(self) -> None:
+        classes = self.read_length_classes()
+        if not self.workers or self.service_discovery:
+            return  # instances come later
+        roles = {worker.url: worker.role for worker in self.workers}
+        for stage, specs in (("prefill", classes.prefill), ("decode", classes.decode)):
+            for spec in specs:
+                for url in spec.instances:
+                    role = roles.get(url)
+                    if role is None or role is Role.PLAIN or role.is_prefill is not (stage == "prefill"):
+                        raise RouterConfigError(
+                            f"--length-classes: {stage} class {spec.name}: {url} is not given as a {stage} instance"
+                        )
 
     def _check_aliases(self) -> None:
         try:
@@ -532,6 +580,14 @@ def flag_of(name: str) -> str:
     """Return what a user calls a field: its flag, or its setting in the file, SECTION.KEY."""
     section = RouterConfig.__dataclass_fields__[name].metadata.get("section")
     return "--" + name.replace("_", "-") if section is None else f"{section}.{name.removeprefix(section + '_')}"
+
+
+def json_or_yaml(text: str) -> Any:
+    """Parse a file. Not all of JSON's numbers are YAML's: 1e-3 is a text there."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return yaml.safe_load(text)
 
 
 def _is_host(name: str) -> bool:

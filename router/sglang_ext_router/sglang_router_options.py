@@ -20,6 +20,8 @@ RENAMED: Mapping[str, str] = {
     "--ca-cert-paths": "--worker-ca-file",
     "--cors-allowed-origins": "--cors-allow-origins",
 }
+# The same of SGLang's experimental sgl-router.
+RENAMED_OF_SGL_ROUTER: Mapping[str, str] = {"--bucket-config": "--length-classes"}
 _OF_ANOTHER_POLICY = "it tunes sglang_router's own policies; see --prefill-policy and --decode-policy"
 _OF_INSTANCES = "the instances do that; give it to them"
 _NOT_NEEDED = "it is always so here"
@@ -88,7 +90,7 @@ def add_sglang_router_arguments(parser: argparse.ArgumentParser) -> None:
     """Add these options, hidden from the help, to a parser that has our own."""
     own = {flag: action for action in parser._actions for flag in action.option_strings}
     hidden: dict[str, Any] = {"help": argparse.SUPPRESS}
-    for option, ours in RENAMED.items():
+    for option, ours in {**RENAMED, **RENAMED_OF_SGL_ROUTER}.items():
         action = own[ours]
         takes: dict[str, Any] = {"type": action.type}
         if option in {"--ca-cert-paths", "--cors-allowed-origins"}:

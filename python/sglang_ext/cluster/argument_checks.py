@@ -64,6 +64,7 @@ _PLANNED_OPTIONS = {
     "--api-key": "router.api_key",
     "--admin-api-key": "router.admin_api_key",
     "--length-boundary-tokens": "router.length_boundary_tokens",
+    "--length-classes": "router.length_classes",
 }
 
 

@@ -233,6 +233,12 @@ class RouterSettings:
         ),
         default=0,
     )
+    length_classes: str | None = field(
+        metadata=_help(
+            "YAML file of more than two length classes; instances are named as their logs are: both-0, decode-1"
+        ),
+        default=None,
+    )
     api_key: str | None = field(metadata=_help("key that clients must send; left out: none is asked for"), default=None)
     api_keys_file: str | None = field(
         metadata=_help("file of several clients' keys, lines NAME:SHA256-HEX of the key"), default=None
@@ -258,10 +264,10 @@ class RouterSettings:
     def __post_init__(self) -> None:
         if not self.host:
             raise ConfigError("host", "must not be empty")
-        for name in ("api_key", "api_keys_file", "tenants_file", "usage_db", "admin_api_key"):
+        for name in ("length_classes", "api_key", "api_keys_file", "tenants_file", "usage_db", "admin_api_key"):
             if getattr(self, name) == "":
                 raise ConfigError(name, "must not be empty")
-        for name in ("api_keys_file", "tenants_file"):
+        for name in ("length_classes", "api_keys_file", "tenants_file"):
             file = getattr(self, name)
             if file is not None and not Path(file).is_file():
                 raise ConfigError(name, f"{file} is not a file")

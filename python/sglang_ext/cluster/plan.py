@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
@@ -10,6 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import yaml
+
 from sglang_ext.cluster.config import ClusterConfig, ConfigError, PoolConfig, parse_id_set
 from sglang_ext.cluster.fork_client import WORKER_COMMAND
 from sglang_ext.cluster.model import PreparedModel
@@ -17,6 +20,7 @@ from sglang_ext.cluster.state import POOL_KEY_FILE, USAGE_FILE
 from sglang_ext.engine.device import cuda_device_count, torch_has_cuda
 from sglang_ext.engine.launch_plan import ROLE_SWITCH_FLAG, last_value, shared_cpu_environment
 from sglang_ext.types import LengthClass, Role
+from sglang_ext_router.config import json_or_yaml
 
 ROUTER_NAME = "router"
 COORDINATOR_NAME = "coordinator"
@@ -342,6 +346,8 @@ def _router(
         command += ["--coordinator-url", coordinator.url]
     if config.router.length_boundary_tokens:
         command += ["--length-boundary-tokens", str(config.router.length_boundary_tokens)]
+    if config.router.length_classes is not None:
+        command += ["--length-classes", _with_urls(config.router.length_classes, instances)]
     command += ["--shutdown-grace-period-secs", f"{config.stop.drain_s:g}"]
     if config.router.api_keys_file is not None:
         command += ["--api-keys-file", config.router.api_keys_file]
@@ -360,6 +366,23 @@ def _router(
         role=None,
         bootstrap_port=None,
     )
+
+
+def _with_urls(path: str, instances: Sequence[Program]) -> str:
+    """Return a file of length classes as JSON with URLs for the names of instances; its path where it is no mapping."""
+    try:
+        content = json_or_yaml(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return path  # which the router refuses
+    if not isinstance(content, dict):
+        return path
+    urls = {instance.name: instance.url for instance in instances}
+    for entries in content.values():
+        for entry in entries if isinstance(entries, list) else ():
+            for key in ("instances", "worker_ids"):
+                if isinstance(entry, dict) and isinstance(entry.get(key), list):
+                    entry[key] = [urls.get(str(name), name) for name in entry[key]]
+    return json.dumps(content, default=str)
 
 
 def _page_url(config: ClusterConfig, router_url: str) -> str | None:

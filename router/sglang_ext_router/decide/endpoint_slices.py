@@ -12,12 +12,14 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from sglang_ext.types import Role
+from sglang_ext_router.decide.length_classes import parse_token_range
 from sglang_ext_router.decide.pairing import TOPOLOGY_SEPARATOR
 
 LABEL_PREFIX = "sglang-ext.io/"
 ROLE_LABEL = LABEL_PREFIX + "role"
 REVISION_LABEL, TOPOLOGY_LABEL = LABEL_PREFIX + "revision", LABEL_PREFIX + "topology"
 BOOTSTRAP_ANNOTATION = LABEL_PREFIX + "bootstrap-port"
+TOKEN_RANGE_LABEL = "llm-d.ai/context-length-range"
 LLM_D_ROLE_LABEL = "llm-d.ai/role"
 HTTP_PORT, HTTPS_PORT, BOOTSTRAP_PORT = "http", "https", "bootstrap"  # names of a Service's ports
 _ROLES = {
@@ -46,6 +48,7 @@ class Endpoint(NamedTuple):
     state: EndpointState
     revision: str | None = None  # None: the instance says it, or has none
     topology: str = ""  # DOMAIN/NODE, the domain being its zone unless a label says another one
+    token_range: tuple[int, int] | None = None  # of the requests that it is for
 
 
 class SliceError(ValueError):
@@ -106,6 +109,7 @@ def read_slice(item: Mapping[str, Any], rules: RoleRules, default_port: int | No
         raise SliceError(f"EndpointSlice {name}: {BOOTSTRAP_ANNOTATION} {bootstrap!r} is not a port") from None
     revision = labels.get(REVISION_LABEL) or annotations.get(REVISION_LABEL) or None
     domain = labels.get(TOPOLOGY_LABEL) or annotations.get(TOPOLOGY_LABEL)
+    token_range = parse_token_range(labels.get(TOKEN_RANGE_LABEL) or annotations.get(TOKEN_RANGE_LABEL) or "")
     found = []
     for endpoint in item.get("endpoints") or ():
         conditions = endpoint.get("conditions") or {}
@@ -118,7 +122,7 @@ def read_slice(item: Mapping[str, Any], rules: RoleRules, default_port: int | No
             host = f"[{address}]" if ":" in address else address
             state = EndpointState.SERVING if is_ready else EndpointState.DRAINING
             url = f"{scheme}://{host}:{port}"
-            found.append(Endpoint(url, role, bootstrap_port, uid, state, revision, topology))
+            found.append(Endpoint(url, role, bootstrap_port, uid, state, revision, topology, token_range))
     return found
 
 

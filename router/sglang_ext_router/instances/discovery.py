@@ -209,7 +209,8 @@ class Discovery:
 
 def address_of(endpoint: Endpoint) -> WorkerAddress:
     """The instance as the router takes it over."""
-    return WorkerAddress(endpoint.url, endpoint.role, endpoint.bootstrap_port, endpoint.revision, endpoint.topology)
+    found = endpoint
+    return WorkerAddress(found.url, found.role, found.bootstrap_port, found.revision, found.topology, found.token_range)
 
 
 def role_rules(config: RouterConfig) -> RoleRules:

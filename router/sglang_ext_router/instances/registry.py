@@ -8,7 +8,8 @@ from sglang_ext.laps.decide.boundary import DEFAULT_BOUNDARY_TOKENS
 from sglang_ext.types import Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress
 from sglang_ext_router.decide.block_index import PromptKind
-from sglang_ext_router.decide.pool_choice import FixedBoundary
+from sglang_ext_router.decide.length_classes import ClassSpec, upper_bounds
+from sglang_ext_router.decide.pool_choice import FixedBoundary, FixedBounds, ServedClasses
 from sglang_ext_router.decide.served_models import ADAPTER_SEPARATOR, find_model
 from sglang_ext_router.decide.token_estimate import TokenEstimator
 from sglang_ext_router.decide.way_choice import WayCost
@@ -37,7 +38,7 @@ class ModelPools:
         self.ready_decode: tuple[Worker, ...] = ()
         self.ready_plain: tuple[Worker, ...] = ()  # undivided ones
         self.plain_cost, self.divided_cost = WayCost(), WayCost()
-        self.prefill_roles: tuple[Role, ...] = ()
+        self.prefill_classes: tuple[ServedClasses, ...] = ()  # of each of ready_prefill
         self.caches_at_decode = False  # some ready decode instance does
         self.has_revisions = False  # ready instances are of several
         self.silent_kinds: frozenset[str] = frozenset()  # of which an instance is silent and keeps its place
@@ -71,7 +72,7 @@ class ModelPools:
             ready = [worker for worker in ready if worker.revision in pairs]
         self.ready_prefill = tuple(worker for worker in ready if worker.role.is_prefill)
         self.ready_decode = tuple(worker for worker in ready if not worker.role.is_prefill)
-        self.prefill_roles = tuple(worker.role for worker in self.ready_prefill)
+        self.prefill_classes = tuple(worker.served_classes for worker in self.ready_prefill)
         self.caches_at_decode = any(worker.caches_at_decode for worker in self.ready_decode)
         self.has_revisions = len({worker.revision for worker in ready}) > 1
         limits = [worker.max_prompt_tokens for worker in self.ready_prefill]
@@ -113,6 +114,7 @@ class WorkerRegistry:
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
+        self.classes = config.read_length_classes()
         self._by_id: dict[int, Worker] = {}
         self._by_url: dict[str, Worker] = {}
         self._next_id = 0
@@ -146,6 +148,7 @@ class WorkerRegistry:
     def add(self, address: WorkerAddress) -> Worker:
         """Add an instance; it takes requests once a health check has passed."""
         worker = Worker(self._next_id, address, self._config)
+        worker.assign_classes(*(_served(specs, worker.url, address.token_range) for specs in self.classes))
         self._next_id += 1
         self._by_id[worker.id] = worker
         self._by_url[worker.url] = worker
@@ -317,3 +320,14 @@ def describe_roles(workers: Iterable[Worker]) -> dict[str, int]:
         if worker.is_ready:
             counts[worker.role.value] += 1
     return counts
+
+
+def _served(specs: Sequence[ClassSpec], url: str, token_range: tuple[int, int] | None) -> ServedClasses | None:
+    """Return the classes of one stage that an instance serves, by the file or by its own range; None: by its role."""
+    for number, spec in enumerate(specs):
+        if url in spec.instances:
+            return ServedClasses(number, number)
+    if not specs or token_range is None:
+        return None
+    bounds = FixedBounds(upper_bounds(specs))
+    return ServedClasses(bounds.class_of(token_range[0], 0), bounds.class_of(token_range[1], 0))

@@ -10,6 +10,7 @@ from sglang_ext.types import DecodeLoad, PrefillLoad, Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress
 from sglang_ext_router.decide.block_index import PromptKind
 from sglang_ext_router.decide.circuit_breaker import CircuitBreaker
+from sglang_ext_router.decide.pool_choice import ServedClasses, classes_of_role
 from sglang_ext_router.decide.prefill_progress import PrefillProgress
 from sglang_ext_router.decide.served_models import PairingFacts
 from sglang_ext_router.decide.signs_of_life import ReadingTime
@@ -157,6 +158,8 @@ class Worker:
         self.id = worker_id  # never reused while the router lives
         self.url = address.url
         self.role = self.given_role = address.role
+        self.token_range = address.token_range
+        self._classes: tuple[ServedClasses | None, ServedClasses | None] = (None, None)
         self.can_switch_roles = False  # between prefill and decode, by its own report
         self.host = parts.hostname
         self.port = parts.port
@@ -229,7 +232,14 @@ class Worker:
         self.role = role
         self._bind()
 
+    def assign_classes(self, prefill: ServedClasses | None, decode: ServedClasses | None) -> None:
+        """Serve these length classes, as prefill and as decode instance; None: those of its role."""
+        self._classes = prefill, decode
+        self._bind()
+
     def _bind(self) -> None:
+        given = self._classes[self.role is Role.DECODE]
+        self.served_classes = given if given is not None else classes_of_role(self.role)
         self.name = self.url.partition("://")[2]  # in paths, and for people: `host:port`
         self.host_header = self.name.encode()
         self.request_heads: dict[bytes, bytes] = {}
@@ -357,4 +367,4 @@ class Worker:
 
     def address(self) -> WorkerAddress:
         port = self.bootstrap_port if self.has_given_bootstrap_port else None
-        return WorkerAddress(self.url, self.role, port, self.given_revision, self.topology)
+        return WorkerAddress(self.url, self.role, port, self.given_revision, self.topology, self.token_range)

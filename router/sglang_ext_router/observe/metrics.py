@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from sglang_ext.types import LengthClass
+from sglang_ext.types import LengthClass, RouteDecision
 from sglang_ext_router.observe.histograms import (
     LOOP_LAG_BUCKETS_S,
     TOKEN_BUCKETS,
@@ -103,6 +103,7 @@ class RouterMetrics:
         self.requests: dict[tuple[str, str, int, str], int] = {}  # (path, class, status, outcome) → count
         self.short = ClassMetrics(limit_s)
         self.long = ClassMetrics(limit_s)
+        self.objectives: dict[Labels, int] = {}  # (class of the file, whether met) → count
         self.unclassified_slo_missed = 0  # refused before the class was known
         self.refused: dict[str, int] = {}  # reason → count
         self.retries: dict[str, int] = {}  # leg that failed → count
@@ -134,6 +135,13 @@ class RouterMetrics:
     def classes(self) -> tuple[tuple[LengthClass, ClassMetrics], ...]:
         """Return the length classes with their instruments."""
         return (LengthClass.SHORT, self.short), (LengthClass.LONG, self.long)
+
+    def record_ttft(self, decision: RouteDecision, ttft_s: float) -> None:
+        """The first byte of a stream came `ttft_s` after its request."""
+        self.of(decision.length_class).ttft_s.observe(ttft_s)
+        if decision.objective_s:
+            key = (decision.class_name, "true" if ttft_s <= decision.objective_s else "false")
+            self.objectives[key] = self.objectives.get(key, 0) + 1
 
     def count(self, counts: dict[str, int], key: str) -> None:
         """Add one to a counter of this object."""
@@ -238,6 +246,12 @@ class RouterMetrics:
         slo: list[tuple[Labels, float]] = [(("none", "false"), self.unclassified_slo_missed)]
         for cls, figures in self.classes():
             slo += [((cls.value, "true"), figures.slo_met), ((cls.value, "false"), figures.slo_missed)]
+        yield (
+            "class_ttft",
+            "Streams of the classes of --length-classes, by whether the first byte came within the class's ttft_s",
+            ("class", "met"),
+            list(self.objectives.items()),
+        )
         yield "ttft_slo", "Requests with a TTFT deadline, by whether it was met", ("length_class", "met"), slo
         yield (
             "events",

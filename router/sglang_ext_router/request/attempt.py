@@ -215,7 +215,7 @@ class Attempt:
             if request.prompt.is_stream:
                 if not goes_on:
                     record.first_token_s = now_s
-                    services.metrics.of(self.route.decision.length_class).ttft_s.observe(now_s - record.started_s)
+                    services.metrics.record_ttft(self.route.decision, now_s - record.started_s)
                 rate = self.route.compared_rate
                 if rate:
                     way = request.model.divided_cost if decode is not None else request.model.plain_cost

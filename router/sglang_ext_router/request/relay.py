@@ -536,7 +536,7 @@ def route_headers(request_id: bytes, route: Route | None, queue_s: float) -> byt
     decode = route.decode
     return b"x-request-id: %b\r\nx-sglang-ext-class: %b\r\n%b%bx-sglang-ext-queue-ms: %d\r\n" % (
         request_id,
-        route.decision.length_class.encode(),
+        (route.decision.class_name or route.decision.length_class).encode(),
         route.prefill.route_header,
         b"" if decode is None else decode.route_header,
         int(queue_s * 1000),

@@ -12,8 +12,19 @@ from sglang_ext.types import DecodeLoad, LengthClass, PrefillLoad, Role, RouteDe
 from sglang_ext_router.config import RouterConfig
 from sglang_ext_router.decide.block_index import BlockIndex, PromptKind, TokenBlocks
 from sglang_ext_router.decide.decode_choice import Freeness, decode_policy
+from sglang_ext_router.decide.length_classes import upper_bounds
 from sglang_ext_router.decide.pairing import choose_revision, nearest
-from sglang_ext_router.decide.pool_choice import FixedBoundary, PoolChoice, choose_pool, classify, is_in_doubt
+from sglang_ext_router.decide.pool_choice import (
+    Boundary,
+    FixedBoundary,
+    FixedBounds,
+    PoolChoice,
+    ServedClasses,
+    choose_decode_pool,
+    choose_pool,
+    classify,
+    is_in_doubt,
+)
 from sglang_ext_router.decide.prefill_choice import PredictedWait, choose_helper, predicted_wait_s, prefill_policy
 from sglang_ext_router.decide.prefix_index import BLOCK_BYTES, BLOCK_ENDS, PrefixIndex, RecentPrompts
 from sglang_ext_router.decide.session_hints import NO_SESSION, SessionHints
@@ -113,10 +124,13 @@ class RoutePlanner:
         self._allow_spill = config.pool_spill
         # A long pool that computes one prompt on several instances is planned only by its coordinator.
         may_overflow = config.pool_spill and not config.coordinator_url and config.pool_overflow_share > 0
-        self._longest_wait_s = {
-            LengthClass.SHORT: config.pool_overflow_share * config.controller_short_slo_secs if may_overflow else inf,
-            LengthClass.LONG: config.pool_overflow_share * config.controller_long_slo_secs if may_overflow else inf,
-        }
+        self._prefill_classes, decode_classes = registry.classes
+        self._prefill_bounds = FixedBounds(upper_bounds(self._prefill_classes)) if self._prefill_classes else None
+        self._decode_bounds = FixedBounds(upper_bounds(decode_classes)) if decode_classes else None
+        objectives_s = [spec.ttft_s for spec in self._prefill_classes]
+        objectives_s = objectives_s or [config.controller_short_slo_secs, config.controller_long_slo_secs]
+        share = config.pool_overflow_share if may_overflow else 0.0
+        self._longest_wait_s = [share * objective_s or inf for objective_s in objectives_s]  # by class
         self._shares_long = bool(config.coordinator_url)
         self._max_local_tokens = config.max_local_prefill_length
         self._prefers_near = config.prefer_same_topology
@@ -161,7 +175,11 @@ class RoutePlanner:
         if matched:
             max_bytes = max([_matched_bytes(matched, worker) for worker in model.ready_prefill], default=0)
             cached = int(max_bytes * _tokens_per_byte(prompt, (low + high) // 2))
-        return is_in_doubt(low, high, cached, self.boundary(model))
+        if self._decode_bounds is not None:
+            low_peak, high_peak = low + prompt.max_new_tokens, high + prompt.max_new_tokens
+            if is_in_doubt(low_peak, high_peak, 0, self._decode_bounds):
+                return True
+        return is_in_doubt(low, high, cached, self._bounds(model))
 
     def max_cached_tokens(self, model: ModelPools, prompt: Prompt, prompt_tokens: int) -> int:
         """Return how many of the prompt's tokens the instance with the longest cached prefix is believed to hold."""
@@ -170,6 +188,17 @@ class RoutePlanner:
     def boundary(self, model: ModelPools) -> FixedBoundary:
         """Return where short ends for a model: by the option, otherwise by its prefill instances."""
         return self._given_boundary or model.boundary
+
+    def _bounds(self, model: ModelPools) -> Boundary:
+        """Return where the classes of prefill end: the file's, otherwise short and long."""
+        return self._prefill_bounds or self.boundary(model)
+
+    def _named_class(self, number: int) -> tuple[str, float]:
+        """Return name and objective of a class of the file; of short and long neither."""
+        if not self._prefill_classes:
+            return "", 0.0
+        spec = self._prefill_classes[number]
+        return spec.name, spec.ttft_s
 
     # -- choice -----------------------------------------------------------------------------------------
 
@@ -256,7 +285,7 @@ class RoutePlanner:
         if session and divided is None:
             shown_loads = self.sessions.hinted(session, loads, prompt.hashes, prompt_tokens)
         boundary = self.boundary(model)
-        max_local_tokens = self._max_local_tokens or boundary.new_tokens_limit(max(cached))
+        max_local_tokens = self._max_local_tokens or boundary.limit_tokens
         divided_load: PrefillLoad | None = None
         rate = 0.0
         if divided is not None:
@@ -287,6 +316,8 @@ class RoutePlanner:
             predicted_wait_s(load),
             new_tokens,
             load.cached_tokens,
+            0,
+            *self._named_class(self._bounds(model).class_of(new_tokens, load.cached_tokens)),
         )
         return Route(decision, plains[chosen], None, False, rate, rank)
 
@@ -305,21 +336,21 @@ class RoutePlanner:
         """Choose a prefill and, if it is needed, a decode instance; NoInstanceError if there is none."""
         ready_prefill: Sequence[Worker] = model.ready_prefill
         ready_decode: Sequence[Worker] = model.ready_decode
-        roles: Sequence[Role] = model.prefill_roles
+        served: Sequence[ServedClasses] = model.prefill_classes
         if prompt_tokens > model.shortest_prefill_tokens:
             ready_prefill = self._that_hold(ready_prefill, prompt_tokens)
-            roles = [worker.role for worker in ready_prefill]
+            served = [worker.served_classes for worker in ready_prefill]
         if prompt_tokens > model.shortest_decode_tokens:
             ready_decode = self._that_hold(ready_decode, prompt_tokens)
         if prompt_tokens + prompt.max_new_tokens > model.shortest_context_tokens:
             ready_prefill = _with_context(ready_prefill, prompt_tokens + prompt.max_new_tokens)
             ready_decode = _with_context(ready_decode, prompt_tokens + prompt.max_new_tokens)
-            roles = [worker.role for worker in ready_prefill]
+            served = [worker.served_classes for worker in ready_prefill]
         prefills, decodes = ready_prefill, ready_decode
         if self._registry.suspects or prefill_excluded or decode_excluded:
             prefills = self._usable(prefills, prefill_excluded, now_s)
             decodes = self._usable(decodes, decode_excluded, now_s)
-            roles = [worker.role for worker in prefills]
+            served = [worker.served_classes for worker in prefills]
         if not prefills or (needs_decode and not decodes):
             kind = "decode" if prefills else "prefill"
             raise NoInstanceError(model.lacks(kind), kind)
@@ -333,13 +364,16 @@ class RoutePlanner:
             )
             if not prefills:
                 raise NoInstanceError(model.lacks_pair())
-            roles = [worker.role for worker in prefills]
+            served = [worker.served_classes for worker in prefills]
         cached = self._cached_tokens(prompt, prompt_tokens, prefills)
         # Where only instances of the other pool hold the prompt, it goes there.
         allow_spill = self._allow_spill or len(ready_prefill) < len(model.ready_prefill)
-        pool = choose_pool(prompt_tokens, roles, cached, self.boundary(model), allow_spill)
+        pool = choose_pool(prompt_tokens, served, cached, self._bounds(model), allow_spill)
+        best_cached = max(cached)
+        length_class = classify(prompt_tokens - best_cached, best_cached, self.boundary(model))
+        class_name, objective_s = self._named_class(pool.class_number)
         if not pool.candidates:
-            raise NoInstanceError(f"no prefill instance for {pool.length_class} prompts is ready", "prefill")
+            raise NoInstanceError(f"no prefill instance for {class_name or length_class} prompts is ready", "prefill")
         if place is not None:
             position = next((i for i in pool.candidates if prefills[i] is place.prefill), None)
             if position is not None:
@@ -355,7 +389,7 @@ class RoutePlanner:
         prefill = prefills[pool.candidates[chosen]]
         is_spilled = pool.is_spilled
         wait_s = predicted_wait_s(load)
-        if wait_s > self._longest_wait_s[pool.length_class] and len(pool.candidates) < len(prefills):
+        if wait_s > self._longest_wait_s[pool.class_number] and len(pool.candidates) < len(prefills):
             helper = self._helper(pool, prefills, cached, shown_loads[chosen], prefill, prompt_tokens, now_s)
             if helper is not None:
                 prefill, load = helper
@@ -367,6 +401,13 @@ class RoutePlanner:
         decode_rank: int | None = None
         held_share = 0.0
         if needs_decode:
+            if self._decode_bounds is not None:
+                peak_class = self._decode_bounds.class_of(prompt_tokens + prompt.max_new_tokens, 0)
+                may_help = self._allow_spill or len(ready_decode) < len(model.ready_decode)
+                suited = choose_decode_pool(peak_class, [worker.served_classes for worker in decodes], may_help)
+                if not suited:
+                    raise NoInstanceError("no decode instance for a request of this length is ready", "decode")
+                decodes = [decodes[i] for i in suited]
             decode_loads = self._decode_loads(model, prompt, prompt_tokens, decodes)
             if self._prefers_near and prefill.topology:
                 near = nearest(prefill.topology, [one.topology for one in decodes], decode_loads, prompt_tokens)
@@ -377,13 +418,15 @@ class RoutePlanner:
             if decode.ranks:
                 decode_rank, held_share = self._decode_rank(decode, prompt, prompt_tokens)
         decision = RouteDecision(
-            pool.length_class,
+            length_class,
             prefill.id,
             None if decode is None else decode.id,
             wait_s,
             prompt_tokens - load.cached_tokens,
             load.cached_tokens,
             round(held_share * prompt_tokens),
+            class_name,
+            objective_s,
         )
         return Route(decision, prefill, decode, is_spilled, 0.0, prefill_rank, decode_rank)
 
@@ -442,7 +485,7 @@ class RoutePlanner:
             if i not in own and worker.revision == prefill.revision and prompt_tokens <= worker.max_prompt_tokens
         ]
         loads = [prefills[i].prefill_load(cached_tokens[i], now_s) for i in others]
-        longest_wait_s = self._longest_wait_s[pool.length_class]
+        longest_wait_s = self._longest_wait_s[pool.class_number]
         helper = choose_helper(load, loads, prompt_tokens, longest_wait_s, self._draw())
         return None if helper is None else (prefills[others[helper]], loads[helper])
 
@@ -464,7 +507,7 @@ class RoutePlanner:
         )
         candidates = tuple(i for i in pool.candidates if prefills[i].revision == revision)
         return (
-            PoolChoice(pool.length_class, candidates, pool.is_spilled),
+            PoolChoice(pool.class_number, candidates, pool.is_spilled),
             [worker for worker in decodes if worker.revision == revision],
         )
 

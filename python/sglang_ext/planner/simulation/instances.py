@@ -32,7 +32,7 @@ from sglang_ext.planner.simulation.iteration_policies import Iteration, Iteratio
 from sglang_ext.planner.simulation.iterations import advance, iteration_sample
 from sglang_ext.planner.simulation.prefix_caches import PrefixCaches
 from sglang_ext.types import LengthClass, PrefillLoad, Role
-from sglang_ext_router.decide.pool_choice import FixedBoundary, choose_pool
+from sglang_ext_router.decide.pool_choice import FixedBoundary, choose_pool, classes_of_role
 from sglang_ext_router.decide.prefill_choice import PREFILL_POLICIES, PrefillPolicy, prefill_policy
 from sglang_ext_router.decide.prefill_progress import PrefillProgress
 
@@ -232,8 +232,8 @@ class InstancePool:
         if not alive:
             return None
         cached_tokens = self._caches.cached_tokens(request, [instance.number for instance in alive])
-        roles = [instance.role for instance in alive]
-        pool = choose_pool(request.prompt_tokens, roles, cached_tokens, self._boundary, True)
+        served = [classes_of_role(instance.role) for instance in alive]
+        pool = choose_pool(request.prompt_tokens, served, cached_tokens, self._boundary, True)
         able = [(alive[at], cached_tokens[at]) for at in pool.candidates]
         loads = [
             PrefillLoad(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -440,3 +441,19 @@ def test_instances_that_serve_all_prompts_are_members_too() -> None:
     plan = plan_of(config)
     are_members = {program.name: "--cdsp-coordinator" in program.command for program in plan.instances}
     assert are_members == {"short-0": False, "both-0": True, "both-1": True, "decode-0": False}
+
+
+def test_length_classes_name_instances_of_the_cluster(tmp_path: Path) -> None:
+    file = tmp_path / "classes.yaml"
+    file.write_text("prefill: [{name: a, max_tokens: 9, instances: [both-1]}, {name: b}]")
+    plan = plan_of(
+        cluster(RouterSettings(port=0, length_classes=str(file)), both=PoolConfig(count=2), decode=PoolConfig())
+    )
+    command = plan.router.command
+    classes = json.loads(command[command.index("--length-classes") + 1])
+    assert classes["prefill"][0]["instances"] == [plan.instances[1].url]
+    file.write_text("[")
+    plan = plan_of(
+        cluster(RouterSettings(port=0, length_classes=str(file)), both=PoolConfig(count=2), decode=PoolConfig())
+    )
+    assert str(file) in plan.router.command

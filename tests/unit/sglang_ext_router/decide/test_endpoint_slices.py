@@ -21,6 +21,7 @@ from sglang_ext_router.decide.endpoint_slices import (
     read_slice,
     reconcile,
 )
+from sglang_ext_router.instances.discovery import address_of
 from support.scripted_kubernetes import endpoint, endpoint_slice
 
 RULES = RoleRules()
@@ -182,6 +183,14 @@ def test_revision_and_place() -> None:
     item["metadata"]["annotations"] = {"sglang-ext.io/revision": "v3"}
     (annotated,) = read_slice(item, RULES, None)
     assert (annotated.revision, annotated.topology) == ("v3", "")
+
+
+@pytest.mark.parametrize(("label", "token_range"), [("0-2048", (0, 2048)), ("many", None)])
+def test_the_lengths_that_an_instance_is_for(label: str, token_range: tuple[int, int] | None) -> None:
+    labels = {"llm-d.ai/context-length-range": label}
+    (found,) = read_slice(endpoint_slice("s", "decode", endpoint("10.0.0.1"), labels=labels), RULES, None)
+    assert found.token_range == token_range
+    assert address_of(found).token_range == token_range
 
 
 V4, V6 = "http://10.0.0.1:30000", "http://[fd00::1]:30000"

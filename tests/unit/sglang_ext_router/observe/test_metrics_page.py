@@ -100,8 +100,9 @@ async def test_the_document_lists_what_is_shown() -> None:
             labels = {label for sample in family.samples for label in sample.labels} - {"le"}
             name = family.name + ("_total" if family.type == "counter" else "")
             shown[name] = (family.type, labels)
-    # Nothing has been counted there without a controller, a coordinator and a collector: families without samples.
+    # Nothing has been counted there without a controller, classes, a coordinator and a collector: no samples.
     idle = {
+        "class_ttft_total",
         "controller_decisions_total",
         "pool_pressure",
         "pool_offered_instances",
