@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -106,9 +107,13 @@ async def test_streams_are_counted_by_their_objective() -> None:
         assert router.router.metrics.objectives == {("chat", "true"): 2, ("documents", "true"): 1}
         text = (await router.ask("GET", "/metrics")).body.decode()
         assert 'sglang_ext_router_class_ttft_total{class="chat",met="true"} 2.0' in text
-    async with router_of_three(ttft_s=1e-9) as (router, engines):
-        for engine in engines[3:]:
-            engine.script = stream(event({"text": "x"}))
+    async with router_of_three(ttft_s=1e-6) as (router, engines):
+
+        async def answer_late(turn: Any) -> None:
+            await asyncio.sleep(0.05)
+            await stream(event({"text": "x"}))(turn)
+
+        engines[3].script = answer_late
         await router.ask("POST", "/generate", {**request_of(50), "stream": True})
         assert router.router.metrics.objectives == {("chat", "false"): 1}
 
@@ -125,9 +130,9 @@ def test_classes_come_from_a_file(tmp_path: Path) -> None:
     file.write_text("prefill: [{name: a, max_tokens: 9, instances: ['p0:1']}, {name: b}]")
     registry = WorkerRegistry(RouterConfig(workers=WORKERS, length_classes=str(file)))
     assert [tuple(worker.served_classes) for worker in list(registry)[:2]] == [(0, 0), (0, 1 << 30)]
-    found = registry.add(WorkerAddress("http://q:1", Role.BOTH, token_range=(10, 99)))
-    assert found.served_classes == (1, 1)
-    assert found.address().token_range == (10, 99)
+    found = registry.add(WorkerAddress("http://q:1", Role.BOTH, token_range=(5, 99)))
+    assert found.served_classes == (0, 1)
+    assert found.address().token_range == (5, 99)
 
 
 @pytest.mark.parametrize(
