@@ -38,7 +38,8 @@ class RunningService:
         self.key = key
         self.log_path = folder / "service.log"
         self._command = [sys.executable, "-m", "sglang_ext.cli", "batch", "serve", "--endpoint", endpoint_url]
-        self._command += ["--store", str(folder / "store"), "--port", str(self.port), *options]
+        store = [] if "--store" in options else ["--store", str(folder / "store")]
+        self._command += [*store, "--port", str(self.port), *options]
         self.process: subprocess.Popen[bytes] | None = None
 
     @property

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sglang_ext.batch.batch_run import INTERRUPTED, OK, SOME_FAILED, STORE_FULL, USAGE, BatchRun
+from sglang_ext.batch.database import StoreError, StoreFullError
 from sglang_ext.batch.endpoint import EndpointClient
 from sglang_ext.batch.inputs import InputError
 from sglang_ext.batch.lines import BatchLine, Mode
@@ -37,7 +38,7 @@ from sglang_ext.batch.progress import counted
 from sglang_ext.batch.runner import JobRunner, RunnerSettings, reply_body
 from sglang_ext.batch.scores import pack_scores, score_schema, score_table
 from sglang_ext.batch.sending_options import RunError, api_key
-from sglang_ext.batch.store import BatchStore, StoredResult, StoreError, StoreFullError
+from sglang_ext.batch.store import BatchStore, StoredResult
 
 # A row group is what one task sends and what becomes one file, so also what is sent again when a task is lost.
 _GROUP_ROWS, _GROUP_BYTES = {Mode.GENERATE: 1024, Mode.SCORE: 128}, 16 << 20

@@ -13,11 +13,11 @@ from pathlib import Path
 from types import FrameType
 
 from sglang_ext.batch.batch_run import INTERRUPTED, STORE_FULL, USAGE, BatchRun
+from sglang_ext.batch.database import StoreError, StoreFullError
 from sglang_ext.batch.inputs import InputError
 from sglang_ext.batch.lines import MAX_TOP_LOGPROBS, Mode
 from sglang_ext.batch.outputs import OutputError, OutputFormat
 from sglang_ext.batch.sending_options import API_KEY_VARIABLE, RunError, add_sending_arguments
-from sglang_ext.batch.store import StoreError, StoreFullError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

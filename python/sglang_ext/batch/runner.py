@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+from sglang_ext.batch.database import StoreError
 from sglang_ext.batch.decide.in_flight_cap import CapSettings, InFlightCap
 from sglang_ext.batch.decide.line_order import token_ranges
 from sglang_ext.batch.decide.rate_limit import RateLimit
@@ -23,7 +24,7 @@ from sglang_ext.batch.decide.retries import EndpointOutage, FailureKind, retry_d
 from sglang_ext.batch.endpoint import Answer, AnswerKind, EndpointClient, LoadUnknownError, count_tokens
 from sglang_ext.batch.line_queues import Encoder, JobQueue, LineQueues
 from sglang_ext.batch.lines import BatchLine
-from sglang_ext.batch.store import BatchStore, LeasedLine, LineResult, StoreError
+from sglang_ext.batch.store import BatchStore, LeasedLine, LineResult
 from sglang_ext.types import LengthClass
 
 _LEASED_LINES = 64  # leased ahead at least, per job and class

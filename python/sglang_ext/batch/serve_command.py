@@ -16,6 +16,7 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
+from sglang_ext.batch.database import StoreError
 from sglang_ext.batch.endpoint import EndpointClient
 from sglang_ext.batch.runner import JobRunner
 from sglang_ext.batch.sending_options import (
@@ -28,7 +29,7 @@ from sglang_ext.batch.sending_options import (
 from sglang_ext.batch.service.api import build_app
 from sglang_ext.batch.service.batch_service import BatchService, ServiceLimits
 from sglang_ext.batch.service.dispatcher import Dispatcher
-from sglang_ext.batch.store import BatchStore, StoreError
+from sglang_ext.batch.store import BatchStore
 
 logger = logging.getLogger(__name__)
 ENDPOINT_KEY_VARIABLE = "SGLANG_EXT_ENDPOINT_API_KEY"
@@ -44,7 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `sglang-ext batch serve` to `parser`."""
     add = parser.add_argument
     add("--endpoint", required=True, metavar="URL", help="URL of the router, or of any OpenAI-compatible server")
-    add("--store", type=Path, required=True, metavar="DIR", help="folder for uploaded files, requests and results")
+    add(
+        "--store",
+        required=True,
+        metavar="DIR|URL",
+        help="folder for uploaded files, requests and results; or postgresql://... , which several services may share",
+    )
+    add("--files", type=Path, metavar="DIR", help="folder of the files, shared as the store is (default: STORE/files)")
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on")
     add("--port", type=int, default=30100, metavar="N", help="port to listen on")
     add(
@@ -93,10 +100,29 @@ def _check(args: argparse.Namespace) -> None:
             setattr(args, name, os.environ.get(variable, "").strip())
         if any(c.isspace() or not c.isprintable() for c in getattr(args, name)):
             raise ServeError(f"--{name.replace('_', '-')} must be printable, without blanks")
+    if _is_shared(args.store):
+        if args.files is None:
+            raise ServeError("--files is needed with PostgreSQL: a folder that every service on this store has")
+        if args.store_limit_mib is not None:
+            raise ServeError("--store-limit-mib is for a folder; PostgreSQL has limits of its own")
+        return
+    args.files = args.files or Path(args.store, "files")
     try:
-        args.store.mkdir(parents=True, exist_ok=True)
+        Path(args.store).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ServeError(f"--store {args.store}: {error.strerror}") from None
+
+
+def _is_shared(store: str) -> bool:
+    return store.startswith(("postgresql://", "postgres://"))
+
+
+def _open_store(store: str, limit_bytes: int | None) -> BatchStore:
+    if _is_shared(store):
+        return BatchStore.open_shared(store)
+    # SQLite sorts on disk; its temporary files go where the store is.
+    os.environ.setdefault("SQLITE_TMPDIR", str(Path(store).absolute()))
+    return BatchStore.open(Path(store, "batches.sqlite"), limit_bytes)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -131,11 +157,9 @@ async def _serve(args: argparse.Namespace) -> int:
     requests_limit = rate_limit("--limit-requests-per-s", args.limit_requests_per_s)
     tokens_limit = rate_limit("--limit-tokens-per-s", args.limit_tokens_per_s)
     limit_mib = args.store_limit_mib
-    # SQLite sorts on disk; its temporary files go where the store is.
-    os.environ.setdefault("SQLITE_TMPDIR", str(args.store.absolute()))
     sock = _listen(args.host, args.port)
     limit_bytes = None if limit_mib is None else int(limit_mib * (1 << 20))
-    with sock, BatchStore.open(args.store / "batches.sqlite", limit_bytes) as store:
+    with sock, _open_store(args.store, limit_bytes) as store:
         async with client:
             dispatcher = Dispatcher(
                 lambda: JobRunner(
@@ -148,7 +172,7 @@ async def _serve(args: argparse.Namespace) -> int:
                 )
             )
             limits = ServiceLimits(args.max_lines, args.model)
-            service = BatchService(store, dispatcher, args.store / "files", limits)
+            service = BatchService(store, dispatcher, args.files, limits)
             app = build_app(service, args.api_key, args.max_file_mb << 20)
             server = _Server(
                 uvicorn.Config(

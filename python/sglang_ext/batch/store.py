@@ -1,8 +1,8 @@
-"""Everything that a run knows, in one SQLite file: the lines, what is still to be done, and the results.
+"""Everything that a run knows, in one database: the lines, what is still to be done, and the results.
 
 A line's result and its removal from the queue are one transaction, so a line is either in the queue or has one result,
 whenever the process ends. What is in flight is only in memory: after a restart it is in the queue still, and leaves
-again. Several jobs share a store; one process owns it.
+again. Several jobs share a store; one process owns a file, several may share PostgreSQL's tables.
 
 Tables: `lines` (immutable, in the order of input), `queue` (lines without a result, in the order in which they leave),
 `results` (in the order in which they came). A line's id is `job << 40 | position`, so a job is a range of ids.
@@ -12,26 +12,29 @@ from __future__ import annotations
 
 import fcntl
 import os
-import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from threading import RLock
 from typing import IO, NamedTuple, Self
 
 import orjson
 
+from sglang_ext.batch.database import (
+    ConflictError,
+    Database,
+    PostgresDatabase,
+    SqliteDatabase,
+    StoreError,
+)
 from sglang_ext.batch.lines import BatchLine
 
 _POSITION_BITS = 40
-_CACHE_KIB = 32 * 1024
 _PAGE_ROWS, _PAGE_BYTES = 500, 16 << 20  # of a read; a longer one would keep the write-ahead log from starting over
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS jobs(
     id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, description TEXT NOT NULL,
     is_ready INTEGER NOT NULL, lines INTEGER NOT NULL, succeeded INTEGER NOT NULL, failed INTEGER NOT NULL,
     prompt_tokens INTEGER NOT NULL, completion_tokens INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS files(id INTEGER PRIMARY KEY, name TEXT NOT NULL UNIQUE);
+CREATE TABLE IF NOT EXISTS files(id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE);
 CREATE TABLE IF NOT EXISTS lines(
     id INTEGER PRIMARY KEY, custom_id TEXT NOT NULL, path TEXT NOT NULL, prompt_tokens INTEGER NOT NULL,
     sort_key BLOB NOT NULL, file INTEGER NOT NULL, number INTEGER NOT NULL, prompt_len INTEGER, body BLOB NOT NULL);
@@ -43,14 +46,6 @@ CREATE TABLE IF NOT EXISTS results(
     request_id TEXT NOT NULL, error TEXT, body BLOB NOT NULL);
 """
 _VERSION = 1
-
-
-class StoreError(Exception):
-    """The store cannot be used; the text is one line that says why."""
-
-
-class StoreFullError(StoreError):
-    """Nothing more can be written: the disk is full, or the store's limit is reached. What is in it stays."""
 
 
 class Job(NamedTuple):
@@ -116,34 +111,43 @@ class Duplicate(NamedTuple):
 
 
 class BatchStore:
-    """One SQLite file, one owner. Every method is one transaction; safe to call from several threads.
+    """One SQLite file with one owner, or PostgreSQL's tables. Every method is one transaction; threads may share it.
 
-    Methods raise StoreFullError when nothing more can be written, StoreError for anything else that SQLite refuses.
+    Methods raise StoreFullError when nothing more can be written, StoreError for anything else that is refused. Of
+    PostgreSQL's tables a job is leased from by one process at a time; results that come behind another's are dropped.
     """
 
-    def __init__(self, path: Path, connection: sqlite3.Connection, lock_file: IO[str]) -> None:
-        self.path = path
-        self._connection = connection
+    def __init__(self, database: Database, lock_file: IO[str] | None = None, limit_bytes: int | None = None) -> None:
+        self._database = database
         self._lock_file = lock_file
-        self._limit_bytes: int | None = None
-        self._mutex = RLock()
+        self._limit_bytes = limit_bytes
         self._leased: dict[tuple[int, int, int | None], tuple[bytes, int]] = {}  # how far each range is leased
 
     @classmethod
     def open(cls, path: Path, limit_bytes: int | None = None) -> Self:
-        """Open or create the store and become its owner.
+        """Open or create a file and become its owner.
 
         `limit_bytes`: what the file may grow to. StoreError when another process owns it or it is no store.
         """
         lock_file = _lock(path)
         try:
-            store = cls(path, _connect(path), lock_file)
+            store = cls(SqliteDatabase(path), lock_file, limit_bytes)
         except BaseException:
             lock_file.close()
             raise
         try:
-            store._limit_bytes = limit_bytes
             store._prepare()
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    @classmethod
+    def open_shared(cls, url: str) -> Self:
+        """Open a PostgreSQL database that other processes may use, too. StoreError when that cannot be."""
+        store = cls(PostgresDatabase(url))
+        try:
+            store._database.create(_SCHEMA)
         except BaseException:
             store.close()
             raise
@@ -151,39 +155,32 @@ class BatchStore:
 
     def start_over(self) -> None:
         """Empty the store by removing its file, which a full disk allows, too; ownership stays."""
-        with self._mutex:
-            self._connection.close()
-            for suffix in ("", "-wal", "-shm"):
-                Path(f"{self.path}{suffix}").unlink(missing_ok=True)
-            self._leased.clear()
-            self._connection = _connect(self.path)
-            self._prepare()
+        database = self._database
+        assert isinstance(database, SqliteDatabase)
+        database.close()
+        for suffix in ("", "-wal", "-shm"):
+            Path(f"{database.path}{suffix}").unlink(missing_ok=True)
+        self._leased.clear()
+        self._database = SqliteDatabase(database.path)
+        self._prepare()
 
     def _prepare(self) -> None:
-        with self._translating():
-            version = self._connection.execute("PRAGMA user_version").fetchone()[0]
-            if version not in (0, _VERSION):
-                raise StoreError(f"{self.path}: written by another version of sglang-ext (format {version})")
-            if version == 0 and self._connection.execute("SELECT 1 FROM sqlite_master").fetchone():
-                raise StoreError(f"{self.path}: a database, but no store of batches")
-            execute = self._connection.execute
-            execute("PRAGMA journal_mode=WAL")
-            execute("PRAGMA synchronous=NORMAL")
-            execute(f"PRAGMA cache_size=-{_CACHE_KIB}")
-            execute("PRAGMA auto_vacuum=INCREMENTAL")
-            if self._limit_bytes is not None:
-                page_bytes = execute("PRAGMA page_size").fetchone()[0]
-                execute(f"PRAGMA max_page_count={max(1, self._limit_bytes // page_bytes)}")
-            with self._transaction():
-                for statement in _SCHEMA.split(";"):
-                    if statement.strip():
-                        execute(statement)
-                execute(f"PRAGMA user_version={_VERSION}")
+        database = self._database
+        assert isinstance(database, SqliteDatabase)
+        database.prepare(_VERSION, self._limit_bytes)
+        with database.transaction():
+            database.create(_SCHEMA)
+            database.execute(f"PRAGMA user_version={_VERSION}")
+
+    @property
+    def database(self) -> Database:
+        """Return where its tables are."""
+        return self._database
 
     def close(self) -> None:
-        """Close the file and give up ownership."""
-        with self._mutex:
-            self._connection.close()
+        """Close the connection and give up ownership."""
+        self._database.close()
+        if self._lock_file is not None:
             self._lock_file.close()
 
     def __enter__(self) -> Self:
@@ -196,66 +193,62 @@ class BatchStore:
 
     def create_job(self, name: str, description: Mapping[str, object]) -> int:
         """Add an empty job and return its id. ValueError when there is one of this name."""
-        with self._translating(), self._transaction():
-            try:
-                cursor = self._connection.execute(
+        try:
+            with self._database.transaction():
+                row = self._database.row(
                     "INSERT INTO jobs(name, description, is_ready, lines, succeeded, failed, prompt_tokens,"
-                    " completion_tokens) VALUES (?, ?, 0, 0, 0, 0, 0, 0)",
-                    (name, orjson.dumps(description).decode()),
+                    " completion_tokens) VALUES (?, ?, 0, 0, 0, 0, 0, 0) RETURNING id",
+                    name,
+                    orjson.dumps(description).decode(),
                 )
-            except sqlite3.IntegrityError:
-                raise ValueError(f"there is a job {name!r} already") from None
-            assert cursor.lastrowid is not None
-            return cursor.lastrowid
+        except ConflictError:
+            raise ValueError(f"there is a job {name!r} already") from None
+        assert row is not None
+        return int(row[0])
 
     def describe_job(self, job: int, description: Mapping[str, object]) -> None:
         """Replace the description. KeyError for an unknown job."""
-        with self._translating(), self._transaction():
-            text = orjson.dumps(description).decode()
-            if self._connection.execute("UPDATE jobs SET description=? WHERE id=?", (text, job)).rowcount != 1:
-                raise KeyError(job)
+        text = orjson.dumps(description).decode()
+        if self._database.execute("UPDATE jobs SET description=? WHERE id=?", text, job) != 1:
+            raise KeyError(job)
 
     def jobs(self) -> list[Job]:
         """All jobs, the oldest first."""
-        with self._translating():
-            rows = self._connection.execute("SELECT * FROM jobs ORDER BY id").fetchall()
-        return [_job(row) for row in rows]
+        return [_job(row) for row in self._database.rows("SELECT * FROM jobs ORDER BY id")]
 
     def job(self, job: int) -> Job:
         """One job with its counts. KeyError for an unknown one."""
-        with self._translating():
-            row = self._connection.execute("SELECT * FROM jobs WHERE id=?", (job,)).fetchone()
+        row = self._database.row("SELECT * FROM jobs WHERE id=?", job)
         if row is None:
             raise KeyError(job)
         return _job(row)
 
     def find_job(self, name: str) -> Job | None:
         """The job of this name."""
-        with self._translating():
-            row = self._connection.execute("SELECT * FROM jobs WHERE name=?", (name,)).fetchone()
+        row = self._database.row("SELECT * FROM jobs WHERE name=?", name)
         return None if row is None else _job(row)
 
     def delete_job(self, job: int) -> None:
         """Remove a job with its lines and results; one transaction, and the space can be used again."""
         first, last = _ids(job)
-        with self._translating(), self._transaction():
-            self._connection.execute("DELETE FROM queue WHERE job=?", (job,))
-            self._connection.execute("DELETE FROM results WHERE line BETWEEN ? AND ?", (first, last))
-            self._connection.execute("DELETE FROM lines WHERE id BETWEEN ? AND ?", (first, last))
-            self._connection.execute("DELETE FROM jobs WHERE id=?", (job,))
+        with self._database.transaction():
+            self._database.execute("DELETE FROM queue WHERE job=?", job)
+            self._database.execute("DELETE FROM results WHERE line BETWEEN ? AND ?", first, last)
+            self._database.execute("DELETE FROM lines WHERE id BETWEEN ? AND ?", first, last)
+            self._database.execute("DELETE FROM jobs WHERE id=?", job)
             self._forget_leases(job)
 
     def add_lines(self, job: int, lines: Sequence[BatchLine]) -> None:
         """Append lines to a job that is not ready; one transaction. KeyError for an unknown job."""
-        with self._translating(), self._transaction():
-            row = self._connection.execute("SELECT lines, is_ready FROM jobs WHERE id=?", (job,)).fetchone()
+        with self._database.transaction():
+            row = self._database.row("SELECT lines, is_ready FROM jobs WHERE id=?", job)
             if row is None:
                 raise KeyError(job)
             if row[1]:
                 raise ValueError(f"job {job} has all its lines already")
             start = _ids(job)[0] + row[0]
             files = {name: self._file_id(name) for name in {line.file for line in lines}}
-            self._connection.executemany(
+            self._database.execute_many(
                 "INSERT INTO lines VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
                     (
@@ -272,30 +265,34 @@ class BatchStore:
                     for offset, line in enumerate(lines)
                 ),
             )
-            self._connection.execute("UPDATE jobs SET lines = lines + ? WHERE id=?", (len(lines), job))
+            self._database.execute("UPDATE jobs SET lines = lines + ? WHERE id=?", len(lines), job)
 
     def _file_id(self, name: str) -> int:
-        self._connection.execute("INSERT OR IGNORE INTO files(name) VALUES (?)", (name,))
-        found: int = self._connection.execute("SELECT id FROM files WHERE name=?", (name,)).fetchone()[0]
-        return found
+        self._database.execute("INSERT INTO files(name) VALUES (?) ON CONFLICT DO NOTHING", name)
+        found = self._database.row("SELECT id FROM files WHERE name=?", name)
+        assert found is not None
+        return int(found[0])
 
     def duplicates(self, job: int, limit: int) -> list[Duplicate]:
         """`custom_id`s that are there more than once, at most `limit` of them. Sorts on disk, not in memory."""
         first, last = _ids(job)
-        with self._translating():
-            rows = self._connection.execute(
-                "SELECT custom_id, min(id) FROM lines WHERE id BETWEEN ? AND ?"
-                " GROUP BY custom_id HAVING count(*) > 1 LIMIT ?",
-                (first, last, limit),
-            ).fetchall()
-            return [Duplicate(custom_id, *self._places(custom_id, earliest, last)) for custom_id, earliest in rows]
+        rows = self._database.rows(
+            "SELECT custom_id, min(id) FROM lines WHERE id BETWEEN ? AND ?"
+            " GROUP BY custom_id HAVING count(*) > 1 LIMIT ?",
+            first,
+            last,
+            limit,
+        )
+        return [Duplicate(custom_id, *self._places(custom_id, earliest, last)) for custom_id, earliest in rows]
 
     def _places(self, custom_id: str, earliest: int, last: int) -> tuple[str, str, int]:
-        rows = self._connection.execute(
+        rows = self._database.rows(
             "SELECT files.name, number FROM lines JOIN files ON files.id = lines.file"
             " WHERE lines.id BETWEEN ? AND ? AND custom_id=? ORDER BY lines.id LIMIT 2",
-            (earliest, last, custom_id),
-        ).fetchall()
+            earliest,
+            last,
+            custom_id,
+        )
         places = [BatchLine("", "", b"", 0, b"", name, number).place for name, number in rows]
         return places[0], places[1], rows[1][1]
 
@@ -308,13 +305,15 @@ class BatchStore:
             duplicate = found[0]
             raise ValueError(f"custom_id {duplicate.custom_id!r} is on {duplicate.first} and on {duplicate.second}")
         first, last = _ids(job)
-        with self._translating(), self._transaction():
-            self._connection.execute(
+        with self._database.transaction():
+            self._database.execute(
                 "INSERT INTO queue SELECT ?, sort_key, id, prompt_tokens FROM lines WHERE id BETWEEN ? AND ?"
                 " ORDER BY sort_key, id",
-                (job, first, last),
+                job,
+                first,
+                last,
             )
-            self._connection.execute("UPDATE jobs SET is_ready=1 WHERE id=?", (job,))
+            self._database.execute("UPDATE jobs SET is_ready=1 WHERE id=?", job)
 
     # -- work ---------------------------------------------------------------------------------------------------------
 
@@ -335,17 +334,21 @@ class BatchStore:
         place = (job, min_tokens, below_tokens)
         upper = 1 << 62 if below_tokens is None else below_tokens
         leased: list[LeasedLine] = []
-        with self._translating():
-            key, after = self._leased.get(place, (b"", -1))
-            rows = self._connection.execute(
-                "SELECT queue.sort_key, lines.id, custom_id, path, body, lines.prompt_tokens, files.name, number,"
-                " prompt_len FROM queue JOIN lines ON lines.id = queue.line JOIN files ON files.id = lines.file"
-                " WHERE job=? AND (queue.sort_key, queue.line) > (?, ?)"
-                " AND queue.prompt_tokens >= ? AND queue.prompt_tokens < ?"
-                " ORDER BY queue.sort_key, queue.line LIMIT ?",
-                (job, key, after, min_tokens, upper, most),
-            )
-            size_bytes = 0
+        key, after = self._leased.get(place, (b"", -1))
+        size_bytes = 0
+        with self._database.reading(
+            "SELECT queue.sort_key, lines.id, custom_id, path, body, lines.prompt_tokens, files.name, number,"
+            " prompt_len FROM queue JOIN lines ON lines.id = queue.line JOIN files ON files.id = lines.file"
+            " WHERE job=? AND (queue.sort_key, queue.line) > (?, ?)"
+            " AND queue.prompt_tokens >= ? AND queue.prompt_tokens < ?"
+            " ORDER BY queue.sort_key, queue.line LIMIT ?",
+            job,
+            key,
+            after,
+            min_tokens,
+            upper,
+            most,
+        ) as rows:
             for sort_key, line, custom_id, path, body, tokens, file, number, prompt_len in rows:
                 parsed = BatchLine(custom_id, path, body, tokens, sort_key, file, number, prompt_len)
                 leased.append(LeasedLine(line, parsed))
@@ -353,63 +356,81 @@ class BatchStore:
                 size_bytes += len(body)
                 if size_bytes >= max_bytes:
                     break
-            rows.close()
-            self._leased[place] = (key, after)
+        self._leased[place] = (key, after)
         return leased
 
     def release_leases(self, job: int) -> None:
         """Let lines without a result be leased again. Nothing of the job may be in flight."""
-        with self._mutex:
-            self._forget_leases(job)
+        self._forget_leases(job)
 
     def _forget_leases(self, job: int) -> None:
-        for place in [place for place in self._leased if place[0] == job]:
-            del self._leased[place]
+        for place in [place for place in list(self._leased) if place[0] == job]:
+            self._leased.pop(place, None)
 
     def finish(self, results: Sequence[LineResult]) -> None:
-        """Write results and take their lines out of the queue, all of them or none. StoreError if one has a result."""
+        """Write results and take their lines out of the queue, all of them or none.
+
+        A line that has a result keeps it in a shared store, where a process that lost the job may still report; in a
+        file it cannot have one: StoreError.
+        """
+        with self._database.transaction():
+            self._write_results(self._dequeue(results))
+
+    def _dequeue(self, results: Sequence[LineResult]) -> Sequence[LineResult]:
+        """Take lines out of the queue; returns the results whose line was in it."""
+        if self._database.is_shared:
+            removed = self._database.rows(
+                "DELETE FROM queue USING lines WHERE lines.id = ANY(?) AND queue.job = lines.id >> 40"
+                " AND queue.sort_key = lines.sort_key AND queue.line = lines.id RETURNING queue.line",
+                [result.id for result in results],
+            )
+            lines = {line for (line,) in removed}
+            return [result for result in results if result.id in lines]
+        count = self._database.execute_many(
+            "DELETE FROM queue WHERE job = ?1 >> 40 AND line = ?1"
+            " AND sort_key = (SELECT sort_key FROM lines WHERE id = ?1)",
+            ((result.id,) for result in results),
+        )
+        if count != len(results):
+            told = f"{len(results)} lines have results, {count} of them were in the queue"
+            raise StoreError(f"{self._database.name}: {told}: a line would get a second result")
+        return results
+
+    def _write_results(self, results: Sequence[LineResult]) -> None:
         by_job: dict[int, list[int]] = {}
         for result in results:
             sums = by_job.setdefault(result.id >> _POSITION_BITS, [0, 0, 0, 0])
             sums[0 if result.is_ok else 1] += 1
             sums[2] += result.prompt_tokens
             sums[3] += result.completion_tokens
-        with self._translating(), self._transaction():
-            try:
-                self._connection.executemany(
-                    "INSERT INTO results(line, is_ok, status_code, request_id, error, body) VALUES (?, ?, ?, ?, ?, ?)",
-                    (
-                        (result.id, result.is_ok, result.status_code, result.request_id, result.error, result.body)
-                        for result in results
-                    ),
-                )
-            except sqlite3.IntegrityError as error:
-                raise StoreError(f"{self.path}: a line would get a second result ({error})") from None
-            removed = self._connection.executemany(
-                "DELETE FROM queue WHERE job = ?1 >> 40 AND line = ?1"
-                " AND sort_key = (SELECT sort_key FROM lines WHERE id = ?1)",
-                ((result.id,) for result in results),
-            ).rowcount
-            if removed != len(results):
-                raise StoreError(f"{self.path}: {len(results)} lines have results, {removed} of them were in the queue")
-            for job, sums in by_job.items():
-                self._connection.execute(
-                    "UPDATE jobs SET succeeded = succeeded + ?, failed = failed + ?,"
-                    " prompt_tokens = prompt_tokens + ?, completion_tokens = completion_tokens + ? WHERE id = ?",
-                    (*sums, job),
-                )
+        self._database.execute_many(
+            "INSERT INTO results(line, is_ok, status_code, request_id, error, body) VALUES (?, ?, ?, ?, ?, ?)",
+            (
+                (result.id, result.is_ok, result.status_code, result.request_id, result.error, result.body)
+                for result in results
+            ),
+        )
+        for job, sums in sorted(by_job.items()):
+            self._database.execute(
+                "UPDATE jobs SET succeeded = succeeded + ?, failed = failed + ?,"
+                " prompt_tokens = prompt_tokens + ?, completion_tokens = completion_tokens + ? WHERE id = ?",
+                *sums,
+                job,
+            )
 
     def requeue_failed(self, job: int) -> int:
         """Put failed lines back into the queue, without their results; return how many."""
         first, last = _ids(job)
-        with self._translating(), self._transaction():
-            count = self._connection.execute(
+        with self._database.transaction():
+            count = self._database.execute(
                 "INSERT INTO queue SELECT ?, sort_key, lines.id, prompt_tokens FROM results"
                 " JOIN lines ON lines.id = results.line WHERE line BETWEEN ? AND ? AND is_ok = 0",
-                (job, first, last),
-            ).rowcount
-            self._connection.execute("DELETE FROM results WHERE line BETWEEN ? AND ? AND is_ok = 0", (first, last))
-            self._connection.execute("UPDATE jobs SET failed = 0 WHERE id = ?", (job,))
+                job,
+                first,
+                last,
+            )
+            self._database.execute("DELETE FROM results WHERE line BETWEEN ? AND ? AND is_ok = 0", first, last)
+            self._database.execute("UPDATE jobs SET failed = 0 WHERE id = ?", job)
             self._forget_leases(job)
             return count
 
@@ -426,51 +447,22 @@ class BatchStore:
         while True:
             page: list[StoredResult] = []
             size_bytes = 0
-            with self._translating():
-                rows = self._connection.execute(
-                    "SELECT results.line, custom_id, is_ok, status_code, request_id, error, results.body,"
-                    " lines.body, prompt_len FROM results JOIN lines ON lines.id = results.line"
-                    f" WHERE line > ? AND line <= ?{wanted} ORDER BY line LIMIT {_PAGE_ROWS}",
-                    (after, last),
-                )
+            with self._database.reading(
+                "SELECT results.line, custom_id, is_ok, status_code, request_id, error, results.body,"
+                " lines.body, prompt_len FROM results JOIN lines ON lines.id = results.line"
+                f" WHERE line > ? AND line <= ?{wanted} ORDER BY line LIMIT {_PAGE_ROWS}",
+                after,
+                last,
+            ) as rows:
                 for row in rows:
                     page.append(StoredResult(row[0], row[1], bool(row[2]), *row[3:]))
                     size_bytes += len(row[6]) + len(row[7])
                     if size_bytes >= _PAGE_BYTES:
                         break
-                rows.close()
             if not page:
                 return
             yield from page
             after = page[-1].id
-
-    # -- SQLite -------------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        self._connection.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-            self._connection.execute("COMMIT")
-        except BaseException:
-            if self._connection.in_transaction:
-                self._connection.execute("ROLLBACK")
-            raise
-
-    @contextmanager
-    def _translating(self) -> Iterator[None]:
-        with self._mutex:
-            try:
-                yield
-            except sqlite3.Error as error:
-                raise _translated(self.path, error) from error
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    try:
-        return sqlite3.connect(path, isolation_level=None, check_same_thread=False, cached_statements=64)
-    except sqlite3.Error as error:
-        raise _translated(path, error) from None
 
 
 def _ids(job: int) -> tuple[int, int]:
@@ -503,12 +495,3 @@ def _lock(path: Path) -> IO[str]:
     except OSError:
         pass  # a full disk; the lock holds without a name
     return lock_file
-
-
-def _translated(path: Path, error: sqlite3.Error) -> StoreError:
-    code = getattr(error, "sqlite_errorcode", 0) or 0
-    if code == sqlite3.SQLITE_FULL:
-        return StoreFullError(f"{path}: the disk is full, or the store's limit is reached")
-    if code & 0xFF == sqlite3.SQLITE_IOERR:
-        return StoreFullError(f"{path}: cannot be written ({getattr(error, 'sqlite_errorname', error)})")
-    return StoreError(f"{path}: {error}")

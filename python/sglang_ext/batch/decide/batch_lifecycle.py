@@ -14,9 +14,11 @@ event that no longer matters: it is ignored.
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class BatchStatus(StrEnum):
@@ -166,3 +168,40 @@ def parse_completion_window(text: str) -> int:
             f"{text!r} is not a completion window: a whole number and s, m, h or d, such as 24h; at most 30d"
         )
     return seconds
+
+
+class OpenBatch(NamedTuple):
+    """A batch that is not over."""
+
+    batch_id: str  # sorts by age
+    tenant: str
+    is_sending: bool  # its requests are sent, or wait for it; else its work is short
+
+
+def choose_batches(
+    batches: Sequence[OpenBatch], holders: Mapping[str, str], mine: Iterable[str], dispatchers: int, max_sending: int
+) -> list[str]:
+    """Return the ids of batches that a dispatcher takes next, in order, where several work on one store.
+
+    Reading an input and writing files is short, and is taken as it comes. Batches whose requests are sent are divided:
+    no dispatcher takes more than its part of them. The next is of the tenant that has the fewest under way at all
+    dispatchers, its oldest.
+
+    `holders` has those that a dispatcher has, `mine` this one's; `dispatchers` live, and this one sends at most
+    `max_sending` batches at a time.
+    """
+    free = [batch for batch in batches if batch.batch_id not in holders]
+    chosen = [batch.batch_id for batch in free if not batch.is_sending]
+    sending = [batch for batch in batches if batch.is_sending]
+    own = set(mine)
+    part = -(-len(sending) // max(1, dispatchers))
+    room = min(max_sending, part) - sum(batch.batch_id in own for batch in sending)
+    under_way = Counter(batch.tenant for batch in sending if batch.batch_id in holders)
+    waiting = sorted(batch for batch in free if batch.is_sending)
+    while waiting and room > 0:
+        following = min(waiting, key=lambda batch: (under_way[batch.tenant], batch.batch_id))
+        waiting.remove(following)
+        under_way[following.tenant] += 1
+        chosen.append(following.batch_id)
+        room -= 1
+    return chosen

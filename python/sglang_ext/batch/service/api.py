@@ -6,7 +6,6 @@ import asyncio
 import hmac
 import json
 import logging
-import sqlite3
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
@@ -19,12 +18,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from sglang_ext import __version__
+from sglang_ext.batch.database import StoreError
 from sglang_ext.batch.decide.batch_lifecycle import EventRefusedError, parse_completion_window
 from sglang_ext.batch.service.batch_service import BatchService
 from sglang_ext.batch.service.files import StoredFile
 from sglang_ext.batch.service.metrics import render_metrics
 from sglang_ext.batch.service.uploads import UploadError, receive_upload
-from sglang_ext.batch.store import StoreError
 from sglang_ext.shared_key import bearer_key
 
 logger = logging.getLogger(__name__)
@@ -266,7 +265,6 @@ def _add_error_handlers(app: FastAPI) -> None:
         return _json_error(507, f"the service's disk: {error.strerror or error}")
 
     @app.exception_handler(StoreError)
-    @app.exception_handler(sqlite3.OperationalError)
     async def on_store(_: Request, error: Exception) -> Response:
         logger.error("a request failed: %s", error)
         return _json_error(507, f"the service's store: {error}")

@@ -7,8 +7,9 @@ does. A cancellation changes the state and ends the work that was under way; the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-import sqlite3
+import secrets
 import threading
 import time
 from collections import Counter
@@ -19,20 +20,24 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from sglang_ext.batch.database import StoreError
 from sglang_ext.batch.decide.batch_lifecycle import (
     BatchEvent,
     BatchLifecycle,
     BatchStatus,
     BatchWork,
+    OpenBatch,
+    choose_batches,
     parse_completion_window,
 )
 from sglang_ext.batch.outputs import error_line, output_line
 from sglang_ext.batch.service.batches import BatchEntry, BatchTable, LineProblem, RequestTotals
 from sglang_ext.batch.service.dispatcher import Dispatcher, until_done
 from sglang_ext.batch.service.files import FileStore, IdSource, StoredFile
+from sglang_ext.batch.service.leases import LEASE_S, Holders, LeaseLostError, Leases
 from sglang_ext.batch.service.metrics import RequestOutcome, ServiceReading
 from sglang_ext.batch.service.validation import read_lines
-from sglang_ext.batch.store import BatchStore, Job, LineResult, StoredResult, StoreError
+from sglang_ext.batch.store import BatchStore, Job, LineResult, StoredResult
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -78,23 +83,28 @@ class BatchService:
         folder: Path,
         limits: ServiceLimits,
         now_s: Callable[[], float] = time.time,
+        lease_s: float = LEASE_S,
     ) -> None:
         self._store = store
         self._dispatcher = dispatcher
         self._limits = limits
         self._now_s = now_s
-        self._database = sqlite3.connect(store.path, isolation_level=None, timeout=30.0)
-        self._database.execute("PRAGMA synchronous=FULL")  # an accepted batch outlives the machine's power
+        self._database = store.database.second()  # an accepted batch outlives the machine's power
         self._ids = IdSource()
         self.files = FileStore(self._database, folder, self._ids, now_s)
         self.batches = BatchTable(self._database)
+        # The one process that owns a file has at once what it had before it was killed.
+        owner = secrets.token_hex(8) if self._database.is_shared else "the owner"
+        self._leases = Leases(self._database, owner, lease_s)
+        self._holders = Holders()
         self._drivers: dict[str, asyncio.Task[None]] = {}
         self._work: dict[str, asyncio.Task[None]] = {}
+        self._doing: dict[str, BatchWork] = {}
         self._retry_s: dict[str, float] = {}
         self._validating = asyncio.Semaphore(VALIDATING_AT_ONCE)
         self._outcomes: Counter[RequestOutcome] = Counter()
         self._slots = asyncio.Semaphore(MAX_RUNNING)
-        self._sweeper: asyncio.Task[None] | None = None
+        self._background: list[asyncio.Task[None]] = []
 
     # -- what clients ask for ------------------------------------------------------------------------------------------
 
@@ -119,7 +129,7 @@ class BatchService:
             output_expires_after_s=output_expires_after_s,
         )
         self.batches.put(entry)
-        self._begin(entry.batch_id)
+        self._take(entry.batch_id)
         return entry
 
     def find(self, batch_id: str) -> BatchEntry | None:
@@ -133,15 +143,17 @@ class BatchService:
 
     def cancel(self, batch_id: str) -> BatchEntry | None:
         """Cancel a batch: its work ends at once. None for an unknown one; EventRefusedError when it is too late."""
-        entry = self.batches.find(batch_id)
-        if entry is None:
-            return None
-        lifecycle = entry.lifecycle.advance(BatchEvent.CANCEL, self._now_s())
-        if lifecycle is not entry.lifecycle:
-            entry = replace(entry, lifecycle=lifecycle)
-            self.batches.put(entry)
-            if work := self._work.get(batch_id):
-                work.cancel()
+        with self._database.transaction():
+            entry = self.batches.find_to_change(batch_id)
+            if entry is None:
+                return None
+            lifecycle = entry.lifecycle.advance(BatchEvent.CANCEL, self._now_s())
+            is_changed = lifecycle is not entry.lifecycle
+            if is_changed:
+                entry = replace(entry, lifecycle=lifecycle)
+                self.batches.put(entry)
+        if is_changed and not self._stop_work(batch_id):
+            self._take(batch_id)  # unless another dispatcher has it, which sees the new state
         return self._counted(entry)
 
     def _counted(self, entry: BatchEntry) -> BatchEntry:
@@ -169,33 +181,94 @@ class BatchService:
 
     async def start(self) -> None:
         """Go on with every open batch."""
+        jobs = self._store.jobs()  # before the batches: another dispatcher may begin some
         entries = self.batches.open()
         open_ids = {entry.batch_id for entry in entries}
-        for job in self._store.jobs():
+        for job in jobs:
             if job.name not in open_ids:  # it ended, and the service before its lines were removed
                 await asyncio.to_thread(self._store.delete_job, job.id)
-        for entry in entries:
-            self._begin(entry.batch_id)
-        self._sweeper = asyncio.create_task(self._sweep())
-        if entries:
-            logger.info("going on with %d batches", len(entries))
+        self._take_turn()
+        self._background = [asyncio.create_task(self._sweep()), asyncio.create_task(self._take_turns())]
+        if self._drivers:
+            logger.info("going on with %d batches", len(self._drivers))
 
     async def stop(self) -> None:
         """End all work; open batches go on when the service starts again."""
-        tasks = [*self._drivers.values(), *([self._sweeper] if self._sweeper else [])]
+        tasks = [*self._background, *self._drivers.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._dispatcher.close()
+        with contextlib.suppress(StoreError):  # else they end by themselves
+            self._leases.give_up_all()
         self._database.close()
 
-    def _begin(self, batch_id: str) -> None:
-        self._drivers[batch_id] = asyncio.create_task(self._drive(batch_id))
+    def _take(self, batch_id: str) -> None:
+        """Work on a batch if no other dispatcher does."""
+        if batch_id not in self._drivers and self._leases.take(batch_id):
+            self._drivers[batch_id] = asyncio.create_task(self._drive(batch_id))
+
+    async def _take_turns(self) -> None:
+        """Renew leases, see what other dispatchers have changed, and take batches that no one has."""
+        while True:
+            await asyncio.sleep(POLL_S)
+            try:
+                self._take_turn()
+            except StoreError as error:
+                logger.warning("leases: %s", error)
+
+    def _take_turn(self) -> None:
+        entries = {entry.batch_id: entry for entry in self.batches.open()}
+        self._holders = self._leases.renew()
+        for batch_id, driver in list(self._drivers.items()):
+            if batch_id not in self._holders.batches:
+                continue  # it is ending
+            if not self._leases.is_mine(self._holders.batches[batch_id]):
+                logger.warning("%s: another dispatcher has taken it over", batch_id)
+                driver.cancel()
+            elif batch_id in entries and entries[batch_id].lifecycle.work is not self._doing.get(batch_id):
+                self._stop_work(batch_id)  # cancelled elsewhere
+        now_s = self._now_s()
+        batches = [
+            OpenBatch(
+                entry.batch_id,
+                entry.tenant,
+                entry.lifecycle.work is BatchWork.RUN and entry.lifecycle.due_event(1, now_s) is None,
+            )
+            for entry in entries.values()
+        ]
+        taken = {  # a lease of its own that nothing is done for is of an earlier life
+            batch_id: holder
+            for batch_id, holder in self._holders.batches.items()
+            if batch_id in self._drivers or not self._leases.is_mine(holder)
+        }
+        for batch_id in choose_batches(batches, taken, self._drivers, self._holders.dispatchers, MAX_RUNNING):
+            self._take(batch_id)
+
+    def _stop_work(self, batch_id: str) -> bool:
+        """End what is being done for a batch, so that its driver looks at its state; False if nothing is done here."""
+        work = self._work.get(batch_id)
+        if work is None:
+            return False
+        work.cancel()
+        return True
+
+    def _must_wait(self, entry: BatchEntry) -> bool:
+        """Return whether a batch whose requests are known waits, at any dispatcher, until one has room for it."""
+        sending = sum(doing is BatchWork.RUN for doing in self._doing.values())
+        is_due = entry.lifecycle.due_event(1, self._now_s()) is not None
+        others = self._holders.dispatchers > 1 and sending > 0
+        return entry.lifecycle.work is BatchWork.RUN and not is_due and (others or sending >= MAX_RUNNING)
 
     async def _drive(self, batch_id: str) -> None:
         """Do what the batch's state asks for until it asks for nothing."""
         try:
+            is_new = True
             while (entry := self.batches.find(batch_id)) and entry.lifecycle.work is not BatchWork.NOTHING:
+                if not is_new and self._must_wait(entry) and self._doing.get(batch_id) is not BatchWork.RUN:
+                    break
+                is_new = False
+                self._doing[batch_id] = entry.lifecycle.work
                 work = self._work[batch_id] = asyncio.create_task(self._do(entry))
                 try:
                     await asyncio.wait([work])
@@ -206,8 +279,12 @@ class BatchService:
                     work.result()
             if entry:
                 logger.info("%s: %s, %s", batch_id, entry.status.value, entry.totals)
+            self._leases.give_up(batch_id)
+        except (LeaseLostError, StoreError) as error:
+            logger.warning("%s: left: %r", batch_id, error)
         finally:
             self._work.pop(batch_id, None)
+            self._doing.pop(batch_id, None)
             self._retry_s.pop(batch_id, None)
             self._drivers.pop(batch_id, None)
 
@@ -221,10 +298,12 @@ class BatchService:
         try:
             await steps[entry.lifecycle.work](entry)
             self._retry_s.pop(entry.batch_id, None)
+        except LeaseLostError:
+            raise
         except Exception as error:
             wait_s = self._retry_s.get(entry.batch_id, FIRST_RETRY_S)
             self._retry_s[entry.batch_id] = min(wait_s * 2, LAST_RETRY_S)
-            is_expected = isinstance(error, (StoreError, OSError, sqlite3.Error))
+            is_expected = isinstance(error, (StoreError, OSError))
             logger.warning(
                 "%s: %s: %s; again in %g s",
                 entry.batch_id,
@@ -296,7 +375,7 @@ class BatchService:
             totals = _totals(self._job(entry))  # not within: the store may be waiting for this transaction to end
             with (
                 self._removed_on_failure([exported.output_file_id, exported.error_file_id]),
-                self.batches.transaction(),
+                self._database.transaction(),
             ):
                 for file_id, kind in ((exported.output_file_id, "output"), (exported.error_file_id, "error")):
                     if file_id is not None:
@@ -352,9 +431,11 @@ class BatchService:
 
     def _advance(self, entry: BatchEntry, event: BatchEvent) -> None:
         """Write down the batch's next state, and with it what `entry` says that is new."""
-        current = self.batches.find(entry.batch_id)
-        assert current is not None
-        self.batches.put(replace(entry, lifecycle=current.lifecycle.advance(event, self._now_s())))
+        with self._database.transaction():
+            current = self.batches.find_to_change(entry.batch_id)
+            assert current is not None
+            self._leases.confirm(entry.batch_id)
+            self.batches.put(replace(entry, lifecycle=current.lifecycle.advance(event, self._now_s())))
 
     def _job(self, entry: BatchEntry) -> Job:
         job = self._store.find_job(entry.batch_id)
@@ -378,7 +459,7 @@ class BatchService:
                 count = self.files.delete_expired()
                 if count:
                     logger.info("deleted %d files whose time was over", count)
-            except (OSError, sqlite3.Error) as error:
+            except (OSError, StoreError) as error:
                 logger.warning("expired files: %s", error)
             await asyncio.sleep(SWEEP_S)
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sqlite3
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import orjson
 
+from sglang_ext.batch.database import Database
 from sglang_ext.batch.decide.batch_lifecycle import BatchLifecycle, BatchStatus
 
 _SCHEMA = """
@@ -59,6 +57,7 @@ class BatchEntry:
     totals: RequestTotals = RequestTotals()
     output_file_id: str | None = None
     error_file_id: str | None = None
+    tenant: str = ""
 
     @property
     def status(self) -> BatchStatus:
@@ -109,42 +108,39 @@ def _decoded(description: bytes) -> BatchEntry:
 
 
 class BatchTable:
-    """The rows. The database is in autocommit mode and used by one thread; each write is durable when it returns."""
+    """The rows. Each write is durable when it returns, or when its transaction ends."""
 
-    def __init__(self, database: sqlite3.Connection) -> None:
+    def __init__(self, database: Database) -> None:
         self._database = database
-        database.executescript(_SCHEMA)
-
-    @contextmanager
-    def transaction(self) -> Iterator[None]:
-        """Commit what is written within, to any table of the database, as a whole or not at all."""
-        self._database.execute("BEGIN IMMEDIATE")
-        try:
-            yield
-        except BaseException:
-            self._database.execute("ROLLBACK")
-            raise
-        self._database.execute("COMMIT")
+        database.create(_SCHEMA)
 
     def put(self, entry: BatchEntry) -> None:
         """Insert or replace a batch's row."""
         self._database.execute(
-            "INSERT OR REPLACE INTO service_batches VALUES (?, ?, ?)",
-            (entry.batch_id, entry.status.value, _encoded(entry)),
+            "INSERT INTO service_batches VALUES (?, ?, ?) ON CONFLICT (batch_id)"
+            " DO UPDATE SET status = excluded.status, description = excluded.description",
+            entry.batch_id,
+            entry.status.value,
+            _encoded(entry),
         )
 
     def find(self, batch_id: str) -> BatchEntry | None:
         """The batch of this id."""
-        row = self._database.execute(
-            "SELECT description FROM service_batches WHERE batch_id = ?", (batch_id,)
-        ).fetchone()
+        row = self._database.row("SELECT description FROM service_batches WHERE batch_id = ?", batch_id)
+        return None if row is None else _decoded(row[0])
+
+    def find_to_change(self, batch_id: str) -> BatchEntry | None:
+        """Within a transaction: the batch of this id, which no other changes before its end."""
+        statement = f"SELECT description FROM service_batches WHERE batch_id = ?{self._database.for_update}"
+        row = self._database.row(statement, batch_id)
         return None if row is None else _decoded(row[0])
 
     def page(self, after: str | None, limit: int) -> list[BatchEntry]:
         """Up to `limit` batches, the newest first, behind the id `after`."""
-        rows = self._database.execute(
-            "SELECT description FROM service_batches WHERE ? IS NULL OR batch_id < ? ORDER BY batch_id DESC LIMIT ?",
-            (after, after, limit),
+        rows = self._database.rows(
+            "SELECT description FROM service_batches WHERE batch_id < ? ORDER BY batch_id DESC LIMIT ?",
+            "~" if after is None else after,  # behind every id
+            limit,
         )
         return [_decoded(row[0]) for row in rows]
 
@@ -152,14 +148,14 @@ class BatchTable:
         """Every batch that is not over, the oldest first."""
         ended = [status.value for status in BatchStatus if status.is_terminal]
         places = ", ".join("?" * len(ended))
-        rows = self._database.execute(
-            f"SELECT description FROM service_batches WHERE status NOT IN ({places}) ORDER BY batch_id", ended
+        rows = self._database.rows(
+            f"SELECT description FROM service_batches WHERE status NOT IN ({places}) ORDER BY batch_id", *ended
         )
         return [_decoded(row[0]) for row in rows]
 
     def count_by_status(self) -> dict[BatchStatus, int]:
         """Return how many batches have each status; all statuses are there."""
-        counts = dict(self._database.execute("SELECT status, count(*) FROM service_batches GROUP BY status"))
+        counts = dict(self._database.rows("SELECT status, count(*) FROM service_batches GROUP BY status"))
         return {status: counts.get(status.value, 0) for status in BatchStatus}
 
     def is_validating(self, input_file_id: str) -> bool:

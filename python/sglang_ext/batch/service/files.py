@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from sglang_ext.batch.database import Database
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS service_files (
@@ -29,6 +30,7 @@ CREATE TABLE IF NOT EXISTS service_files (
 ) WITHOUT ROWID
 """
 _PARTIAL = ".partial"
+_ABANDONED_S = 24 * 3600  # what is older and has no row is no file that another process writes
 
 
 class IdSource:
@@ -76,24 +78,23 @@ class StoredFile:
 
 
 class FileStore:
-    """Rows in `database` and bytes under `folder`, which is made. `now_s` returns Unix time.
+    """Rows in `database` and bytes under `folder`, which is made. `now_s` returns Unix time."""
 
-    The database is in autocommit mode and used by one thread.
-    """
-
-    def __init__(
-        self, database: sqlite3.Connection, folder: Path, ids: IdSource, now_s: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, database: Database, folder: Path, ids: IdSource, now_s: Callable[[], float] = time.time) -> None:
         self._database = database
         self._folder = folder
         self._ids = ids
         self._now_s = now_s
         folder.mkdir(parents=True, exist_ok=True)
-        database.execute(_SCHEMA)
-        known = {row[0] for row in database.execute("SELECT file_id FROM service_files")}
-        for path in folder.iterdir():
+        database.create(_SCHEMA)
+        paths = list(folder.iterdir())  # before the rows: another process may add files
+        known = {row[0] for row in database.rows("SELECT file_id FROM service_files")}
+        before_s = time.time() - (_ABANDONED_S if database.is_shared else 0)
+        for path in paths:
             if path.name not in known:
-                path.unlink()
+                with suppress(FileNotFoundError):
+                    if not database.is_shared or path.stat().st_mtime < before_s:
+                        path.unlink()
 
     @contextmanager
     def writing(self) -> Iterator[BinaryIO]:
@@ -131,7 +132,12 @@ class FileStore:
         )
         self._database.execute(
             "INSERT INTO service_files VALUES (?, ?, ?, ?, ?, ?)",
-            (file_id, filename, purpose, stored.size_bytes, now, stored.expires_at),
+            file_id,
+            filename,
+            purpose,
+            stored.size_bytes,
+            now,
+            stored.expires_at,
         )
         return stored
 
@@ -141,10 +147,11 @@ class FileStore:
 
     def find(self, file_id: str) -> StoredFile | None:
         """The file of this id, None where there is none (any more)."""
-        row = self._database.execute(
+        row = self._database.row(
             "SELECT * FROM service_files WHERE file_id = ? AND (expires_at IS NULL OR expires_at > ?)",
-            (file_id, self._now_s()),
-        ).fetchone()
+            file_id,
+            self._now_s(),
+        )
         return None if row is None else StoredFile(*row)
 
     def may_have_given(self, file_id: str) -> bool:
@@ -154,30 +161,30 @@ class FileStore:
     def page(self, after: str | None, limit: int, purpose: str | None, is_ascending: bool) -> list[StoredFile]:
         """Up to `limit` files behind the id `after`, the newest first unless `is_ascending`."""
         order, compare = ("ASC", ">") if is_ascending else ("DESC", "<")
-        rows = self._database.execute(
-            f"SELECT * FROM service_files WHERE (expires_at IS NULL OR expires_at > ?) AND (? IS NULL OR purpose = ?)"
-            f" AND (? IS NULL OR file_id {compare} ?) ORDER BY file_id {order} LIMIT ?",
-            (self._now_s(), purpose, purpose, after, after, limit),
+        wanted: list[tuple[str, object]] = [("(expires_at IS NULL OR expires_at > ?)", self._now_s())]
+        wanted += [("purpose = ?", purpose)] if purpose is not None else []
+        wanted += [(f"file_id {compare} ?", after)] if after is not None else []
+        rows = self._database.rows(
+            f"SELECT * FROM service_files WHERE {' AND '.join(clause for clause, _ in wanted)}"
+            f" ORDER BY file_id {order} LIMIT ?",
+            *(value for _, value in wanted),
+            limit,
         )
         return [StoredFile(*row) for row in rows]
 
     def delete(self, file_id: str) -> None:
         """Remove a file; downloads that have begun run to their end."""
-        self._database.execute("DELETE FROM service_files WHERE file_id = ?", (file_id,))
+        self._database.execute("DELETE FROM service_files WHERE file_id = ?", file_id)
         self.path(file_id).unlink(missing_ok=True)
 
     def delete_expired(self) -> int:
         """Remove every file whose time is over; returns how many."""
-        rows = self._database.execute(
-            "SELECT file_id FROM service_files WHERE expires_at <= ?", (self._now_s(),)
-        ).fetchall()
+        rows = self._database.rows("SELECT file_id FROM service_files WHERE expires_at <= ?", self._now_s())
         for (file_id,) in rows:
             self.delete(file_id)
         return len(rows)
 
     def totals(self) -> tuple[int, int]:
         """Return how many files there are, and their bytes."""
-        count, size = self._database.execute(
-            "SELECT count(*), coalesce(sum(size_bytes), 0) FROM service_files"
-        ).fetchone()
+        ((count, size),) = self._database.rows("SELECT count(*), coalesce(sum(size_bytes), 0) FROM service_files")
         return int(count), int(size)

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
+from sglang_ext.batch.database import StoreFullError
 from sglang_ext.batch.decide.in_flight_cap import CapSettings
 from sglang_ext.batch.decide.rate_limit import RateLimit
 from sglang_ext.batch.decide.retries import FailureKind
 from sglang_ext.batch.endpoint import EndpointClient
 from sglang_ext.batch.lines import LineOptions, parse_line
 from sglang_ext.batch.runner import JobRunner, RunnerSettings
-from sglang_ext.batch.store import BatchStore, StoredResult, StoreFullError
+from sglang_ext.batch.store import BatchStore, StoredResult
 from support.faulty_endpoint import FaultyEndpoint
 
 LOAD: dict[str, Any] = {

@@ -13,8 +13,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from sglang_ext.batch.database import StoreError, StoreFullError
 from sglang_ext.batch.lines import BatchLine
-from sglang_ext.batch.store import BatchStore, LineResult, StoreError, StoreFullError
+from sglang_ext.batch.store import BatchStore, LineResult
 
 
 def line(number: int, *, tokens: int = 10, key: bytes = b"", body: bytes = b"{}") -> BatchLine:
@@ -117,7 +118,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert {one.custom_id: one.is_ok for one in by_input} == done
             assert len(by_input) == len(done)
             assert [one.id for one in by_input] == sorted(one.id for one in by_input)
-            queued = self.store._connection.execute("SELECT count(*) FROM queue WHERE job=?", (job,)).fetchone()[0]
+            queued = self.store.database.rows("SELECT count(*) FROM queue WHERE job=?", job)[0][0]
             assert queued == count - len(done)
 
 

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_ext.batch.database import StoreFullError
 from sglang_ext.batch.decide.batch_lifecycle import BatchStatus, EventRefusedError
 from sglang_ext.batch.service import batch_service
 from sglang_ext.batch.service.api import build_app
@@ -164,7 +165,7 @@ class Bench:
         entries = self.service.batches.page(None, 1000)
         outputs = {stored.file_id for stored in self.service.files.page(None, 10_000, "batch_output", False)}
         assert outputs <= {one for entry in entries for one in (entry.output_file_id, entry.error_file_id)}
-        with sqlite3.connect(self.store.path) as database:
+        with sqlite3.connect(self.store.database.name) as database:
             for table in ("jobs", "lines", "queue", "results"):
                 assert database.execute(f"SELECT count(*) FROM {table}").fetchone() == (0,)
         database.close()
@@ -296,7 +297,7 @@ async def test_a_full_disk_is_told_as_507(tmp_path: Path, monkeypatch: pytest.Mo
         raise OSError(28, "No space left on device")
 
     def locked(*args: Any) -> None:
-        raise sqlite3.OperationalError("database or disk is full")
+        raise StoreFullError("database or disk is full")
 
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://service") as client:
         form: Any = {"files": {"file": ("x", b"{}")}, "data": {"purpose": "batch"}}

@@ -11,12 +11,13 @@ from typing import Any
 import orjson
 import pytest
 
+from sglang_ext.batch.database import StoreFullError
 from sglang_ext.batch.decide.in_flight_cap import CapSettings
 from sglang_ext.batch.endpoint import EndpointClient
 from sglang_ext.batch.lines import CHAT, make_line
 from sglang_ext.batch.runner import JobRunner, RunnerSettings
 from sglang_ext.batch.service.dispatcher import Dispatcher
-from sglang_ext.batch.store import BatchStore, StoreFullError
+from sglang_ext.batch.store import BatchStore
 from support.batch_endpoint import batch_endpoint
 from support.engines import free_port
 from support.event_loops import on_loop

@@ -209,7 +209,7 @@ def test_mistakes_are_told_in_the_sdks_terms(client: openai.OpenAI, service: Run
     cases: list[tuple[dict[str, object], str]] = [
         ({"completion_window": "soon"}, "completion_window"),
         ({"completion_window": "31d"}, "completion_window"),
-        ({"endpoint": "/v1/embeddings"}, "endpoint"),
+        ({"endpoint": "/v1/moderations"}, "endpoint"),
         ({"metadata": {"k": "v" * 513}}, "metadata"),
         ({"metadata": {f"k{i}": "v" for i in range(17)}}, "metadata"),
         ({"output_expires_after": {"anchor": "created_at", "seconds": 10}}, "output_expires_after"),
