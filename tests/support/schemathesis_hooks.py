@@ -49,6 +49,8 @@ def shorten(context: schemathesis.HookContext, case: schemathesis.Case, **_: Any
         if not isinstance(asked, dict):
             return  # 128 tokens
     asked.setdefault(LENGTHS[path], MOST_TOKENS)
+    if path == "/v1/responses" and body.get("stream", False) is None:
+        del body["stream"]  # SGLang's field may be null, and its undivided server refuses that later
     for name, most in MOST.items():
         value = asked.get(name)
         if type(value) is int and most < value <= DOCUMENTED.get(name, MAX_INT32):
@@ -60,6 +62,9 @@ def shorten(context: schemathesis.HookContext, case: schemathesis.Case, **_: Any
 def _shorten_inputs(body: dict[str, Any]) -> None:
     """Leave what the tests' model can do: its vectors have one size, and labels are given once, in one list."""
     body.pop("dimensions", None)
+    body.pop("score_extraction_token", None)
+    if body.get("apply_softmax") is not True:
+        body.pop("temperature", None)
     for name in ("input", "items", "query"):
         if isinstance(body.get(name), list):
             body[name] = [_of_vocabulary(item) for item in body[name][:MOST_PROMPTS]]

@@ -177,9 +177,9 @@ def describe_api(app: FastAPI, needs_client_key: bool) -> dict[str, Any]:
         if path in BODIES:  # an instance answers
             replies["400"] = _error_answer(_EVERYWHERE[400], "InstanceError")
         replies.pop("422", None)  # bad input is 400 here
-        is_admin = operation.pop("x-admin", False)
+        is_admin, is_anthropic = operation.pop("x-admin", False), path.startswith("/v1/messages")
         for status, text in (_EVERYWHERE | (_ADMIN_ERRORS if is_admin else {})).items():
-            replies.setdefault(str(status), _error_answer(text))
+            replies.setdefault(str(status), _error_answer(text, "InstanceError" if is_anthropic else "Error"))
         if is_admin:
             operation["security"] = [_NEEDS_ADMIN_KEY]
         elif needs_client_key and not operation.pop("x-open", False):

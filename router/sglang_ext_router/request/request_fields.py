@@ -147,7 +147,10 @@ _ANTHROPIC: dict[str, Schema] = {
         {
             "type": "object",
             "required": ["role", "content"],
-            "properties": {"role": {"enum": ["user", "assistant", "system"]}, "content": {"anyOf": _CONTENT}},
+            "properties": {
+                "role": {"enum": ["user", "assistant", "system"]},
+                "content": {"anyOf": [_TEXT, _list_of(_PART)]},
+            },
         }
     ),
     "system": {"anyOf": [*_CONTENT, _NULL]},
@@ -261,7 +264,7 @@ BODIES: dict[str, Schema] = {
             "return_token_logprobs": _FLAG,
             "item_first": _FLAG,
             "return_pooled_hidden_states": _FLAG,
-            "score_extraction_token": _or_null(_TEXT),
+            "score_extraction_token": {**_or_null(_TEXT), "description": "a text that is one token of the model"},
             "model": _OF_MODEL["model"],
         },
         required=["query", "items"],
