@@ -220,6 +220,9 @@ class SimulatedCluster:
         return True
 
     def _expect_in(self, transfer_id: TransferId, state: TransferState, slots: list[int]) -> None:
+        if transfer_id not in self.receiver._requests:  # it has not heard of it, or forgotten what failed early
+            self.received = {key: told for key, told in self.received.items() if key[1] != transfer_id}
+            state.order = None
         self.slot_transfer.update(dict.fromkeys(slots, transfer_id))
         whole = state.whole
         need = needed(
