@@ -35,7 +35,6 @@ DEFAULTS: dict[str, Any] = {
     "device": "cpu",
     "disable_overlap_schedule": True,
     "disable_radix_cache": False,
-    "enable_dp_attention": False,
     "enable_dynamic_chunking": False,
     "enable_hierarchical_cache": False,
     "enable_hisparse": False,
@@ -54,7 +53,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "disaggregation_decode_allocation_policy": "prefill_complete"
     },
     "--dp-size 2": {"dp_size": 2},
-    "--enable-dp-attention": {"enable_dp_attention": True},
     "--enable-dynamic-chunking --pp-size 2": {"enable_dynamic_chunking": True, "pp_size": 2},
     "--enable-hierarchical-cache": {"enable_hierarchical_cache": True},
     "--enable-hisparse": {"enable_hisparse": True},

@@ -47,6 +47,20 @@ def attend_(
     output.copy_(out)
 
 
+def add_padding(_: None, backend: Any, *arguments: Any, **options: Any) -> None:
+    """AFTER `TorchNativeAttnBackend.__init__`: the length of the requests that fill a batch up.
+
+    Data-parallel ranks with `--enable-dp-attention` compute the rest of a layer together, and each pads its batch.
+    SGLang asks an attention backend for CPUs for this length under another name than the one on GPUs, and this one has
+    neither.
+    """
+    backend.get_cpu_graph_seq_len_fill_value = _padding_tokens
+
+
+def _padding_tokens() -> int:
+    return 1
+
+
 def run_layer(
     stock: Callable[..., torch.Tensor],
     backend: Any,

@@ -61,8 +61,6 @@ def unserved_argument(server_args: Any) -> tuple[str, str] | None:
     """Return which of these SGLang arguments a CPU without AMX does not take, and why; None for none."""
     if server_args.speculative_algorithm is not None:
         return "--speculative-algorithm", "drafts have kernels for GPUs only"
-    if server_args.enable_dp_attention:
-        return "--enable-dp-attention", "SGLang's attention for CPUs cannot pad the batches of its ranks"
     if server_args.kv_cache_dtype not in {"auto", "bf16", "bfloat16", "fp8_e4m3"}:
         return f"--kv-cache-dtype {server_args.kv_cache_dtype}", "SGLang has KV of this type on GPUs only"
     return None

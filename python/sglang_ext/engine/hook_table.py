@@ -253,6 +253,15 @@ HOOK_TABLE: tuple[Hook, ...] = (
         device=Device.CPU,
     ),
     Hook(
+        name="batch-padding",
+        why="SGLang's attention for CPUs cannot pad the batches of ranks with --enable-dp-attention; lets it",
+        kind=HookKind.AFTER,
+        implementation="sglang_ext.cpu.layer_attention:add_padding",
+        target="sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend.__init__",
+        needs_ranks=True,
+        device=Device.CPU,
+    ),
+    Hook(
         name="fp8-kv",
         why="SGLang has KV in FP8 on a CPU for AMX kernels only; keeps it as on other devices",
         kind=HookKind.AROUND,

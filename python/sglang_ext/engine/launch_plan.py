@@ -185,8 +185,10 @@ def _cpu_flags(worker: WorkerOptions, model: ModelFacts | None) -> Iterable[str]
     yield "--disable-cuda-graph"
     # Overlap needs CUDA events as soon as a prefix is cached.
     yield "--disable-overlap-schedule"
-    # An idle scheduler polls otherwise, with 90% of a core.
-    yield "--sleep-on-idle"
+    # An idle scheduler polls otherwise, with 90% of a core. Ranks that compute together wait for each other: one that
+    # sleeps holds all up, for a second where the request is for another.
+    if "--enable-dp-attention" not in worker.engine_arguments:
+        yield "--sleep-on-idle"
     yield from (CHUNK_FLAG, str(CPU_CHUNK_TOKENS))
     yield from ("--max-running-requests", str(CPU_MAX_RUNNING_REQUESTS))
     yield from ("--max-total-tokens", str(_cpu_kv_tokens(worker.kv_memory_mib, model)))

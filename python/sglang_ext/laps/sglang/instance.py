@@ -213,8 +213,17 @@ def _max_requests(scheduler: Any, stages: int) -> int:
     return int(get_parallel().pp_max_micro_batch_size)
 
 
+def data_parallel_rank() -> int:
+    """Return the number of this scheduler's data-parallel rank."""
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    rank = parallel.attn_dp_rank if parallel.attn_dp_size > 1 else parallel.dp_rank
+    return int(rank or 0)
+
+
 def _agreement(scheduler: Any) -> RankAgreement:
-    group = scheduler.tp_group
+    group = scheduler.attn_tp_group  # with DP attention each data-parallel rank has requests of its own
     own: RankAgreement = SingleRankAgreement()
     if group.world_size > 1:
         own = BroadcastAgreement(group.cpu_group, group.rank_in_group, group.ranks[0])

@@ -138,7 +138,6 @@ def conflict(server_args: Any) -> str | None:
             "--enable-dynamic-chunking",
             "LAPS decides how long a chunk is",
         ),
-        (server_args.enable_dp_attention, "--enable-dp-attention", "its ranks build batches of their own"),
         (server_args.enable_mixed_chunk, "--enable-mixed-chunk", "a LAPS batch is never mixed"),
         (
             server_args.enable_priority_scheduling,

@@ -42,7 +42,7 @@ from sglang.srt.mem_cache.common import release_kv_cache
 from sglang_ext.engine.request_traces import record_launch, trace_of
 from sglang_ext.graphs.sglang.runner import graph_status, replayed_shape
 from sglang_ext.laps.decide.round_plan import LapsMode, PrefillBatch, RoundSnapshot
-from sglang_ext.laps.sglang.instance import LapsInstance, build_instance
+from sglang_ext.laps.sglang.instance import LapsInstance, build_instance, data_parallel_rank
 from sglang_ext.laps.sglang.queued_request import (
     LapsEntry,
     as_queued_prefill,
@@ -57,7 +57,7 @@ from sglang_ext.laps.sglang.queued_request import (
     requested_slo_s,
 )
 from sglang_ext.laps.sglang.rank_agreement import Step
-from sglang_ext.laps.sglang.status import MODE_PARAMETER, MODES, STATUS_KEY, status_of, work_wanted
+from sglang_ext.laps.sglang.status import MODE_PARAMETER, MODES, RANK_KEY, STATUS_KEY, status_of, work_wanted
 from sglang_ext.laps.sglang.waiting_requests import WaitingRequests
 from sglang_ext.live.decide.instance_work import WORK_KEY, BatchMember
 from sglang_ext.transfer.sglang.late_slots import late_tokens
@@ -517,6 +517,8 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         laps = self._laps
         if laps is not None and laps.agreement.is_deciding:
             status = status_of(laps, self._snapshot(laps), locked_tokens=self.tree_cache.protected_size())
+            if self.server_args.dp_size > 1:
+                status[RANK_KEY] = data_parallel_rank()
             graphs = graph_status(self.tp_worker.model_runner)
             wanted = work_wanted(recv_req.rid)
             if wanted is not None:

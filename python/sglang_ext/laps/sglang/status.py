@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from sglang_ext.laps.sglang.instance import LapsInstance
 
 STATUS_KEY = "sglang_ext_laps"
+RANK_KEY = "rank"  # of a data-parallel rank's status
 MODE_PARAMETER = "sglang_ext_laps_mode"
 # SGLang's control message carries only numbers.
 MODES: dict[int | float, str] = {number: mode.value for number, mode in enumerate(LapsMode)}
@@ -90,8 +91,9 @@ def merge_statuses(statuses: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the status of an instance of that of each of its data-parallel ranks, which have queues of their own.
 
     Requests and tokens add up, of waits and backlogs the longest counts, and shares are those of the ranks' average.
-    What has no sum, a boundary or a fit, is that of the first rank, as is its work; `ranks` has all of them.
+    What has no sum, a boundary or a fit, is that of the first rank, as is its work; `ranks` has all of them, in order.
     """
+    statuses = sorted(statuses, key=_rank)
     first = statuses[0]
     if len(statuses) == 1:
         return first
@@ -105,6 +107,10 @@ def merge_statuses(statuses: Sequence[dict[str, Any]]) -> dict[str, Any]:
         merged[name] = {key: sum(status[name][key] for status in statuses) for key in first[name]}
     kept = [{name: value for name, value in status.items() if name != WORK_KEY} for status in statuses]
     return {**merged, "ranks": kept}
+
+
+def _rank(status: dict[str, Any]) -> int:
+    return int(status.get(RANK_KEY, 0))
 
 
 def _merge_class(classes: Sequence[dict[str, Any]]) -> dict[str, Any]:

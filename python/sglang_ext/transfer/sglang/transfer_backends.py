@@ -149,15 +149,18 @@ _NEXT_WAIT_MS = "_sglang_ext_next_wait_ms"
 
 
 def wait_a_little(result: None, scheduler: Any) -> None:
-    """AFTER `Scheduler.on_idle()`: nothing to run. Where nothing is there at all, SGLang has slept itself.
+    """AFTER `Scheduler.on_idle()`: nothing to run. Where nothing is there at all, SGLang may have slept itself.
 
-    A CPU engine whose requests all wait for KV of others sleeps between two looks, instead of keeping a core busy.
+    A CPU engine whose requests all wait for KV of others, or whose ranks look for work together, sleeps between two
+    looks, instead of keeping a core busy.
     """
-    if str(scheduler.device) != "cpu" or scheduler.is_fully_idle():
+    if str(scheduler.device) != "cpu":
         return
     asleep = getattr(getattr(scheduler, "idle_sleeper", None), "poller", None)
     if asleep is None:
         time.sleep(_SHORTEST_WAIT_MS / 1e3)
+        return
+    if scheduler.is_fully_idle():
         return
     poller = zmq.Poller()
     for source, flags in asleep.sockets:

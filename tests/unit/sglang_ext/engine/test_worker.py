@@ -150,7 +150,6 @@ def test_a_model_without_kernels_for_a_cpu_is_refused_in_one_line(
     [
         ({}, None),
         ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm does not run on a CPU without AMX (drafts"),
-        ({"enable_dp_attention": True}, "--enable-dp-attention does not run on a CPU without AMX ("),
         ({"kv_cache_dtype": "fp8_e4m3"}, None),
         (
             {"kv_cache_dtype": "fp8_e5m2"},
@@ -163,7 +162,7 @@ def test_arguments_that_a_cpu_does_not_take_are_refused_in_one_line(
     changes: dict[str, str | bool], what: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sglang_ext.cpu.unserved_models.absent_packages", lambda names: names)
-    given = {"device": "cpu", "speculative_algorithm": None, "enable_dp_attention": False, "kv_cache_dtype": "auto"}
+    given = {"device": "cpu", "speculative_algorithm": None, "kv_cache_dtype": "auto"}
     problem = unserved_models.argument_conflict(SimpleNamespace(**given | changes))
     assert (problem is None) if what is None else (problem is not None and problem.startswith(what))
 

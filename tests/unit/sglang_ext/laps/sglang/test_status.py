@@ -97,8 +97,11 @@ def test_the_ranks_of_an_instance_are_reported_together() -> None:
     busy = RoundSnapshot(5.0, (queued(1, 100), queued(2, 4000, arrival_s=1.0, is_started=True)), 2000)
     idle = RoundSnapshot(5.0, (queued(1, 50, arrival_s=4.0),), 3000)
     statuses = [status_of(first, busy, locked_tokens=64), status_of(second, idle, locked_tokens=1)]
+    for rank, status in enumerate(statuses):
+        status["rank"] = rank
     assert merge_statuses(statuses[:1]) == statuses[0]
-    merged = merge_statuses([{**statuses[0], "work": {"cursor": 1}}, {**statuses[1], "work": {"cursor": 2}}])
+    # They answer in any order.
+    merged = merge_statuses([{**statuses[1], "work": {"cursor": 2}}, {**statuses[0], "work": {"cursor": 1}}])
     assert json.loads(json.dumps(merged, allow_nan=False)) == merged
     assert merged["ranks"] == statuses
     assert merged["work"] == {"cursor": 1}
