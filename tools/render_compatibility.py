@@ -77,6 +77,9 @@ _PLAIN = {
     "dcp_size": 1,
     "disaggregation_decode_allocation_policy": "early",
     "disable_radix_cache": False,
+    "enable_hierarchical_cache": False,
+    "hicache_io_backend": "direct",
+    "hicache_mem_layout": "layer_first",
     "enable_hisparse": False,
     "enable_pd_role_switch": False,
 }

@@ -37,6 +37,8 @@ DEFAULTS: dict[str, Any] = {
     "disable_radix_cache": False,
     "enable_dynamic_chunking": False,
     "enable_hierarchical_cache": False,
+    "hicache_io_backend": "direct",
+    "hicache_mem_layout": "layer_first",
     "enable_hisparse": False,
     "enable_mixed_chunk": False,
     "enable_pd_role_switch": False,
@@ -55,6 +57,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--dp-size 2": {"dp_size": 2},
     "--enable-dynamic-chunking --pp-size 2": {"enable_dynamic_chunking": True, "pp_size": 2},
     "--enable-hierarchical-cache": {"enable_hierarchical_cache": True},
+    "--enable-hierarchical-cache --hicache-mem-layout page_first": {
+        "enable_hierarchical_cache": True,
+        "hicache_mem_layout": "page_first",
+    },
+    "--enable-hierarchical-cache --hicache-io-backend kernel": {
+        "enable_hierarchical_cache": True,
+        "hicache_io_backend": "kernel",
+    },
     "--enable-hisparse": {"enable_hisparse": True},
     "--enable-mixed-chunk": {"enable_mixed_chunk": True},
     "--enable-pd-role-switch": {"enable_pd_role_switch": True},
@@ -80,6 +90,7 @@ ON_A_GPU: dict[str, tuple[str, str | None]] = {
     "KV-parallel decode (`--dcp-size`)": ("", None),
     "undivided instances with two queues": ("", None),
     "role switches": ("", None),
+    "two queues with a hierarchical cache": ("", None),
 }
 _HEAD = f"""# SGLang's options and versions by mechanism
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
+from sglang_ext.cpu.host_cache import IO_BACKEND, MEMORY_LAYOUT
 from sglang_ext.cpu.import_hook import absent_packages
 
 _SPARSE = "its attention chooses the tokens that it sees, by kernels for GPUs (DSA)"
@@ -61,6 +62,10 @@ def unserved_argument(server_args: Any) -> tuple[str, str] | None:
     """Return which of these SGLang arguments a CPU without AMX does not take, and why; None for none."""
     if server_args.speculative_algorithm is not None:
         return "--speculative-algorithm", "drafts have kernels for GPUs only"
+    if server_args.hicache_io_backend != IO_BACKEND and server_args.enable_hierarchical_cache:
+        return f"--hicache-io-backend {server_args.hicache_io_backend}", "it copies by a kernel for GPUs"
+    if server_args.hicache_mem_layout != MEMORY_LAYOUT and server_args.enable_hierarchical_cache:
+        return f"--hicache-mem-layout {server_args.hicache_mem_layout}", "it is copied by a kernel for GPUs"
     if server_args.kv_cache_dtype not in {"auto", "bf16", "bfloat16", "fp8_e4m3"}:
         return f"--kv-cache-dtype {server_args.kv_cache_dtype}", "SGLang has KV of this type on GPUs only"
     return None

@@ -270,6 +270,14 @@ HOOK_TABLE: tuple[Hook, ...] = (
         device=Device.CPU,
     ),
     Hook(
+        name="host-cache",
+        why="the host tier of a hierarchical cache is pinned and copied by CUDA; keeps it in ordinary memory",
+        kind=HookKind.AROUND,
+        implementation="sglang_ext.cpu.host_cache:allocate",
+        target="sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__",
+        device=Device.CPU,
+    ),
+    Hook(
         name="latent-attention",
         why="attention for CPUs asks for keys and values of heads where a DeepSeek keeps latent rows; reads the rows",
         kind=HookKind.AROUND,

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from sglang_ext.cpu.host_cache import IO_BACKEND, MEMORY_LAYOUT
 from sglang_ext.engine.device import Device, MachineFacts
 from sglang_ext.engine.model_facts import ModelFacts
 from sglang_ext.engine.options import ExtensionOptions, KvEventsOptions
@@ -36,6 +37,7 @@ DECODE_CONTEXT_MODELS = frozenset(
 )
 # SGLang fills in this one for prefills where decode has the former.
 _PREFILL_OF_DECODE_ATTENTION = {"cutedsl_mla": "trtllm_mla"}
+HOST_CACHE_FLAG = "--enable-hierarchical-cache"
 TORCH_COMPILE_FLAG = "--enable-torch-compile"
 # Every chunk costs a CPU engine something for each token before it, but a chunk is also the time that an abort waits.
 CPU_CHUNK_TOKENS = 512
@@ -183,6 +185,8 @@ def _cpu_flags(worker: WorkerOptions, model: ModelFacts | None) -> Iterable[str]
     yield from ("--device", "cpu", "--dtype", "float32")
     yield from ("--attention-backend", "torch_native", "--sampling-backend", "pytorch")
     yield "--disable-cuda-graph"
+    if HOST_CACHE_FLAG in worker.engine_arguments:
+        yield from ("--hicache-io-backend", IO_BACKEND, "--hicache-mem-layout", MEMORY_LAYOUT)
     # Overlap needs CUDA events as soon as a prefix is cached.
     yield "--disable-overlap-schedule"
     # An idle scheduler polls otherwise, with 90% of a core. Ranks that compute together wait for each other: one that

@@ -161,7 +161,6 @@ def conflict(server_args: Any) -> str | None:
             "--chunked-prefill-size",
             "long prefills must run in chunks to yield between them",
         ),
-        (server_args.enable_hierarchical_cache, "--enable-hierarchical-cache", "parking was not tested with it"),
     ):
         if is_conflicting:
             return f"{argument} does not go with --laps-mode ({reason}); use --laps-mode off"

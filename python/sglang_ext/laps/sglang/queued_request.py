@@ -79,8 +79,11 @@ def match_again(request: Any, tree_cache: Any) -> bool:
 def prefill_tokens(request: Any) -> tuple[int, int]:
     """New and cached tokens of an SGLang request as of its last prefix match or chunk."""
     total_tokens = len(request.origin_input_ids) + len(request.output_ids)
+    entry = entry_of(request)
+    # What was found on the host is part of the prefix once the prefill has started; SGLang keeps the count of it.
+    host_tokens = 0 if entry is not None and entry.is_started else request.host_hit_length
     # SGLang computes at least the last token, however much is cached.
-    cached_tokens = min(prefix_tokens(request) + request.host_hit_length, total_tokens - 1)
+    cached_tokens = min(prefix_tokens(request) + host_tokens, total_tokens - 1)
     return total_tokens - cached_tokens, cached_tokens
 
 

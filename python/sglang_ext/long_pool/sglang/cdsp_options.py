@@ -187,6 +187,11 @@ def conflict(server_args: Any) -> str | None:
         (server_args.pp_size > 1, "--pp-size", "a member has all layers"),
         (server_args.dp_size > 1, "--dp-size", "a member has one scheduler"),
         (server_args.disable_radix_cache, "--disable-radix-cache", "what others have computed is found in it"),
+        (
+            server_args.enable_hierarchical_cache,
+            "--enable-hierarchical-cache",
+            "members keep rows in the cache's memory",
+        ),
         (server_args.speculative_algorithm is not None, "--speculative-algorithm", "the draft model has KV of its own"),
         (
             server_args.kv_cache_dtype not in _KV_DTYPES | (_CPU_KV_DTYPES if server_args.device == "cpu" else set()),

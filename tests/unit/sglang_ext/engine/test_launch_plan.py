@@ -70,6 +70,15 @@ def test_cpu_flags_keep_float32_and_stay_off_cuda() -> None:
     assert {"--disable-cuda-graph", "--disable-overlap-schedule", "--sleep-on-idle"} <= set(argv)
 
 
+def test_a_host_cache_on_a_cpu_is_copied_without_a_kernel() -> None:
+    worker = replace(SHORT, engine_arguments=("--enable-hierarchical-cache", "--hicache-ratio", "4"))
+    argv = build_launch(worker, CPU).argv
+    assert value_of(argv, "--hicache-io-backend") == "direct"
+    assert value_of(argv, "--hicache-mem-layout") == "layer_first"
+    assert not {"--hicache-io-backend", "--hicache-mem-layout"} & set(build_launch(SHORT, CPU).argv)
+    assert "--hicache-io-backend" not in build_launch(worker, CUDA).argv
+
+
 def test_cuda_flags_leave_the_engine_to_its_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "sglang_ext.transfer.sglang.transfer_backend.find_spec", lambda module: None

@@ -156,13 +156,27 @@ def test_a_model_without_kernels_for_a_cpu_is_refused_in_one_line(
             "--kv-cache-dtype fp8_e5m2 does not run on a CPU without AMX (",
         ),
         ({"kv_cache_dtype": "fp8_e5m2", "device": "cuda"}, None),
+        ({"enable_hierarchical_cache": True}, None),
+        ({"hicache_io_backend": "kernel", "hicache_mem_layout": "page_first"}, None),
+        ({"enable_hierarchical_cache": True, "hicache_io_backend": "kernel"}, "--hicache-io-backend kernel does not"),
+        (
+            {"enable_hierarchical_cache": True, "hicache_mem_layout": "page_first_direct"},
+            "--hicache-mem-layout page_first_direct does not",
+        ),
     ],
 )
 def test_arguments_that_a_cpu_does_not_take_are_refused_in_one_line(
     changes: dict[str, str | bool], what: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sglang_ext.cpu.unserved_models.absent_packages", lambda names: names)
-    given = {"device": "cpu", "speculative_algorithm": None, "kv_cache_dtype": "auto"}
+    given = {
+        "device": "cpu",
+        "speculative_algorithm": None,
+        "kv_cache_dtype": "auto",
+        "enable_hierarchical_cache": False,
+        "hicache_io_backend": "direct",
+        "hicache_mem_layout": "layer_first",
+    }
     problem = unserved_models.argument_conflict(SimpleNamespace(**given | changes))
     assert (problem is None) if what is None else (problem is not None and problem.startswith(what))
 

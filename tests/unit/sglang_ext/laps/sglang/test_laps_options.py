@@ -211,7 +211,6 @@ FITTING = {
     "optimistic_prefill_attempts": 0,
     "disaggregation_decode_allocation_policy": "eager",
     "chunked_prefill_size": 256,
-    "enable_hierarchical_cache": False,
 }
 
 
@@ -238,7 +237,6 @@ def test_the_arguments_of_a_worker_fit() -> None:
         ),
         ({"chunked_prefill_size": -1}, "--chunked-prefill-size"),
         ({"chunked_prefill_size": 0}, "--chunked-prefill-size"),
-        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
     ],
 )
 def test_each_conflict_is_named(changes: dict[str, object], names: str) -> None:

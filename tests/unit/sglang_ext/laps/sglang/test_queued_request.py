@@ -73,6 +73,14 @@ def test_new_and_cached_tokens(request_: Any, expected: tuple[int, int]) -> None
     assert prefill_tokens(request_) == expected
 
 
+def test_what_a_started_prefill_found_on_the_host_is_in_its_prefix() -> None:
+    request = stub(10, prefix=5, host=3)  # SGLang keeps the 3, which are 3 of the 5 by now
+    remember(request, entry(is_started=True))
+    assert prefill_tokens(request) == (5, 5)
+    remember(request, entry(is_started=False))
+    assert prefill_tokens(request) == (2, 8)
+
+
 def test_an_entry_stays_with_its_request() -> None:
     request, other = stub(), stub()
     assert entry_of(request) is None
