@@ -554,7 +554,7 @@ class RoutePlanner:
         per_byte = _tokens_per_byte(prompt, prompt_tokens)
         max_tokens = prompt_tokens - 1
         recent: Mapping[int, int] | None = None
-        reported: dict[int, dict[int, int]] = {}  # blocks of each source, by their size
+        reported: dict[int, dict[int, float]] = {}  # blocks of each source, by their size
         cached = []
         for position, worker in enumerate(prefills):
             held = worker.held_blocks if prompt.needs <= worker.alike else None
@@ -564,10 +564,10 @@ class RoutePlanner:
             if held is not None:
                 sizes = reported.get(held.block_tokens)
                 if sizes is None:
-                    sizes = reported[held.block_tokens] = self.blocks.matched(blocks.of(held.block_tokens))
+                    sizes = reported[held.block_tokens] = self.blocks.worth(blocks.of(held.block_tokens))
                 if sizes:
                     sources = held.sources if rank is None else held.sources[rank : rank + 1]
-                    tokens = held.block_tokens * max([sizes.get(source, 0) for source in sources], default=0)
+                    tokens = int(held.block_tokens * max([sizes.get(source, 0.0) for source in sources], default=0.0))
                 if held.is_whole and size_bytes:
                     if recent is None:
                         recent = self._recent.matched(prompt.hashes)

@@ -7,13 +7,14 @@ import random
 import tracemalloc
 from array import array
 from collections.abc import Sequence
+from itertools import takewhile
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from sglang_ext_router.decide.block_index import BlockChain, BlockIndex, Tier, TokenBlocks, salt_seed
+from sglang_ext_router.decide.block_index import HOST_WORTH, BlockChain, BlockIndex, Tier, TokenBlocks, salt_seed
 from support.examples import examples
 
 MAX_BLOCKS = 40
@@ -119,6 +120,11 @@ class TreesOfEngines(RuleBasedStateMachine):
             if any(depths):
                 expected[source] = sum(depths)
         assert self.index.matched(Keys(keys)) == expected
+        priced = {}
+        for source, count in expected.items():
+            on_device = len(list(takewhile(self.held[source][Tier.DEVICE].__contains__, keys)))
+            priced[source] = pytest.approx(on_device + HOST_WORTH * (count - on_device))
+        assert self.index.worth(Keys(keys)) == priced
 
     @invariant()
     def knows_what_is_held(self) -> None:
@@ -209,6 +215,10 @@ def test_a_host_copy_counts_and_storage_does_not() -> None:
     index.store(source, keys[:2])
     index.store(source, keys[2:3], Tier.HOST)
     assert index.matched(Keys(keys)) == {source: 3}
+    assert index.worth(Keys(keys)) == {source: pytest.approx(2 + HOST_WORTH)}
+    index.store(source, keys[2:3])
+    assert index.worth(Keys(keys)) == {source: 3}
+    index.remove(source, keys[2:3])
     index.remove(source, keys[:2])
     assert index.matched(Keys(keys)) == {}
 

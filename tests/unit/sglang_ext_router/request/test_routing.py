@@ -11,7 +11,7 @@ import pytest
 
 from sglang_ext.types import LengthClass, Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress
-from sglang_ext_router.decide.block_index import TokenBlocks, salt_seed
+from sglang_ext_router.decide.block_index import Tier, TokenBlocks, salt_seed
 from sglang_ext_router.decide.pool_choice import FixedBoundary
 from sglang_ext_router.decide.prefill_choice import PREFILL_POLICIES
 from sglang_ext_router.decide.prefix_index import BLOCK_BYTES
@@ -328,6 +328,26 @@ def test_a_decode_instance_that_reports_its_blocks() -> None:
     pools.planner.blocks.store(held.sources[0], [blocks.key(at) for at in range(20)])
     route = pools.route(prompt, 500)
     assert (route.decode, route.decision.decode_cached_tokens) == (pools.workers[2], 320)
+
+
+def test_a_prefix_on_the_host_counts_less_than_one_on_the_device() -> None:
+    ids = list(range(500))
+    prompt = measure(b"/generate", {"input_ids": ids})
+    pools = Pools(BOTH, BOTH, DECODE)
+    sources = []
+    for worker in pools.workers[:2]:
+        worker.held_blocks = HeldBlocks(16)
+        worker.held_blocks.sources = (pools.planner.blocks.add_source(),)
+        worker.held_blocks.is_whole = True
+        sources += worker.held_blocks.sources
+    blocks = TokenBlocks(array("q", ids).tobytes()).of(16)
+    keys = [blocks.key(at) for at in range(20)]
+    pools.planner.blocks.store(sources[1], keys, Tier.HOST)
+    route = pools.route(prompt, 500)
+    assert (route.prefill, route.decision.cached_tokens) == (pools.workers[1], 288)
+    pools.planner.blocks.store(sources[0], keys)
+    route = pools.route(prompt, 500)
+    assert (route.prefill, route.decision.cached_tokens) == (pools.workers[0], 320)
 
 
 def keep_prefixes(served: Cluster) -> None:
