@@ -23,7 +23,7 @@ _LEAST_IN_PIPELINE: Final = 0.2  # each chunk waits for the longest stage, and f
 _MOST_OF_SLO: Final = 1 / 3  # a short prefill waits for the end of one batch, perhaps a longer one, and for its own
 _LONGEST_OF_SLO: Final = 1 / 2  # that longer one
 _LEAST_ON_STAGES: Final = 2.4  # fixed costs, at any objective: below, next to nothing is computed
-_HELD_OVERHEADS: Final = 16.0  # fixed costs that an objective holds which may cost batches: two batches of eight
+_HELD_OVERHEADS: Final = 6.0  # fixed costs that an objective holds which may cost batches: two batches of three
 _MOST_LOST: Final = 0.75  # of the time that the load leaves free, for the fixed costs of batches that hold an objective
 _LEAST_SPARE: Final = 0.25  # an estimate of the load that is a little too high must not make batches long
 _MOST_OF_SPARE: Final = 1 / 2  # of the time that the load leaves free, for the fixed costs of batches
@@ -87,8 +87,8 @@ def loaded_round_s(fixed_s: float, short_slo_s: float, load: OfferedLoad, long_s
 
 
 def can_hold(fixed_s: float, short_slo_s: float) -> bool:
-    """Return whether two batches that lose an eighth to the fixed cost end within the objective: one to wait for, and
-    its own."""
+    """Return whether two batches that lose a third to the fixed cost end within the objective: one to wait for,
+    and its own."""
     return _HELD_OVERHEADS * fixed_s <= short_slo_s
 
 
