@@ -392,8 +392,8 @@ class BatchStore:
             ((result.id,) for result in results),
         )
         if count != len(results):
-            told = f"{len(results)} lines have results, {count} of them were in the queue"
-            raise StoreError(f"{self._database.name}: {told}: a line would get a second result")
+            counts = f"{len(results)} lines have results, {count} of them were in the queue"
+            raise StoreError(f"{self._database.name}: {counts}: a line would get a second result")
         return results
 
     def _write_results(self, results: Sequence[LineResult]) -> None:

@@ -187,7 +187,7 @@ def choose_batches(
     no dispatcher takes more than its part of them. The next is of the tenant that has the fewest under way at all
     dispatchers, its oldest.
 
-    `holders` has those that a dispatcher has, `mine` this one's; `dispatchers` live, and this one sends at most
+    `holders` has the batches of all dispatchers, `mine` this dispatcher's; `dispatchers` live, and each sends at most
     `max_sending` batches at a time.
     """
     free = [batch for batch in batches if batch.batch_id not in holders]

@@ -70,6 +70,11 @@ def test_cpu_flags_keep_float32_and_stay_off_cuda() -> None:
     assert {"--disable-cuda-graph", "--disable-overlap-schedule", "--sleep-on-idle"} <= set(argv)
 
 
+def test_ranks_that_compute_together_never_sleep() -> None:
+    ranks = ("--tp", "2", "--dp-size", "2", "--enable-dp-attention")
+    assert "--sleep-on-idle" not in build_launch(replace(SHORT, engine_arguments=ranks), CPU).argv
+
+
 def test_a_host_cache_on_a_cpu_is_copied_without_a_kernel() -> None:
     worker = replace(SHORT, engine_arguments=("--enable-hierarchical-cache", "--hicache-ratio", "4"))
     argv = build_launch(worker, CPU).argv

@@ -6,7 +6,7 @@ import gc
 import random
 import tracemalloc
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 
 import pytest
@@ -221,6 +221,25 @@ def test_a_host_copy_counts_and_storage_does_not() -> None:
     index.remove(source, keys[2:3])
     index.remove(source, keys[:2])
     assert index.matched(Keys(keys)) == {}
+
+
+def test_the_host_costs_a_look_only_while_it_holds_blocks() -> None:
+    index = BlockIndex(1000)
+    source, other = index.add_source(), index.add_source()
+    keys = chain(*range(100))
+    index.store(source, keys)
+
+    def looks(count: Callable[[Keys], object]) -> int:
+        asked = Keys(keys)
+        count(asked)
+        return asked.asked
+
+    once = looks(index.matched)
+    for forget in (lambda: index.remove(other, keys, Tier.HOST), lambda: index.clear(other)):
+        index.store(other, keys, Tier.HOST)
+        assert looks(index.worth) > once
+        forget()
+        assert looks(index.worth) == once
 
 
 def test_no_more_than_its_bound_of_a_source() -> None:
