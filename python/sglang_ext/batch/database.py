@@ -86,6 +86,12 @@ class Database(ABC):
     @abstractmethod
     def _errors(self) -> type[Exception]: ...
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other threads from the database meanwhile."""
+        with self._mutex:
+            yield
+
     def rows(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
         """Return all rows of a query."""
         with self._guarded():

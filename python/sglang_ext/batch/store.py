@@ -334,29 +334,30 @@ class BatchStore:
         place = (job, min_tokens, below_tokens)
         upper = 1 << 62 if below_tokens is None else below_tokens
         leased: list[LeasedLine] = []
-        key, after = self._leased.get(place, (b"", -1))
-        size_bytes = 0
-        with self._database.reading(
-            "SELECT queue.sort_key, lines.id, custom_id, path, body, lines.prompt_tokens, files.name, number,"
-            " prompt_len FROM queue JOIN lines ON lines.id = queue.line JOIN files ON files.id = lines.file"
-            " WHERE job=? AND (queue.sort_key, queue.line) > (?, ?)"
-            " AND queue.prompt_tokens >= ? AND queue.prompt_tokens < ?"
-            " ORDER BY queue.sort_key, queue.line LIMIT ?",
-            job,
-            key,
-            after,
-            min_tokens,
-            upper,
-            most,
-        ) as rows:
-            for sort_key, line, custom_id, path, body, tokens, file, number, prompt_len in rows:
-                parsed = BatchLine(custom_id, path, body, tokens, sort_key, file, number, prompt_len)
-                leased.append(LeasedLine(line, parsed))
-                key, after = sort_key, line
-                size_bytes += len(body)
-                if size_bytes >= max_bytes:
-                    break
-        self._leased[place] = (key, after)
+        with self._database.alone():
+            key, after = self._leased.get(place, (b"", -1))
+            size_bytes = 0
+            with self._database.reading(
+                "SELECT queue.sort_key, lines.id, custom_id, path, body, lines.prompt_tokens, files.name, number,"
+                " prompt_len FROM queue JOIN lines ON lines.id = queue.line JOIN files ON files.id = lines.file"
+                " WHERE job=? AND (queue.sort_key, queue.line) > (?, ?)"
+                " AND queue.prompt_tokens >= ? AND queue.prompt_tokens < ?"
+                " ORDER BY queue.sort_key, queue.line LIMIT ?",
+                job,
+                key,
+                after,
+                min_tokens,
+                upper,
+                most,
+            ) as rows:
+                for sort_key, line, custom_id, path, body, tokens, file, number, prompt_len in rows:
+                    parsed = BatchLine(custom_id, path, body, tokens, sort_key, file, number, prompt_len)
+                    leased.append(LeasedLine(line, parsed))
+                    key, after = sort_key, line
+                    size_bytes += len(body)
+                    if size_bytes >= max_bytes:
+                        break
+            self._leased[place] = (key, after)
         return leased
 
     def release_leases(self, job: int) -> None:
@@ -364,8 +365,9 @@ class BatchStore:
         self._forget_leases(job)
 
     def _forget_leases(self, job: int) -> None:
-        for place in [place for place in list(self._leased) if place[0] == job]:
-            self._leased.pop(place, None)
+        with self._database.alone():
+            for place in [place for place in self._leased if place[0] == job]:
+                del self._leased[place]
 
     def finish(self, results: Sequence[LineResult]) -> None:
         """Write results and take their lines out of the queue, all of them or none.

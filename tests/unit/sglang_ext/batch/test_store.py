@@ -6,6 +6,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,13 @@ class StoreMachine(RuleBasedStateMachine):
 
 StoreMachine.TestCase.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
 TestStore = pytest.mark.slow(StoreMachine.TestCase)
+
+
+def test_threads_never_lease_the_same_line(tmp_path: Path) -> None:
+    with BatchStore.open(tmp_path / "s") as store, ThreadPoolExecutor(8) as threads:
+        job = fill(store, [line(number) for number in range(4000)])
+        leases = threads.map(lambda _: store.lease(job, 2), range(2000))
+        assert sorted(one.id for leased in leases for one in leased) == sorted({(job << 40) + n for n in range(4000)})
 
 
 def test_lines_leave_by_key_then_by_input(tmp_path: Path) -> None:
