@@ -272,7 +272,8 @@ class IterationClock:
             self._round_s = now_s
 
     def record_idle(self) -> None:
-        """The round launched nothing: until the next one the instance is idle, but for what is launched already."""
+        """The instance is idle until its next round, but for what is launched already: this one has launched nothing,
+        or has computed what is no batch."""
         self._was_idle = True
 
     def record_launch(

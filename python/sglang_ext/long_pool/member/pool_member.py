@@ -194,6 +194,11 @@ class PoolMember:
         return self._streams.is_sending or bool(self._shards or self._steps or self._incoming)
 
     @property
+    def has_step(self) -> bool:
+        """Return whether a step has been ordered that it has not taken part in."""
+        return bool(self._steps)
+
+    @property
     def free_tokens(self) -> int:
         """Return the number of KV slots that a request could take now."""
         return self._engine.pool.free_tokens

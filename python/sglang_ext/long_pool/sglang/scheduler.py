@@ -142,8 +142,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         if member is not None:
             for outcome in member.take_orders():
                 self._resume(outcome)
-            for outcome in member.compute():
-                self._resume(outcome)
+            self._compute_shared(member)
             self._count_follow_ups(member)
             self._withdraw_failed(member)
             self._follow_ending(member)
@@ -153,6 +152,14 @@ class SequenceParallelScheduler(LengthAwareScheduler):
             self._report_load(member, plan.batch_to_run)
             self._report_transferred(member)
         return plan
+
+    def _compute_shared(self, member: PoolMember) -> None:
+        """Take part in the chunk that is due, if there is one. An own batch behind it does not begin before its end."""
+        is_due = member.has_step
+        for outcome in member.compute():
+            self._resume(outcome)
+        if is_due and self._laps is not None:
+            self._laps.clock.record_idle()
 
     def _count_follow_ups(self, member: PoolMember) -> None:
         """Count the short follow-ups that the pool computes here as arrivals of short prefills.

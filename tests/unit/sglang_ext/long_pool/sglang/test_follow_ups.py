@@ -71,3 +71,30 @@ def test_a_prompt_that_goes_to_the_pool_is_work_of_its_instance_once_it_comes_ba
     SequenceParallelScheduler._count_arrivals(scheduler, laps)
     assert counted[1:] == [(7.0, LengthClass.LONG, 900, 0, 9.0)]
     assert scheduler._uncounted == []
+
+
+def test_a_chunk_of_the_pool_is_no_part_of_the_next_batch() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # SGLang's, of what a CPU has not
+        from sglang_ext.laps.sglang.instance import IterationClock
+        from sglang_ext.long_pool.sglang.scheduler import SequenceParallelScheduler
+        from sglang_ext.types import LengthClass
+
+    clock = IterationClock()
+    scheduler: Any = SimpleNamespace(_laps=SimpleNamespace(clock=clock), _resume=lambda outcome: None)
+
+    def batch_after_a_round(now_s: float, *, has_step: bool) -> float:
+        """A round that begins then, with a chunk of three seconds if there is one, and a batch of one second."""
+        member: Any = SimpleNamespace(has_step=has_step, compute=list)
+        SequenceParallelScheduler._compute_shared(scheduler, member)
+        if has_step:
+            now_s += 3.0
+        clock.record_round(now_s)
+        clock.record_launch(now_s, LengthClass.SHORT, [8], [0])
+        sample = clock.record_result(now_s + 1.0)
+        assert sample is not None
+        return sample.duration_s
+
+    assert batch_after_a_round(0.0, has_step=False) == 1.0
+    assert batch_after_a_round(1.0, has_step=True) == 1.0
+    assert batch_after_a_round(5.5, has_step=False) == 1.5  # of a busy instance: what passes between is in it
