@@ -20,6 +20,7 @@ from pathlib import Path
 # 30100 are the ports where SGLang and this project's commands listen when none is given.
 PORTS = (*range(20000, 22000), *range(30101, 32768))
 
+_PORTS = frozenset(PORTS)
 _reserved: set[int] = set()  # a process is never refused a lock that it holds
 
 
@@ -54,6 +55,21 @@ def pick_free_ports(host: str, count: int, *, avoid: Iterable[int] = (), draw: r
     if len(picked) < count:
         raise NoFreePortError(f"no {count} free ports on {host} between {PORTS[0]} and {PORTS[-1]}")
     return picked
+
+
+def pick_port_ranges(host: str, count: int, size: int, *, draw: random.Random) -> list[int]:
+    """Return the first ports of `count` ranges of `size` ports each, all of which are as `pick_free_ports` says."""
+    firsts: list[int] = []
+    for first in draw.sample(PORTS, len(PORTS)):
+        if len(firsts) == count:
+            break
+        ports = range(first, first + size)
+        is_free = all(port in _PORTS and port not in _reserved and is_port_free(host, port) for port in ports)
+        if is_free and all(map(_reserve, ports)):
+            firsts.append(first)
+    if len(firsts) < count:
+        raise NoFreePortError(f"no {count} ranges of {size} free ports on {host}")
+    return firsts
 
 
 def _reserve(port: int) -> bool:

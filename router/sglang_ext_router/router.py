@@ -35,6 +35,7 @@ from sglang_ext_router.http.tls import worker_context
 from sglang_ext_router.instances.discovery import Discovery
 from sglang_ext_router.instances.kubernetes_api import connect_kubernetes, own_namespace
 from sglang_ext_router.instances.kv_events import KvEvents
+from sglang_ext_router.instances.load_events import LoadEvents
 from sglang_ext_router.instances.long_pool import LongPoolMonitor
 from sglang_ext_router.instances.online_load import OnlineWaits, SiblingLoad, UnderWay, describe_class, summarise
 from sglang_ext_router.instances.pool_offers import PoolOffers
@@ -110,7 +111,8 @@ class Router:
             last_worked_s=pools.last_worked_s,
             tls=worker_tls,
         )
-        self.kv_events = KvEvents(loop, self.planner.blocks, self.prober.take_published_load)
+        self.kv_events = KvEvents(loop, self.planner.blocks)
+        self.load_events = LoadEvents(loop, self.prober.take_published_load)
         self._token_checks = TokenChecks(loop, self.prober.ask, self._on_reading_changed)
         self.lease = _lease_holder(config, loop)
         may_act = (lambda: True) if self.lease is None else lambda: self.lease is not None and self.lease.is_leader
@@ -259,6 +261,7 @@ class Router:
         await self._token_checks.stop()
         await self.prober.stop()
         await self.kv_events.stop()
+        await self.load_events.stop()
         await self.services.stop()
         if self.tenants is not None:
             await self.tenants.stop(self.loop.time())
@@ -505,6 +508,7 @@ class Router:
         self.registry.remove(worker)
         self.planner.forget_worker(worker)
         self.kv_events.forget(worker)
+        self.load_events.forget(worker)
         self._token_checks.forget(worker)
         self.prober.forget(worker)
         self.services.pools.drop(worker)
@@ -562,6 +566,7 @@ class Router:
             self.planner.add_worker(worker)
         if self.config.kv_events:
             self.kv_events.follow(worker)
+        self.load_events.follow(worker)
         self.planner.learn_capacity(worker)
         self.planner.learn_boundary(worker)
         self._compare_boundary(worker)

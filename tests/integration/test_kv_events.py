@@ -12,6 +12,7 @@ import random
 import re
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -37,7 +38,10 @@ SETTLED_S = 1.0
 SMALL = ("--page-size", str(PAGE_TOKENS), "--max-total-tokens", str(KV_TOKENS))
 
 
-def publishing(options: tuple[str, ...] = ()) -> EngineSpec:
+HOST_TIER = ("--enable-hierarchical-cache", "--hicache-ratio", "2")
+
+
+def publishing(options: tuple[str, ...] = (), further: tuple[str, ...] = ()) -> EngineSpec:
     """Return an engine that publishes its events, on ports of its own."""
     config = {
         "publisher": "zmq",
@@ -45,7 +49,7 @@ def publishing(options: tuple[str, ...] = ()) -> EngineSpec:
         "replay_endpoint": f"tcp://*:{free_port()}",
         "buffer_steps": 200,
     }
-    arguments = (*SMALL, "--kv-events-config", json.dumps(config))
+    arguments = (*SMALL, *further, "--kv-events-config", json.dumps(config))
     return EngineSpec(Role.PLAIN, arguments=arguments, worker_options=options)
 
 
@@ -68,15 +72,16 @@ class Traffic:
         self._sent.append(made)
         return made
 
-    def cached_tokens(self, prompt: list[int]) -> int:
-        """Have the engine compute a prompt; return how many of its tokens it found."""
+    def cached_tokens(self, prompt: list[int]) -> tuple[int, int]:
+        """Have the engine compute a prompt; return how many of its tokens it found, and of these on its host."""
         body = {
             "input_ids": prompt,
             "sampling_params": {"temperature": 0, "max_new_tokens": 1},
         }
         reply = self.engine.post("/generate", body)
         assert reply.status == 200, reply
-        return int(reply.body["meta_info"]["cached_tokens"])
+        details = reply.body["meta_info"].get("cached_tokens_details") or {}
+        return int(reply.body["meta_info"]["cached_tokens"]), int(details.get("host", 0))
 
 
 class FollowedEngine:
@@ -90,11 +95,16 @@ class FollowedEngine:
         self.events.follow(self.worker)
         (self.rank,) = self.events.ranks(self.worker)
 
-    def found_tokens(self, prompt: list[int]) -> int:
+    def found_tokens(self, prompt: list[int]) -> tuple[int, int]:
+        """Return how many tokens of a prompt the engine will find, and how many of them on its host."""
         blocks = measure(b"/generate", {"input_ids": prompt}).blocks
         assert isinstance(blocks, TokenBlocks)
-        found = self.index.matched(blocks.of(PAGE_TOKENS)).get(self.rank.source, 0) * PAGE_TOKENS
-        return min(found, (len(prompt) - 1) // PAGE_TOKENS * PAGE_TOKENS)
+        most = (len(prompt) - 1) // PAGE_TOKENS
+        found, on_device = (
+            min(most, self.index.matched(blocks.of(PAGE_TOKENS), is_on_device=is_on_device).get(self.rank.source, 0))
+            for is_on_device in (False, True)
+        )
+        return found * PAGE_TOKENS, (found - on_device) * PAGE_TOKENS
 
     async def settle(self) -> None:
         """Wait as long as the index may take to be right."""
@@ -104,9 +114,15 @@ class FollowedEngine:
         assert held.is_whole, self.events.describe(self.worker)
 
 
-@pytest.fixture(params=["off", pytest.param("both", marks=pytest.mark.full)])
+@pytest.fixture(
+    params=[
+        pytest.param(("off", ()), id="off"),
+        pytest.param(("both", ()), id="both", marks=pytest.mark.full),
+    ]
+)
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    started = Engine.start(publishing(("--laps-mode", request.param)))
+    laps_mode, further = request.param
+    started = Engine.start(publishing(("--laps-mode", laps_mode), further))
     try:
         started.wait_ready()
         yield started
@@ -130,7 +146,7 @@ async def follow(engine: Engine) -> None:
     followed.rank.sequence.on_batch = lose_some  # type: ignore[method-assign]
     try:
         await followed.settle()
-        found_any = 0
+        found_any = found_on_host = 0
         for step in range(40):
             traffic.is_losing = 15 <= step < 30
             if step in (10, 20):
@@ -142,8 +158,11 @@ async def follow(engine: Engine) -> None:
             await followed.settle()
             found = followed.found_tokens(prompt)
             assert await asyncio.to_thread(traffic.cached_tokens, prompt) == found, f"step {step}"
-            found_any += found > 0
+            found_any += found[0] > 0
+            found_on_host += found[1] > 0
         assert found_any > 10
+        has_host = HOST_TIER[0] in engine.spec.arguments
+        assert (found_on_host > 0) is has_host
         assert traffic.lost
         described = followed.events.describe(followed.worker)
         assert described["gaps"] > 0
@@ -172,18 +191,18 @@ def test_an_engine_that_is_started_again_holds_nothing() -> None:
         followed = FollowedEngine(first)
         try:
             await followed.settle()
-            assert followed.found_tokens(prompt) == 96
+            assert followed.found_tokens(prompt) == (96, 0)
             first.stop()
             second = Engine.start(spec, (first.port, first.bootstrap_port))
             await asyncio.to_thread(second.wait_ready)
             ready_s = time.monotonic()
-            while followed.found_tokens(prompt) or not followed.rank.is_connected:
+            while followed.found_tokens(prompt)[0] or not followed.rank.is_connected:
                 assert time.monotonic() < ready_s + SETTLED_S
                 await asyncio.sleep(0.05)
             traffic.engine = second
-            assert await asyncio.to_thread(traffic.cached_tokens, prompt) == 0
+            assert await asyncio.to_thread(traffic.cached_tokens, prompt) == (0, 0)
             await followed.settle()
-            assert followed.found_tokens(prompt) == 96
+            assert followed.found_tokens(prompt) == (96, 0)
             assert followed.events.describe(followed.worker)["restarts"] == 1
         finally:
             await followed.events.stop()
@@ -222,10 +241,11 @@ def test_a_pair_behind_a_router_publishes_by_itself() -> None:
         assert float(counted[1]) == 192
 
 
-def test_a_router_follows_the_load_that_an_instance_publishes() -> None:
+@pytest.mark.parametrize("by_sglang", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_router_follows_the_load_that_an_instance_publishes(by_sglang: bool) -> None:
     """It is asked for its load once, when it comes, and what another client has it compute is known all the same."""
-    endpoint = f"tcp://*:{free_port()}"
-    (engine,) = FLEET.get(EngineSpec(Role.PLAIN, arguments=(*SMALL, "--load-publish-endpoint", endpoint)))
+    endpoint = ("--load-publish-endpoint", f"tcp://*:{free_port()}") if by_sglang else ()
+    (engine,) = FLEET.get(EngineSpec(Role.PLAIN, arguments=(*SMALL, *endpoint)))
     never = ("--set", "health.load_poll_interval_secs=3600")
     with running_router([engine], *never) as router:
 
@@ -241,6 +261,35 @@ def test_a_router_follows_the_load_that_an_instance_publishes() -> None:
             wait_until(lambda known=rate: described()["prefill_tokens_per_s"] != known, SETTLED_S)  # type: ignore[misc]
         assert described()["load"] == "published"
         assert described()["running"] == 0
+
+
+def test_both_instances_of_a_pair_publish_their_load_without_events() -> None:
+    """With pages of one token: what decode has free is known at once, and the queues of prefill are not asked for."""
+    engines = FLEET.get(EngineSpec(Role.BOTH), EngineSpec(Role.DECODE))
+    _, decode = engines
+    never = ("--set", "health.load_poll_interval_secs=3600", "--controller", "advise")
+    with running_router(engines, *never) as router:
+
+        def described(engine: Engine) -> dict[str, Any]:
+            return router.workers()[engine.url]
+
+        wait_until(lambda: all(described(engine)["load"] == "published" for engine in engines), 20)
+        capacity_tokens = described(decode)["free_kv_tokens"]
+        assert capacity_tokens == decode.get("/server_info").body["max_total_num_tokens"]
+        body = {
+            "input_ids": [7] * 300,
+            "sampling_params": {"temperature": 0, "max_new_tokens": 600, "ignore_eos": True},
+        }
+        with ThreadPoolExecutor(1) as client:
+            reply = client.submit(router.post, "/generate", {**body, "rid": "long"})
+            wait_until(lambda: described(decode)["running"] == 1, 20)
+            wait_until(lambda: described(decode)["free_kv_tokens"] < capacity_tokens - 300, 20)
+            for engine in engines:
+                engine.post("/abort_request", {"rid": "", "abort_all": True})
+            reply.result(timeout=60)
+        wait_until(lambda: described(decode)["running"] == 0, 5)
+        wait_until(lambda: described(decode)["free_kv_tokens"] == capacity_tokens, 5)
+        assert all(described(engine)["load"] == "published" for engine in engines)
 
 
 @pytest.mark.full

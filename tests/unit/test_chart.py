@@ -566,7 +566,7 @@ def test_pools_of_a_group(results: dict[str, Document]) -> None:
     documents = results["a role-based group"]["documents"]
     leader, member = [pods for pods in pods_of(documents) if pods.nodes == 2]
     assert (leader.labels["sglang-ext.io/part"], member.labels["sglang-ext.io/part"]) == ("leader", "member")
-    assert leader.ports.keys() == {"http"}
+    assert leader.ports.keys() == {"http", "load-events"}
     assert not member.ports
     assert "--node-rank=$(RBG_LWP_WORKER_INDEX)" in member.container["args"]
     assert of_kind(documents, "RoleBasedGroup")[0]["spec"]["roles"][1]["scalingAdapter"] == {"enable": True}
@@ -627,12 +627,13 @@ def test_undivided_and_switching_instances(results: dict[str, Document]) -> None
     plain = the(documents, "worker", "plain")
     assert "--role=plain" in plain.container["args"]
     assert not [argument for argument in plain.container["args"] if "bootstrap" in argument or "transfer" in argument]
-    assert plain.ports.keys() == {"http", "kv-events", "kv-replay"}
-    assert (plain.ports["kv-events"], plain.ports["kv-replay"]) == (5557, 5558)
-    assert {"--kv-events-port=5557", "--kv-events-replay-port=5558"} <= set(plain.container["args"])
+    assert plain.ports.keys() == {"http", "kv-events", "kv-replay", "load-events"}
+    assert (plain.ports["kv-events"], plain.ports["kv-replay"], plain.ports["load-events"]) == (5557, 5558, 5559)
+    given = {"--kv-events-port=5557", "--kv-events-replay-port=5558", "--load-events-port=5559"}
+    assert given <= set(plain.container["args"])
     policy = next(one for one in documents if one["metadata"]["name"].endswith("-kv-events"))
     (rule,) = policy["spec"]["ingress"]
-    assert [port["port"] for port in rule["ports"]] == [5557, 5558]
+    assert [port["port"] for port in rule["ports"]] == [5557, 5558, 5559]
     (peer,) = rule["from"]
     assert peer["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "router"
     (scaled,) = of_kind(documents, "ScaledObject")
@@ -647,7 +648,7 @@ def test_undivided_and_switching_instances(results: dict[str, Document]) -> None
     documents = results["instances that change their role"]["documents"]
     decode = the(documents, "worker", "decode")
     assert "--bootstrap-port=8998" in decode.container["args"]
-    assert decode.ports.keys() == {"http", "bootstrap"}
+    assert decode.ports.keys() == {"http", "bootstrap", "load-events"}
     for policy in of_kind(documents, "NetworkPolicy"):
         if policy["metadata"]["name"].endswith(("-prefill", "-decode")):
             (source,) = policy["spec"]["ingress"][0]["from"]

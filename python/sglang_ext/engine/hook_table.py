@@ -158,6 +158,13 @@ HOOK_TABLE: tuple[Hook, ...] = (
         target="sglang.srt.managers.scheduler.Scheduler.get_internal_state",
     ),
     Hook(
+        name="load-reports",
+        why="load is published with KV events only, and without what decode waits for and the queues; publishes more",
+        kind=HookKind.AFTER,
+        implementation=f"{_HOOKS}.load_reports:publish",
+        target="sglang.srt.managers.scheduler.Scheduler.init_load_publisher",
+    ),
+    Hook(
         name="prefill-abort-notice",
         why="a prefill that is aborted before its transfer leaves decode waiting for 300 s; notifies decode",
         kind=HookKind.AFTER,

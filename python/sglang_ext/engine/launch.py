@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -91,7 +92,7 @@ def main(argv: Sequence[str], *, has_imports: bool = False) -> int:
     if is_check:
         return 0
     _reserve_rendezvous(server_args)
-    _publish_kv_events(server_args, options)
+    _publish_events(server_args, options)
     from sglang.srt.entrypoints.http_server import app
 
     from sglang_ext.engine.hooks.shutdown import ShutdownMiddleware
@@ -157,40 +158,40 @@ def _reserve_rendezvous(server_args: ServerArgs) -> None:
         (server_args.nccl_port,) = pick_free_ports("0.0.0.0", 1, draw=random.SystemRandom())
 
 
-def _publish_kv_events(server_args: ServerArgs, options: ExtensionOptions) -> None:
-    """Have SGLang publish the events of its prefix cache, unless it is asked for something else or pages are small.
+def _publish_events(server_args: ServerArgs, options: ExtensionOptions) -> None:
+    """Have the engine publish its load, and the events of its prefix cache unless pages are small.
 
     With small pages every token would be a block of its own, which the engine hashes and every router follows. A decode
-    instance has a prefix cache only where it is asked for, and its load says nothing of what it waits for.
+    instance has a prefix cache only where it is asked for. SGLang's own arguments win.
     """
-    from sglang_ext.ports import pick_free_ports
+    from sglang_ext.ports import pick_port_ranges
 
     asked = options.kv_events
-    if asked is None or server_args.kv_events_config or server_args.disable_radix_cache:
-        return
-    is_decode = options.role is Role.DECODE
-    if is_decode and not server_args.disaggregation_decode_enable_radix_cache:
-        return
-    if (server_args.page_size or 1) < MIN_EVENT_PAGE_TOKENS:
+    if asked is None:
         return
     try:
         address = ipaddress.ip_address(socket.gethostbyname(asked.host))
     except (OSError, ValueError):  # ZeroMQ's sockets here are of IPv4
-        print(f"sglang-ext: no KV events: --host {asked.host} has no IPv4 address", file=sys.stderr)
+        print(f"sglang-ext: no KV events and no load: --host {asked.host} has no IPv4 address", file=sys.stderr)
         return
     host = "*" if address.is_unspecified else str(address)
-    free = iter(pick_free_ports(str(address), 3, draw=random.SystemRandom()))
-    config = {
-        "publisher": "zmq",
-        "endpoint": f"tcp://{host}:{asked.port or next(free)}",
-        "replay_endpoint": f"tcp://{host}:{asked.replay_port or next(free)}",
-        "bind": True,  # a publisher would connect to an address that is no wildcard
-    }
-    server_args.kv_events_config = json.dumps(config)
-    # SGLang publishes its load on all addresses or not at all; where ports are given, others may be shut off.
-    has_port = (asked.load_port or not asked.port) and not is_decode
-    if host == "*" and has_port and getattr(server_args, "load_publish_endpoint", "off") is None:
-        server_args.load_publish_endpoint = f"tcp://*:{asked.load_port or next(free)}"
+    ranks = max(1, server_args.dp_size)
+    free = iter(pick_port_ranges(str(address), 3, ranks, draw=random.SystemRandom()))
+    has_prefixes = asked.has_blocks and not server_args.disable_radix_cache
+    if options.role is Role.DECODE:
+        has_prefixes &= server_args.disaggregation_decode_enable_radix_cache
+    if has_prefixes and not server_args.kv_events_config and (server_args.page_size or 1) >= MIN_EVENT_PAGE_TOKENS:
+        config = {
+            "publisher": "zmq",
+            "endpoint": f"tcp://{host}:{asked.port or next(free)}",
+            "replay_endpoint": f"tcp://{host}:{asked.replay_port or next(free)}",
+            "bind": True,  # a publisher would connect to an address that is no wildcard
+        }
+        server_args.kv_events_config = json.dumps(config)
+    load = replace(asked, host=host, load_port=0)
+    if server_args.load_publish_endpoint is None and (asked.load_port or not asked.port):  # else it may be shut off
+        load = replace(load, load_port=asked.load_port or next(free))
+    os.environ.update(replace(options, kv_events=load).to_environment())
 
 
 def _end_when_asked() -> None:

@@ -28,12 +28,16 @@ class InvalidOptionsError(ValueError):
 
 @dataclass(frozen=True)
 class KvEventsOptions:
-    """Address at which an instance publishes the KV events of its prefix cache, and its load; port 0 is a free one."""
+    """Address at which an instance publishes the KV events of its prefix cache, and its load.
+
+    Port 0 is a free one where it is asked for, and for the load of an engine that runs none at all.
+    """
 
     host: str
     port: int = 0
     replay_port: int = 0
     load_port: int = 0
+    has_blocks: bool = True  # else only the load
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from sglang_ext import __version__
 from sglang_ext.engine.entry_point import load_implementation
 from sglang_ext.engine.hook_table import HOOK_TABLE, Hook
 from sglang_ext.engine.launch_plan import START_METHOD_VARIABLE, StartMethod
-from sglang_ext.engine.options import options_from_environment
+from sglang_ext.engine.options import ExtensionOptions, options_from_environment
 from sglang_ext.engine.versions import OLDEST_SGLANG, SUPPORTED_SGLANG, installed_sglang
 from sglang_ext.transfer.sglang.transfer_backend import states_of_equal_ranks
 
@@ -158,9 +158,16 @@ def add_statement(init_info: dict[str, Any], scheduler: Any) -> dict[str, Any]:
         "fits_length_boundary": options.laps is not None and options.laps.boundary_tokens is None,
         "architecture": _architecture(scheduler.model_config.hf_config),
         "states_of_equal_ranks": states_of_equal_ranks(scheduler),
+        "load_port": _load_port(options, scheduler),
         **_kv_cache(scheduler.tp_worker.model_runner),
     }
     return {**init_info, STATEMENT_KEY: statement}
+
+
+def _load_port(options: ExtensionOptions, scheduler: Any) -> int | None:
+    """Return where the first data-parallel rank publishes its load, by `engine/hooks/load_reports.py`."""
+    is_open = options.kv_events is not None and scheduler.load_publisher.enable
+    return options.kv_events.load_port or None if options.kv_events is not None and is_open else None
 
 
 def _architecture(model: Any) -> str | None:

@@ -69,8 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--kv-events",
         choices=["auto", "off"],
         default="auto",
-        help="publish which KV blocks the prefix cache holds, for routers; auto: where a page has 16 tokens or more. "
-        "Events carry the token ids of prompts, unencrypted, to every client that can connect",
+        help="publish which KV blocks the prefix cache holds, where a page has 16 tokens or more, and the instance's "
+        "load, for routers; off: neither. Events of blocks carry the token ids of prompts, unencrypted, to every "
+        "client that can connect",
     )
     parser.add_argument(
         "--kv-events-port", type=_port, default=None, help="port where they are published (default: a free one)"
@@ -85,8 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--load-events-port",
         type=_port,
         default=None,
-        help="port where the instance's load is published with them, which routers ask for otherwise (default: a free "
-        "one where --host is 0.0.0.0 and --kv-events-port is not given)",
+        help="port where the instance's load is published, which routers ask for otherwise (default: a free one; none "
+        "where --kv-events-port is given)",
     )
     parser.add_argument("--device", choices=["auto", *Device], default="auto", help="what to run on")
     parser.add_argument(
@@ -226,8 +227,8 @@ def _worker_options(arguments: argparse.Namespace, device: Device) -> WorkerOpti
 
 
 def _kv_events(arguments: argparse.Namespace, *, is_shared: bool) -> KvEventsOptions | None:
-    """Return where an instance publishes its events, if it may; the members of a long pool hold prompts together."""
-    if arguments.kv_events == "off" or is_shared:
+    """Return where an instance publishes its events; the members of a long pool hold prompts together."""
+    if arguments.kv_events == "off":
         return None
     ports = (arguments.kv_events_port, arguments.kv_events_replay_port, arguments.load_events_port)
     given = [port for port in ports if port]
@@ -236,7 +237,8 @@ def _kv_events(arguments: argparse.Namespace, *, is_shared: bool) -> KvEventsOpt
             "--kv-events-port, --kv-events-replay-port and --load-events-port must be different: "
             + ", ".join(map(str, given))
         )
-    return KvEventsOptions(arguments.host, *(port or 0 for port in ports))
+    events, replays, load = (port or 0 for port in ports)
+    return KvEventsOptions(arguments.host, events, replays, load, not is_shared)
 
 
 def _problem(options: WorkerOptions, machine: MachineFacts) -> str | None:

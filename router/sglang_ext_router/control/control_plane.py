@@ -115,6 +115,7 @@ def describe_worker(worker: Worker, now_s: float, events: KvEvents) -> dict[str,
         "transfer_backend": None if worker.facts is None else worker.facts.transfer_backend,
         "in_flight": worker.in_flight,
         "running": worker.reported_running,
+        "load": "published" if worker.publishes_load(now_s) else "polled",
         "max_prompt_tokens": worker.max_prompt_tokens if worker.has_info else None,
         "last_error": worker.last_error or None,
     }
@@ -123,7 +124,6 @@ def describe_worker(worker: Worker, now_s: float, events: KvEvents) -> dict[str,
     if worker.role.computes_prompts:
         described["pending_tokens"] = worker.pending_tokens
         described["prefill_tokens_per_s"] = round(worker.rate.tokens_per_s, 1)
-        described["load"] = "published" if worker.publishes_load(now_s) else "polled"
     if worker.keeps_prefixes:
         described["cached_prefixes"] = events.describe(worker)
     if not worker.role.is_prefill:

@@ -1,8 +1,7 @@
-"""Follows the KV events of every instance that publishes some, into the router's index of blocks, and its load.
+"""Follows the KV events of every instance that publishes some, into the router's index of blocks.
 
-For each rank there are two connections: one brings batches as they are published, the other brings replays; and a third
-one for an instance that publishes its load. What follows from a batch, a gap or a lost connection is decided in
-`decide/event_sequence.py`.
+For each rank there are two connections: one brings batches as they are published, the other brings replays. What
+follows from a batch, a gap or a lost connection is decided in `decide/event_sequence.py`.
 """
 
 from __future__ import annotations
@@ -11,23 +10,15 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
 from sglang_ext_router.decide.block_index import BlockIndex, Tier
 from sglang_ext_router.decide.event_sequence import ApplyBatch, AskReplay, EventSequence, SequenceAction
-from sglang_ext_router.decide.zmtp import (
-    GREETING,
-    SocketKind,
-    ZmtpError,
-    ZmtpReader,
-    message,
-    ready,
-    subscription,
-)
-from sglang_ext_router.instances.workers import HeldBlocks, KvEventsAddress, RankReport, SchedulerLoad, Worker
+from sglang_ext_router.decide.zmtp import SocketKind, message, subscription
+from sglang_ext_router.instances.publisher_connection import PublisherConnection, connections
+from sglang_ext_router.instances.workers import HeldBlocks, KvEventsAddress, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +27,8 @@ QUIET_S = 0.3  # without a batch, after which the last one is looked at once mor
 RECHECK_S = 30.0  # between two such looks while nothing comes
 MAX_CHECKS = 5  # such looks at a tick
 REPLAY_TIMEOUT_S = 5.0  # without a part of a replay
-CONNECT_TIMEOUT_S = 2.0
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 0.8  # before a connection is tried again
 MAX_WHOLE_REPLAYS = 16  # at once, as each brings up to 10,000 batches
 SWEPT_SHARDS = 64  # of the index, at a tick
-LOAD_TOPIC = b"load"
 _END = (-1).to_bytes(8, "big", signed=True)  # the number behind a replay's last batch
 _NUMBER_BYTES = 8
 _TIERS = {None: Tier.DEVICE, "GPU": Tier.DEVICE, "CPU_PINNED": Tier.HOST}  # any other medium is storage
@@ -71,42 +59,14 @@ class EventsOfBatch(msgspec.Struct, array_like=True, gc=False):
     events: list[StoredBlocks | RemovedBlocks | ClearedBlocks]
 
 
-class LoadStat(msgspec.Struct, tag=True, array_like=True, gc=False):
-    """The load of one rank, as SGLang's `LoadStat` has it; what it has behind these fields is not read."""
-
-    num_running_reqs: int
-    num_waiting_reqs: int
-    num_tokens: int
-    max_total_num_tokens: int
-    attn_dp_rank: int | None = None
-    num_waiting_uncached_tokens: int = 0
-    num_total_tokens: int = 0
-    max_running_requests: int = 0
-    total_prefill_uncached_tokens: int = 0
-    total_prefill_busy_us: int = 0
-
-
-_read_load = msgspec.msgpack.Decoder(LoadStat).decode
 _read_batch = msgspec.msgpack.Decoder(EventsOfBatch).decode
-
-
-def _rank_report(load: LoadStat) -> RankReport:
-    free_tokens = load.max_total_num_tokens - max(load.num_tokens, load.num_total_tokens)
-    return RankReport(load.num_waiting_uncached_tokens, max(0, free_tokens), 0)
 
 
 class KvEvents:
     """Keeps the index as the instances report it; it follows the instances that are given to `follow`."""
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        index: BlockIndex,
-        on_load: Callable[[Worker, SchedulerLoad], None] = lambda worker, report: None,
-    ) -> None:
-        """`on_load` is called with the load that an instance publishes."""
+    def __init__(self, loop: asyncio.AbstractEventLoop, index: BlockIndex) -> None:
         self.index = index
-        self.on_load = on_load
         self.loop = loop
         self._ranks: dict[int, list[_RankEvents]] = {}  # by worker
         self._timer: asyncio.TimerHandle | None = None
@@ -165,24 +125,6 @@ class KvEvents:
             "losses": sum(rank.sequence.losses for rank in ranks),
             "restarts": sum(rank.sequence.restarts for rank in ranks),
         }
-
-    def on_rank_load(self, worker: Worker) -> None:
-        """A rank has published its load: that of an instance is known once every rank has."""
-        loads = [rank.load for rank in self.ranks(worker)]
-        known = [load for load in loads if load is not None]
-        if len(known) < len(loads):
-            return
-        report = SchedulerLoad(
-            sum(load.num_running_reqs for load in known),
-            sum(load.num_waiting_uncached_tokens for load in known),
-            sum(max(load.num_tokens, load.num_total_tokens) for load in known),
-            0,  # none of the instances that are followed waits for KV of others
-            sum(load.max_total_num_tokens for load in known),
-            sum(load.total_prefill_uncached_tokens for load in known),
-            sum(load.total_prefill_busy_us for load in known),
-            tuple(map(_rank_report, known)) if worker.ranks else (),
-        )
-        self.on_load(worker, report)
 
     async def stop(self) -> None:
         """Close all connections."""
@@ -245,15 +187,11 @@ class _RankEvents:
         self._checked_s = float("-inf")  # when a look at the last batch was taken
         self._replay_s = float("inf")  # when a replay was asked for, or a part of it came
         self._is_back = asyncio.Event()  # the instance, so that its publisher may be, too
-        self.load: LoadStat | None = None  # while it is published
-        self._live: _PublisherConnection | None = None
-        self._replay: _PublisherConnection | None = None
-        self._load: _PublisherConnection | None = None
+        self._live: PublisherConnection | None = None
+        self._replay: PublisherConnection | None = None
         self._tasks = [self._loop.create_task(self._keep_live(address.port + rank))]
         if address.replay_port is not None:
             self._tasks.append(self._loop.create_task(self._keep_replay(address.replay_port + rank)))
-        if address.load_port is not None:
-            self._tasks.append(self._loop.create_task(self._keep_load(address.load_port + rank)))
 
     @property
     def is_connected(self) -> bool:
@@ -262,7 +200,7 @@ class _RankEvents:
     def stop(self) -> list[asyncio.Task[None]]:
         for task in self._tasks:
             task.cancel()
-        for connection in (self._live, self._replay, self._load):
+        for connection in (self._live, self._replay):
             if connection is not None:
                 connection.close()
         self._index.remove_source(self.source)
@@ -310,7 +248,8 @@ class _RankEvents:
 
     async def _keep_live(self, port: int) -> None:
         topic = self.address.topic
-        async for connection in self._connections(port, SocketKind.SUB, self._on_live):
+        host, is_back = self.address.host, self._is_back
+        async for connection in connections(self._loop, host, port, SocketKind.SUB, self._on_live, is_back):
             connection.send(subscription(topic))
             self._live = connection
             self._checked_s = self._loop.time()
@@ -320,47 +259,14 @@ class _RankEvents:
             self._update_whole()
 
     async def _keep_replay(self, port: int) -> None:
-        async for connection in self._connections(port, SocketKind.DEALER, self._on_replay):
+        host, is_back = self.address.host, self._is_back
+        async for connection in connections(self._loop, host, port, SocketKind.DEALER, self._on_replay, is_back):
             self._replay = connection
             self.ask()
             await connection.closed
             self._replay = None
             if self._wanted is None:
                 self._on_replay_failed()
-
-    async def _keep_load(self, port: int) -> None:
-        async for connection in self._connections(port, SocketKind.SUB, self._on_load):
-            connection.send(subscription(LOAD_TOPIC))
-            self._load = connection
-            await connection.closed
-            self._load = self.load = None
-
-    async def _connections(
-        self, port: int, kind: SocketKind, on_message: Callable[[list[bytes]], None]
-    ) -> AsyncIterator[_PublisherConnection]:
-        pause_s = FIRST_PAUSE_S
-        while True:
-            connection = _PublisherConnection(self._loop, kind, on_message)
-            try:
-                async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                    await self._loop.create_connection(lambda made=connection: made, self.address.host, port)  # type: ignore[misc]
-                    await connection.opened
-            except (OSError, ZmtpError) as error:  # TimeoutError is an OSError
-                connection.close()
-                logger.debug("no KV events from %s, port %d: %s", self._worker.url, port, error)
-            except asyncio.CancelledError:
-                connection.close()
-                raise
-            else:
-                pause_s = FIRST_PAUSE_S
-                yield connection
-            self._is_back.clear()
-            try:
-                async with asyncio.timeout(pause_s):
-                    await self._is_back.wait()
-            except TimeoutError:
-                pass
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     # -- messages -------------------------------------------------------------------------------------------
 
@@ -375,14 +281,6 @@ class _RankEvents:
             self._apply(actions[0].payload)
         else:
             self._act(actions)
-
-    def _on_load(self, parts: list[bytes]) -> None:
-        try:
-            self.load = _read_load(parts[-1])
-        except msgspec.DecodeError as error:  # then it is asked for
-            logger.debug("the load that %s publishes cannot be read: %s", self._worker.url, error)
-            return
-        self._events.on_rank_load(self._worker)
 
     def _on_replay(self, parts: list[bytes]) -> None:
         if len(parts) != 4 or len(parts[2]) != _NUMBER_BYTES:
@@ -444,62 +342,3 @@ class _RankEvents:
         self.unreadable += 1
         self._index.clear(self.source)
         self.sequence.is_whole = self._held.is_whole = False
-
-
-class _PublisherConnection(asyncio.Protocol):
-    """One connection to a publisher. `opened` is done when messages may be sent, `closed` when no more come."""
-
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, kind: SocketKind, on_message: Callable[[list[bytes]], None]
-    ) -> None:
-        self.opened: asyncio.Future[None] = loop.create_future()
-        self.closed: asyncio.Future[None] = loop.create_future()
-        self._kind = kind
-        self._on_message = on_message
-        self._reader = ZmtpReader()
-        self._transport: asyncio.Transport | None = None
-        self._is_left = False  # perhaps before it was connected
-
-    def send(self, data: bytes) -> None:
-        if self._transport is not None:
-            self._transport.write(data)
-
-    def close(self) -> None:
-        self._is_left = True
-        if not self.opened.done():
-            self.opened.cancel()
-        if self._transport is not None:
-            self._transport.abort()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are of no common class
-        if self._is_left:
-            self._transport.abort()
-            return
-        self._transport.write(GREETING + ready(self._kind))
-
-    def data_received(self, data: bytes) -> None:
-        reader = self._reader
-        try:
-            messages = reader.feed(data)
-        except ZmtpError as error:
-            if not self.opened.done():
-                self.opened.set_exception(error)
-            else:
-                logger.warning("a publisher of KV events is left: %s", error)
-            self.close()
-            return
-        if reader.replies:
-            self.send(reader.replies)
-            reader.replies = b""
-        if reader.is_ready and not self.opened.done():
-            self.opened.set_result(None)
-        for parts in messages:
-            self._on_message(parts)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._transport = None
-        if not self.opened.done():
-            self.opened.set_exception(ConnectionResetError("closed during the handshake"))
-        if not self.closed.done():
-            self.closed.set_result(None)

@@ -160,7 +160,8 @@ class LapsMonitor:
             raise SwitchRefusedError(f"{MODE_PATH} answered {status} {answer.decode('utf-8', 'replace')[:200]}")
 
     async def refresh(self) -> None:
-        """Ask all at once. The last report of an instance that does not answer is forgotten."""
+        """Ask all at once, but for the instances that publish their queues. The last report of an instance that does
+        not answer is forgotten."""
         workers = [worker for worker in self._registry if worker.role.is_prefill and worker.is_healthy]
         known = {worker.id for worker in workers}
         for gone in self.reports.keys() - known:
@@ -172,15 +173,16 @@ class LapsMonitor:
         self.refreshed_s = self._clock()
 
     async def _take(self, worker: Worker) -> None:
+        published = worker.fresh_queues(self._clock()) if self.work_reader is None else None
         try:
-            report = await self.read(worker, self.work_reader)
+            report = await self.read(worker, self.work_reader) if published is None else read_report(published)
         except NotServedError:
             self.reports.pop(worker.id, None)
             if worker.id not in self.stock:
                 self.stock.add(worker.id)
                 logger.info("worker %s (%s) has no queue report: it is not moved", worker.url, worker.role)
             return
-        except NoReportError as error:
+        except (NoReportError, ValueError) as error:
             self.reports.pop(worker.id, None)
             logger.debug("no queue report from %s: %s", worker.url, error)
             return

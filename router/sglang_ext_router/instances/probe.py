@@ -28,6 +28,7 @@ from sglang_ext_router.instances.workers import (
     MAX_RANKS,
     UNKNOWN_CAPACITY_TOKENS,
     KvEventsAddress,
+    LoadAddress,
     RankReport,
     SchedulerLoad,
     TokenSource,
@@ -214,13 +215,13 @@ class Prober:
             if is_refused and worker.last_error != str(error):
                 logger.warning("worker %s (%s) is refused: %s", worker.url, worker.role, error)
             worker.is_refused = is_refused
-            is_unanswered = isinstance(error, TimeoutError)
+            is_unanswered = worker.is_doubted = isinstance(error, TimeoutError)
             if is_unanswered and worker.is_healthy:
                 await self._read_load(worker, LATE_LOAD_TIMEOUT_S)
             self._failed(worker, str(error) or type(error).__name__, is_unanswered, asked_s)
             return
         self._hear(worker)
-        worker.is_refused = False
+        worker.is_refused = worker.is_doubted = False
         worker.failed_checks = 0
         worker.last_error = ""
         if not worker.is_healthy:
@@ -231,7 +232,7 @@ class Prober:
     async def _read_boundary(self, worker: Worker) -> None:
         """An instance that finds out itself where short ends may find something else later."""
         try:
-            status = await self.get_json(worker, LAPS_PATH)
+            status = worker.fresh_queues(asyncio.get_running_loop().time()) or await self.get_json(worker, LAPS_PATH)
             tokens = _positive(status.get("boundary_tokens"))
         except _ANSWER_ERRORS as error:
             logger.debug("no length boundary from %s: %s", worker.url, error)
@@ -355,9 +356,27 @@ class Prober:
         wake = self._wake[worker.id]
         silent_s = 0.0
         while self._wake.get(worker.id) is wake:
-            asked_s = loop.time()
-            silent_s = await self._listen(worker, silent_s) if worker.is_healthy else 0.0
-            await asyncio.sleep(max(0.0, asked_s + interval_s - loop.time()))
+            now_s = loop.time()
+            next_s = self._question_due_s(worker, now_s) if worker.is_healthy else now_s + interval_s
+            if next_s > now_s:
+                silent_s = 0.0
+            else:
+                silent_s = await self._listen(worker, silent_s)
+                next_s = now_s + interval_s
+            await asyncio.sleep(max(0.0, next_s - loop.time()))
+
+    def _question_due_s(self, worker: Worker, now_s: float) -> float:
+        """Return when an instance has to be asked whether it lives; not later than now: at once.
+
+        It need not be where something has just come from it; or where its scheduler publishes its load, its server
+        process has answered the last health check, and no request waits for it.
+        """
+        interval_s = self._config.liveness_interval_secs
+        if worker.is_silent:
+            return now_s
+        if worker.publishes_load(now_s) and not (worker.in_flight or worker.is_doubted):
+            return now_s + interval_s
+        return self._last_received_s(worker) + interval_s
 
     async def _listen(self, worker: Worker, silent_s: float) -> float:
         """Ask for life once and wait for an answer, or anything else; return for how long nothing has come by then.
@@ -499,6 +518,7 @@ class Prober:
         is_decode = worker.role is Role.DECODE
         worker.caches_at_decode = is_decode and info.get("disaggregation_decode_enable_radix_cache") is True
         worker.kv_events = read_kv_events(worker.host, info) if worker.keeps_prefixes else None
+        worker.load_events = read_load_address(worker.host, info)
         worker.has_info = worker.serves_facts = True
         self._registry.refresh()
         self._on_info(worker)
@@ -534,14 +554,9 @@ class Prober:
         self._take_load(worker, report, now_s)
 
     def take_published_load(self, worker: Worker, report: SchedulerLoad) -> None:
-        """Take over a load report that came by itself, which shows that the instance's scheduler works.
-
-        That of a decode instance would leave out what it waits for; it was another kind of instance a moment ago.
-        """
-        if not worker.role.computes_prompts:
-            return
+        """Take over a load report that came by itself, which shows that the instance's scheduler works."""
         now_s = asyncio.get_running_loop().time()
-        worker.load_published_s = worker.worked_s = now_s
+        worker.load_published_s = worker.worked_s = worker.heard_s = now_s
         self._take_load(worker, report, now_s)
 
     def _take_load(self, worker: Worker, report: SchedulerLoad, now_s: float) -> None:
@@ -635,8 +650,15 @@ def read_kv_events(host: str, info: Mapping[str, Any]) -> KvEventsAddress | None
         topic.encode() if isinstance(topic, str) else b"",
         block_tokens,
         min(_positive(given.get("dp_size")) or 1, MAX_EVENT_RANKS),
-        _positive(given.get("load_endpoint_port_base")),
     )
+
+
+def read_load_address(host: str, info: Mapping[str, Any]) -> LoadAddress | None:
+    """Return where an instance on this host publishes its load; None where it does not."""
+    given = info.get("kv_events")
+    stock = _positive(given.get("load_endpoint_port_base")) if isinstance(given, dict) else None
+    port = _positive(_extension(info).get("load_port")) or stock
+    return None if port is None else LoadAddress(host, port, min(_positive(info.get("dp_size")) or 1, MAX_RANKS))
 
 
 def _can_switch_roles(info: Mapping[str, Any]) -> bool:

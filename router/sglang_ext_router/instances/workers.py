@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -84,7 +84,14 @@ class KvEventsAddress(NamedTuple):
     topic: bytes
     block_tokens: int
     ranks: int
-    load_port: int | None = None  # where it publishes its load as well
+
+
+class LoadAddress(NamedTuple):
+    """Address at which an instance publishes its load; the port of rank r is r higher."""
+
+    host: str
+    port: int
+    ranks: int
 
 
 class SchedulerLoad(NamedTuple):
@@ -197,6 +204,8 @@ class Worker:
         self.aborts_families = False  # the id of a batch aborts all of its sequences
         self.kv_events: KvEventsAddress | None = None
         self.held_blocks: HeldBlocks | None = None  # while its events are followed
+        self.load_events: LoadAddress | None = None
+        self.published_queues: tuple[float, Mapping[str, object]] | None = None  # when they came; as `GET /laps`
         self.ranks: list[RankLoad] = []  # data-parallel ones, by number; empty for an instance with one scheduler
         self.caches_at_decode = False  # a decode instance with a prefix cache: what it holds is not sent to it
         self.has_info = False
@@ -213,6 +222,7 @@ class Worker:
         self.load_stamp: tuple[float, ...] = ()  # of its last load report: other numbers show that its scheduler works
         self.worked_s = float("-inf")  # when a load report last had other numbers than the one before
         self.load_published_s = float("-inf")  # when a load report last came by itself
+        self.is_doubted = False  # its last health check was not answered
         # Load: the router's own view, exact for what it sent, and the instance's last report
         self.in_flight = 0
         self.pending_tokens = 0
@@ -270,6 +280,16 @@ class Worker:
     def publishes_load(self, now_s: float) -> bool:
         """Return whether its load reports come by themselves, and have not stopped."""
         return now_s - self.load_published_s <= FRESH_LOAD_S
+
+    def fresh_queues(self, now_s: float) -> Mapping[str, object] | None:
+        """Return what it has published of its queues, unless that is old; as the answer of `GET /laps`."""
+        if self.published_queues is None or now_s - self.published_queues[0] > FRESH_LOAD_S:
+            return None
+        return self.published_queues[1]
+
+    def on_load_unpublished(self) -> None:
+        """What it published of its load comes no more."""
+        self.load_published_s, self.published_queues = float("-inf"), None
 
     @property
     def is_ready(self) -> bool:

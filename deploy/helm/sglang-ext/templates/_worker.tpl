@@ -86,6 +86,7 @@ spec:
         - --kv-events-port={{ $root.Values.worker.kvEventsPort }}
         - --kv-events-replay-port={{ $root.Values.worker.kvEventsReplayPort }}
         {{- end }}
+        - --load-events-port={{ $root.Values.worker.loadEventsPort }}
         {{- if $isPrefill }}
         - --laps-boundary-tokens={{ int $root.Values.boundaryTokens }}
         {{- end }}
@@ -147,6 +148,7 @@ spec:
         - {name: kv-events, containerPort: {{ $root.Values.worker.kvEventsPort }}, protocol: TCP}
         - {name: kv-replay, containerPort: {{ $root.Values.worker.kvEventsReplayPort }}, protocol: TCP}
         {{- end }}
+        - {name: load-events, containerPort: {{ $root.Values.worker.loadEventsPort }}, protocol: TCP}
       # While a model loads the port is closed, then 503 until it is warm: /health is 200 once it can serve. It computes
       # a token, but only where nothing else runs.
       startupProbe:

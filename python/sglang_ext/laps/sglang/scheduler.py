@@ -516,9 +516,7 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         output = super().get_internal_state(recv_req)
         laps = self._laps
         if laps is not None and laps.agreement.is_deciding:
-            status = status_of(laps, self._snapshot(laps), locked_tokens=self.tree_cache.protected_size())
-            if self.server_args.dp_size > 1:
-                status[RANK_KEY] = data_parallel_rank()
+            status = self.queue_status()
             graphs = graph_status(self.tp_worker.model_runner)
             wanted = work_wanted(recv_req.rid)
             if wanted is not None:
@@ -526,6 +524,15 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
                 status[WORK_KEY] = laps.work.answer(laps.now_s(), parked, *wanted)
             output.internal_state[STATUS_KEY] = status if graphs is None else {**status, "graphs": graphs}
         return output
+
+    def queue_status(self) -> dict[str, Any]:
+        """Return the status of both queues on the rank that decides."""
+        laps = self._laps
+        assert laps is not None
+        status = status_of(laps, self._snapshot(laps), locked_tokens=self.tree_cache.protected_size())
+        if self.server_args.dp_size > 1:
+            status[RANK_KEY] = data_parallel_rank()
+        return status
 
     def set_internal_state(self, recv_req: SetInternalStateReq) -> SetInternalStateReqOutput:
         number = recv_req.server_args.get(MODE_PARAMETER)

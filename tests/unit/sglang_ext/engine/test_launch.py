@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,8 +13,13 @@ from typing import Any, cast
 import pytest
 
 from sglang_ext.engine.device import Device
-from sglang_ext.engine.launch import _publish_kv_events, _reserve_rendezvous
-from sglang_ext.engine.options import ExtensionOptions, KvEventsOptions
+from sglang_ext.engine.launch import _publish_events, _reserve_rendezvous
+from sglang_ext.engine.options import (
+    ENVIRONMENT_VARIABLE,
+    ExtensionOptions,
+    KvEventsOptions,
+    options_from_environment,
+)
 from sglang_ext.ports import PORTS
 from sglang_ext.types import Role
 
@@ -64,51 +70,67 @@ def reserved_port(**given: Any) -> int | None:
 
 def with_events(kv_events: KvEventsOptions | None, role: Role = Role.SHORT, **given: Any) -> SimpleNamespace:
     defaults = {"kv_events_config": None, "disable_radix_cache": False, "page_size": 16, "load_publish_endpoint": None}
-    arguments = SimpleNamespace(**{**defaults, **given})
-    _publish_kv_events(cast(Any, arguments), ExtensionOptions(role, Device.CPU, kv_events=kv_events))
+    arguments = SimpleNamespace(**{**defaults, "dp_size": 1, **given})
+    _publish_events(cast(Any, arguments), ExtensionOptions(role, Device.CPU, kv_events=kv_events))
     return arguments
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "")
 
 
 @pytest.mark.parametrize("keeps_prefixes", [True, False])
 def test_a_decode_instance_publishes_its_prefixes_where_it_keeps_some(keeps_prefixes: bool) -> None:
-    """Never its load, which would leave out the KV that it waits for."""
     asked = KvEventsOptions("0.0.0.0", 0, 0, 7003)
     arguments = with_events(asked, Role.DECODE, disaggregation_decode_enable_radix_cache=keeps_prefixes)
     assert (arguments.kv_events_config is not None) is keeps_prefixes
-    assert arguments.load_publish_endpoint is None
+    assert published_load() == ("*", 7003)
+
+
+def published_load() -> tuple[str, int] | None:
+    """Return where the processes of the engine publish its load."""
+    options = options_from_environment(os.environ)
+    assert options is not None
+    assert options.kv_events is not None
+    return (options.kv_events.host, options.kv_events.load_port) if options.kv_events.load_port else None
 
 
 @pytest.mark.parametrize(
-    ("kv_events", "given", "endpoint"),
+    ("kv_events", "given", "expected"),
     [
-        (KvEventsOptions("0.0.0.0", 7001, 7002, 7003), {}, "tcp://*:7003"),
+        (KvEventsOptions("0.0.0.0", 7001, 7002, 7003), {}, ("*", 7003)),
         (KvEventsOptions("0.0.0.0", 7001, 7002), {}, None),  # others may be shut off
-        (KvEventsOptions("127.0.0.1", 0, 0, 7003), {}, None),  # SGLang would publish it everywhere
-        (KvEventsOptions("0.0.0.0"), {"load_publish_endpoint": "off"}, "off"),
-        (KvEventsOptions("0.0.0.0"), {"page_size": 1}, None),
-        (None, {}, None),
+        (KvEventsOptions("localhost", 0, 0, 7003), {}, ("127.0.0.1", 7003)),
+        (KvEventsOptions("0.0.0.0", 0, 0, 7003), {"load_publish_endpoint": "off"}, None),
+        (KvEventsOptions("0.0.0.0", 0, 0, 7003), {"page_size": 1}, ("*", 7003)),
+        (KvEventsOptions("0.0.0.0", 0, 0, 7003, has_blocks=False), {}, ("*", 7003)),
     ],
 )
 def test_where_load_is_published(
-    kv_events: KvEventsOptions | None, given: dict[str, Any], endpoint: str | None
+    kv_events: KvEventsOptions, given: dict[str, Any], expected: tuple[str, int] | None
 ) -> None:
-    assert with_events(kv_events, **given).load_publish_endpoint == endpoint
+    arguments = with_events(kv_events, **given)
+    assert published_load() == expected
+    assert (arguments.kv_events_config is not None) is (kv_events.has_blocks and "page_size" not in given)
 
 
-def test_load_is_published_on_a_free_port_where_the_events_are() -> None:
-    arguments = with_events(KvEventsOptions("0.0.0.0"))
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_ports_of_all_ranks_are_free(ranks: int) -> None:
+    arguments = with_events(KvEventsOptions("0.0.0.0"), dp_size=ranks)
     config = json.loads(arguments.kv_events_config)
-    ports = [int(text.rpartition(":")[2]) for text in (config["endpoint"], config["replay_endpoint"])]
-    assert arguments.load_publish_endpoint.startswith("tcp://*:")
-    assert len({*ports, int(arguments.load_publish_endpoint.rpartition(":")[2])}) == 3
+    ports = [int(config[name].rpartition(":")[2]) for name in ("endpoint", "replay_endpoint")]
+    load = published_load()
+    assert load is not None
+    taken = [first + rank for first in (*ports, load[1]) for rank in range(ranks)]
+    assert len(set(taken)) == 3 * ranks
+    assert set(taken) <= set(PORTS)
 
 
-def test_an_sglang_that_publishes_no_load_is_left_alone() -> None:
-    arguments = SimpleNamespace(kv_events_config=None, disable_radix_cache=False, page_size=16)
-    _publish_kv_events(
-        cast(Any, arguments), ExtensionOptions(Role.SHORT, Device.CPU, kv_events=KvEventsOptions("0.0.0.0"))
-    )
-    assert not hasattr(arguments, "load_publish_endpoint")
+def test_nothing_is_published_where_that_was_not_asked_for() -> None:
+    arguments = with_events(None)
+    assert arguments.kv_events_config is None
+    assert not os.environ[ENVIRONMENT_VARIABLE]
 
 
 def published(kv_events: KvEventsOptions | None, **given: Any) -> dict[str, Any] | None:

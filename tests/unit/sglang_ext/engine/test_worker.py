@@ -14,6 +14,7 @@ from sglang_ext.cpu import unserved_models
 from sglang_ext.engine import worker
 from sglang_ext.engine.device import Device, MachineFacts
 from sglang_ext.engine.launch_plan import LaunchCommand
+from sglang_ext.engine.options import KvEventsOptions, options_from_environment
 from support.engines import free_port
 
 
@@ -63,24 +64,26 @@ def test_a_small_model_that_cannot_be_had_is_one_line(
 @pytest.mark.parametrize(
     ("role", "options", "expected"),
     [
-        ("short", ("--kv-events-port", "7001"), {"host": "127.0.0.1", "port": 7001, "replay_port": 0, "load_port": 0}),
-        (
-            "plain",
-            ("--load-events-port", "7003"),
-            {"host": "127.0.0.1", "port": 0, "replay_port": 0, "load_port": 7003},
-        ),
+        ("short", ("--kv-events-port", "7001"), KvEventsOptions("127.0.0.1", 7001)),
+        ("plain", ("--load-events-port", "7003"), KvEventsOptions("127.0.0.1", load_port=7003)),
         ("short", ("--kv-events", "off"), None),
-        # Only where it keeps prefixes, as SGLang's own arguments say.
-        ("decode", (), {"host": "127.0.0.1", "port": 0, "replay_port": 0, "load_port": 0}),
-        ("long", ("--cdsp-coordinator", "127.0.0.1:7", "--transfer-backend", "handshake"), None),
+        # Its blocks only where it keeps prefixes, as SGLang's own arguments say.
+        ("decode", (), KvEventsOptions("127.0.0.1")),
+        (
+            "long",
+            ("--cdsp-coordinator", "127.0.0.1:7", "--transfer-backend", "handshake"),
+            KvEventsOptions("127.0.0.1", has_blocks=False),
+        ),
     ],
 )
-def test_which_instances_publish_their_blocks(
-    tmp_path: Path, role: str, options: tuple[str, ...], expected: dict[str, object] | None
+def test_what_instances_publish(
+    tmp_path: Path, role: str, options: tuple[str, ...], expected: KvEventsOptions | None
 ) -> None:
     arguments = parse("--role", role, "--model-path", str(tmp_path), "--device", "cpu", "--dry-run", *options)
     command = worker.launch_command(arguments)
-    assert json.loads(command.environment["SGLANG_EXT_OPTIONS"])["kv_events"] == expected
+    known = options_from_environment(command.environment)
+    assert known is not None
+    assert known.kv_events == expected
 
 
 def test_one_port_for_both_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,18 +8,16 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import msgspec
 import pytest
 import uvloop
-import zmq
 
 from sglang_ext.types import Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress
 from sglang_ext_router.decide.block_index import BlockIndex, Tier
-from sglang_ext_router.instances import kv_events
+from sglang_ext_router.instances import kv_events, publisher_connection
 from sglang_ext_router.instances.kv_events import QUIET_S, KvEvents
 from sglang_ext_router.instances.probe import read_kv_events
-from sglang_ext_router.instances.workers import KvEventsAddress, SchedulerLoad, Worker
+from sglang_ext_router.instances.workers import KvEventsAddress, Worker
 from support.event_publisher import CLEARED, EventPublisher, removed, stored
 from support.router_process import cluster
 
@@ -283,7 +281,7 @@ def test_a_worker_that_is_removed_leaves_nothing(publisher: EventPublisher) -> N
 def test_an_instance_that_is_back_is_connected_at_once(
     publisher: EventPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_events, "FIRST_PAUSE_S", 30.0)
+    monkeypatch.setattr(publisher_connection, "FIRST_PAUSE_S", 30.0)
 
     async def check() -> None:
         async with following(publisher) as followed:
@@ -315,101 +313,6 @@ async def test_events_are_followed_unless_that_is_off(publisher: EventPublisher,
         await served.until(lambda: worker.kv_events is not None)
         assert (worker.held_blocks is not None) is kv_events
         assert (served.router.kv_events.describe(worker) != {"from": "estimate"}) is kv_events
-
-
-class PublishedLoad:
-    """A rank's load as SGLang publishes it: on a socket of its own, by the topic `load`."""
-
-    def __init__(self) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.PUB)
-        self.port = self._socket.bind_to_random_port("tcp://127.0.0.1")
-        self._number = 0
-
-    def publish(self, *fields: object, topic: bytes = b"load") -> None:
-        payload = msgspec.msgpack.encode(["LoadStat", *fields])
-        self._socket.send_multipart((topic, self._number.to_bytes(8, "big"), payload))
-        self._number += 1
-
-    def stop(self) -> None:
-        self._socket.close(linger=0)
-        self._context.term()
-
-
-@pytest.fixture
-def load() -> Iterator[PublishedLoad]:
-    made = PublishedLoad()
-    yield made
-    made.stop()
-
-
-def test_the_load_of_an_instance_is_that_of_all_its_ranks(publisher: EventPublisher, load: PublishedLoad) -> None:
-    other = PublishedLoad()
-    reports: list[SchedulerLoad] = []
-
-    async def check() -> None:
-        index = BlockIndex(10)
-        events = KvEvents(asyncio.get_running_loop(), index, lambda worker, report: reports.append(report))
-        worker = Worker(1, WorkerAddress("http://127.0.0.1:1", Role.BOTH, None), RouterConfig())
-        worker.kv_events = KvEventsAddress("127.0.0.1", publisher.port, None, b"", 16, 1, load.port)
-        events.follow(worker)
-        second = KvEvents(asyncio.get_running_loop(), index, lambda worker, report: reports.append(report))
-        worker.kv_events = KvEventsAddress("127.0.0.1", publisher.port, None, b"", 16, 1, other.port)
-        second.follow(worker)
-        # Two ranks, whose ports follow each other for an instance of SGLang.
-        events._ranks[worker.id] += second._ranks.pop(worker.id)
-        for rank in events.ranks(worker):
-            rank._events = events
-        await asyncio.sleep(0.3)
-        load.publish(1, 2, 30, 400, 0, 5, 60, 7, 800, 9, "later")
-        load.publish("nonsense")
-        load.publish(1, topic=b"other")
-        await asyncio.sleep(0.2)
-        assert not reports  # the other rank has not said anything
-        other.publish(10, 20, 300, 4000, 0, 50, 200, 70, 8000, 90)
-        while not reports:  # noqa: ASYNC110 - a report has no event
-            await asyncio.sleep(0.01)
-        assert reports == [SchedulerLoad(11, 55, 60 + 300, 0, 4400, 8800, 99)]
-        other.publish(10, 20, 300, 4000)
-        await asyncio.sleep(0.2)
-        assert reports[-1] == SchedulerLoad(11, 5, 360, 0, 4400, 800, 9)
-        await events.stop()
-
-    try:
-        run(check())
-    finally:
-        other.stop()
-
-
-async def test_an_instance_that_publishes_its_load_is_not_asked_for_it(
-    load: PublishedLoad, publisher: EventPublisher
-) -> None:
-    async with cluster(load_poll_interval_secs=0.05) as served:
-        engine, other = served.short[0], served.long[0]
-        assert isinstance(engine.info, dict)
-        ports = {"endpoint_port_base": publisher.port, "load_endpoint_port_base": load.port, "dp_size": 1}
-        described = {**DESCRIBED, **ports, "replay_endpoint_port_base": None}
-        engine.info = {**engine.info, "kv_events": described}
-        worker = served.worker(engine.url)
-        worker.has_info = False
-
-        while not worker.publishes_load(served.router.loop.time()):
-            load.publish(3, 0, 100, 1000, 0, 70, 200)
-            await asyncio.sleep(0.05)
-        listed = (await served.ask("GET", "/workers")).json["workers"]
-        assert {one["url"]: one["load"] for one in listed if "load" in one} == {
-            engine.url: "published",
-            other.url: "polled",
-        }
-        assert (worker.reported_running, worker.foreign_tokens, worker.reported_free_kv_tokens) == (3, 70, 800)
-        before, others = engine.loads_read, other.loads_read
-        for number in range(10):
-            load.publish(number, 0, 100, 1000)
-            await asyncio.sleep(0.1)
-        assert worker.reported_running == 9
-        assert engine.loads_read - before <= 1  # which was under way
-        assert other.loads_read - others >= 8
-        await served.until(lambda: worker.reported_running != 9, 10)  # nothing is published any more: it is asked
 
 
 DESCRIBED = {
