@@ -24,14 +24,48 @@ _KV_TOKENS = 1_000_000
 _CHUNK_TOKENS = 8192
 
 
-class _FirstTokens:
-    """Takes note of when each request has its first token."""
+class _Conversations:
+    """Takes note of when each request has its first token, and lets the next turn of its conversation come then.
 
-    def __init__(self) -> None:
-        self.ttft_s: dict[int, float] = {}
+    The client waits as long between an answer and the next turn as it did in reality.
+    """
+
+    def __init__(self, answers: Sequence[Answer], loop: EventLoop, overhead_s: float) -> None:
+        self._loop = loop
+        self._overhead_s = overhead_s
+        self.ttft_s: dict[tuple[int, int], float] = {}
+        self.stage: OnePool
+        began_s = min(answer.sent_s for answer in answers)
+        self.openings: list[SimRequest] = []  # in the order in which they come
+        self._answers: list[Answer] = []  # by key of the simulated request
+        self._next: dict[int, int] = {}  # the request that follows another one
+        self._pause_s: dict[int, float] = {}  # before it
+        latest: dict[int, int] = {}  # request by conversation
+        for key, answer in enumerate(sorted(answers, key=lambda answer: answer.sent_s)):
+            self._answers.append(answer)
+            before = latest.get(answer.key[0])
+            if before is None:
+                self.openings.append(self._request(key, answer.sent_s - began_s))
+            else:
+                earlier = self._answers[before]
+                assert earlier.ttft_s is not None, "a conversation ends with a turn that failed"
+                self._next[before] = key
+                self._pause_s[key] = max(0.0, answer.sent_s - earlier.sent_s - earlier.ttft_s)
+            latest[answer.key[0]] = key
 
     def on_first_token(self, served: ServedPrefill) -> None:
-        self.ttft_s[served.request.key] = served.ttft_s
+        key = served.request.key
+        self.ttft_s[self._answers[key].key] = served.ttft_s + self._overhead_s
+        following = self._next.get(key)
+        if following is not None:
+            arrival_s = self._loop.now_s + self._overhead_s + self._pause_s[following]
+            self._loop.schedule(arrival_s, self.stage.arrive, self._request(following, arrival_s))
+
+    def _request(self, key: int, arrival_s: float) -> SimRequest:
+        answer = self._answers[key]
+        talk = answer.key[0] << 20  # all turns of a conversation begin alike
+        blocks = tuple(talk + number for number in range(answer.tokens // _BLOCK_TOKENS))
+        return SimRequest(key, arrival_s, answer.tokens, 1, 0, Prefix(_BLOCK_TOKENS, blocks))
 
     def on_refused(self, request: SimRequest) -> None:
         raise AssertionError(f"{request} is refused")
@@ -47,8 +81,8 @@ def simulated_ttfts_s(
 ) -> dict[tuple[int, int], float]:
     """Return each request's time to first token, by its key, had a simulated pool served it.
 
-    `answers` are those of one round: requests come when they came in reality. `overhead_s`: of what surrounds prefill,
-    added to each.
+    `answers` are those of one round: chat prompts and first turns come when they came in reality, a later turn as long
+    after the answer before it as in reality. `overhead_s`: of what surrounds prefill, added to each.
     """
     single = next(candidate.cost for candidate in costs if candidate.size == 1)
     assert isinstance(single, SpCost)
@@ -64,19 +98,12 @@ def simulated_ttfts_s(
     def policy(_: Role) -> LapsPolicy:
         return LapsPolicy(Laps(options, GraphGrid(), coefficients, limits))
 
-    ordered = sorted(answers, key=lambda answer: answer.sent_s)
-    began_s = ordered[0].sent_s
-    requests = []
-    for key, answer in enumerate(ordered):
-        talk = answer.key[0] << 20  # all turns of a conversation begin alike
-        blocks = tuple(talk + number for number in range(answer.tokens // _BLOCK_TOKENS))
-        prefix = Prefix(_BLOCK_TOKENS, blocks)
-        requests.append(SimRequest(key, answer.sent_s - began_s, answer.tokens, 1, 0, prefix))
     spec = InstancesSpec((Role.BOTH,) * instances, coefficients, _KV_TOKENS, boundary_tokens, iteration)
-    loop, listener = EventLoop(), _FirstTokens()
-    stage = OnePool(
-        loop, spec, costs, policy, OnePoolOptions(short_slo_s=options.short_ttft_slo_ms / 1e3), listener, False
+    loop = EventLoop()
+    conversations = _Conversations(answers, loop, overhead_s)
+    stage = conversations.stage = OnePool(
+        loop, spec, costs, policy, OnePoolOptions(short_slo_s=options.short_ttft_slo_ms / 1e3), conversations, False
     )
-    feed(loop, requests, stage)
+    feed(loop, conversations.openings, stage)
     loop.run()
-    return {answer.key: listener.ttft_s[key] + overhead_s for key, answer in enumerate(ordered)}
+    return conversations.ttft_s
