@@ -47,6 +47,8 @@ NIXL := $(VENV)/nixl/.installed-$(shell cksum < requirements/nixl.lock | cut -d'
 MOONCAKE := $(VENV)/mooncake/.installed-$(shell cksum < requirements/mooncake.lock | cut -d' ' -f1)
 # What instances need to send spans, and the protocol by which tests read them.
 TRACES := $(VENV)/traces/.installed-$(shell cksum < requirements/traces.lock | cut -d' ' -f1)
+# S3-compatible storage: the client, and the server of the tests.
+S3 := $(VENV)/s3/.installed-$(shell cksum < requirements/s3.lock | cut -d' ' -f1)
 # What renders and checks the Helm chart.
 CHARTS := $(VENV)/charts/.installed-$(shell cksum < requirements/charts.lock | cut -d' ' -f1)
 DOCS := $(VENV)/docs/.installed-$(shell cksum < requirements/docs.lock | cut -d' ' -f1)
@@ -61,7 +63,7 @@ PYTEST_ARGS ?=
 WORKERS ?= $(shell expr $$(nproc) + 1)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=40
 
-.PHONY: env compiled plain linted check cuda-lock kernels-env ray-env judges-env nixl-env mooncake-env charts-env traces-env docs-env docs dist chart demo test test-all test-k8s unit lint format clean
+.PHONY: env compiled plain linted check cuda-lock kernels-env ray-env judges-env nixl-env mooncake-env charts-env traces-env s3-env docs-env docs dist chart demo test test-all test-k8s unit lint format clean
 .DEFAULT_GOAL := env
 
 env: $(STAMP)
@@ -121,6 +123,8 @@ charts-env: $(CHARTS)
 
 traces-env: $(TRACES)
 
+s3-env: $(S3)
+
 docs-env: $(DOCS)
 
 $(RAY): FOLDER := ray
@@ -129,8 +133,9 @@ $(NIXL): FOLDER := nixl
 $(MOONCAKE): FOLDER := mooncake
 $(CHARTS): FOLDER := charts
 $(TRACES): FOLDER := traces
+$(S3): FOLDER := s3
 $(DOCS): FOLDER := docs
-$(RAY) $(JUDGES) $(NIXL) $(MOONCAKE) $(CHARTS) $(TRACES) $(DOCS): | $(STAMP)
+$(RAY) $(JUDGES) $(NIXL) $(MOONCAKE) $(CHARTS) $(TRACES) $(S3) $(DOCS): | $(STAMP)
 	@echo "[env] installing the packages of requirements/$(FOLDER).lock into $(VENV)/$(FOLDER)"
 	@rm -rf $(VENV)/$(FOLDER)
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-compile --target $(VENV)/$(FOLDER) -r requirements/$(FOLDER).lock
@@ -177,10 +182,10 @@ check: env
 	@$(MAKE) --no-print-directory -j3 lint tests/__pycache__ $(NATIVE)
 	@$(BIN)/python -m pytest -q -n $$(nproc) -m 'not slow' tests/unit $(PYTEST_ARGS)
 
-test: linted
+test: linted $(S3)
 	@$(PYTEST) $(PYTEST_ARGS)
 
-test-all: linted $(COMPILED) $(KERNELS) $(RAY) $(JUDGES) $(NIXL) $(MOONCAKE) $(CHARTS) $(TRACES) $(DOCS)
+test-all: linted $(COMPILED) $(KERNELS) $(RAY) $(JUDGES) $(NIXL) $(MOONCAKE) $(CHARTS) $(TRACES) $(S3) $(DOCS)
 	@$(PYTEST) --full $(PYTEST_ARGS)
 
 test-k8s: env $(CHARTS)

@@ -16,7 +16,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,15 @@ UP_WITHIN_S = 60.0
 class RunningService:
     """The process; `log_path` has what it wrote in all its lives."""
 
-    def __init__(self, folder: Path, endpoint_url: str, options: Sequence[str], key: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        endpoint_url: str,
+        options: Sequence[str],
+        key: str,
+        environment: Mapping[str, str] = os.environ,
+    ) -> None:
+        self._environment = environment
         self.folder = folder
         self.port = free_port()
         self.key = key
@@ -48,7 +56,7 @@ class RunningService:
 
     def start(self) -> None:
         """Start, and return when it answers."""
-        environment = {**os.environ, "SGLANG_EXT_API_KEY": self.key}
+        environment = {**self._environment, "SGLANG_EXT_API_KEY": self.key}
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
@@ -83,10 +91,14 @@ class RunningService:
 
 @contextmanager
 def running_service(
-    folder: Path, endpoint_url: str, *options: str, key: str = "key-of-the-tests"
+    folder: Path,
+    endpoint_url: str,
+    *options: str,
+    key: str = "key-of-the-tests",
+    environment: Mapping[str, str] = os.environ,
 ) -> Iterator[RunningService]:
     """The service, up; ended with SIGTERM. Its log must tell of no bug."""
-    service = RunningService(folder, endpoint_url, options, key)
+    service = RunningService(folder, endpoint_url, options, key, environment)
     service.start()
     try:
         yield service

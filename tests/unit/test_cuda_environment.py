@@ -25,7 +25,7 @@ LOCK = ROOT / "requirements/cuda.lock"
 PRODUCT = ("python", "router", "kernels", "cuda_graphs")
 # Packages that the CPU's environment lacks, by the name that is imported.
 ON_CUDA_ALONE = {"flashinfer": "flashinfer-python", "nixl": "nixl", "sgl_kernel": "sglang-kernel", "triton": "triton"}
-IN_THEIR_OWN_FOLDERS = {"mooncake", "ray"}  # `make mooncake-env`, `make ray-env`
+IN_THEIR_OWN_FOLDERS = {"botocore", "mooncake", "ray"}  # `make s3-env`, `make mooncake-env`, `make ray-env`
 OTHER_VERSIONS = {"0.5.22": os.environ.get("SGLANG_EXT_TEST_SGLANG_0522")}  # folder of an unpacked wheel, if any
 
 

@@ -16,6 +16,7 @@ import uvloop
 from sglang_ext.batch.endpoint import EndpointClient
 from sglang_ext.batch.inputs import FileIdentity, Findings, add_input, find_inputs, identify
 from sglang_ext.batch.lines import LineOptions, Mode
+from sglang_ext.batch.object_storage import SCHEME, ObjectPath
 from sglang_ext.batch.outputs import OutputFormat, OutputOptions, choose_output, export
 from sglang_ext.batch.progress import ProgressReport, counted
 from sglang_ext.batch.runner import JobRunner, reply_body
@@ -63,12 +64,30 @@ class BatchRun:
             vocabulary=args.vocabulary,
         )
         self.files = find_inputs(args.input)
-        self.store_path: Path = args.store or args.output.with_name(args.output.name + ".store")
-        for given in (Path(name) for name in args.input):
-            if given.is_dir() and args.output.resolve().is_relative_to(given.resolve()):
-                raise RunError(f"--output: {args.output} is in the input folder {given}; it would become an input")
-        if any(file.path.resolve() == args.output.resolve() for file in self.files):
-            raise RunError(f"--output: {args.output} is an input, too")
+        self.store_path: Path = args.store or self._default_store()
+        self._check_output()
+
+    def _default_store(self) -> Path:
+        path = self.output.path
+        if isinstance(path, ObjectPath):
+            raise RunError(f"--store: is needed with --output on {SCHEME}: a local file for lines and results")
+        return path.with_name(path.name + ".store")
+
+    def _check_output(self) -> None:
+        path = self.output.path
+        if isinstance(path, ObjectPath):
+            if path in {file.path for file in self.files}:
+                raise RunError(f"--output: {path} is an input, too")
+            for folder in (given for given in self.args.input if given.startswith(SCHEME) and given.endswith("/")):
+                if str(path).startswith(folder):
+                    raise RunError(f"--output: {path} is in the input folder {folder}; it would become an input")
+            (path / "check" if self.output.is_folder else path).check_writable()
+            return
+        for given in (Path(name) for name in self.args.input):
+            if given.is_dir() and path.resolve().is_relative_to(given.resolve()):
+                raise RunError(f"--output: {path} is in the input folder {given}; it would become an input")
+        if any(isinstance(file.path, Path) and file.path.resolve() == path.resolve() for file in self.files):
+            raise RunError(f"--output: {path} is an input, too")
 
     def run(self) -> int:
         if not self.store_path.exists() and _has_results(self.output):

@@ -6,11 +6,13 @@ with its place and its field, and reading goes on, so that one pass finds all.
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import gzip
 import hashlib
 import io
 import os
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +22,7 @@ from typing import IO, NamedTuple, cast
 import orjson
 
 from sglang_ext.batch.lines import BatchLine, LineError, LineOptions, parse_line
+from sglang_ext.batch.object_storage import SCHEME, ObjectPath
 from sglang_ext.batch.store import BatchStore
 
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
@@ -36,12 +39,12 @@ class InputError(ValueError):
 class InputFile(NamedTuple):
     """One file of the input; `name` is what messages and made-up `custom_id`s call it."""
 
-    path: Path
+    path: Path | ObjectPath
     name: str
 
 
 class FileIdentity(NamedTuple):
-    """Size, time and digest of a file that was read, by which a change is found."""
+    """Size, time and digest of a file that was read, by which a change is found; of an object, its entity tag."""
 
     name: str
     size_bytes: int
@@ -70,7 +73,44 @@ class Findings:
 
 
 def find_inputs(patterns: Sequence[str]) -> list[InputFile]:
-    """The files that names, globs and folders stand for, in order. InputError names what stands for nothing."""
+    """The files that names, globs and folders stand for, in order. InputError names what stands for nothing.
+
+    `s3://BUCKET/NAME` is an object; its name may be a glob, and one that ends in a slash is a folder.
+    """
+    objects = [pattern for pattern in patterns if pattern.startswith(SCHEME)]
+    if not objects:
+        return _find_local(patterns)
+    if len(objects) != len(patterns):
+        raise InputError(f"{objects[0]}: files of a run are all on {SCHEME}, or all local")
+    found = list(dict.fromkeys(path for pattern in objects for path in _find_objects(ObjectPath.parse(pattern))))
+    if len(found) == 1:
+        return [InputFile(found[0], found[0].name)]
+    names = [f"{path.bucket}/{path.key}" for path in found]
+    common = os.path.commonpath([os.path.dirname(name) for name in names])
+    return [InputFile(path, os.path.relpath(name, common)) for path, name in zip(found, names, strict=True)]
+
+
+def _find_objects(path: ObjectPath) -> list[ObjectPath]:
+    literal = re.split(r"[*?\[]", path.key, maxsplit=1)[0]
+    if path.is_dir():
+        found = [one for one, _ in path.listed() if _format(one) is not None]
+        if not found:
+            raise InputError(f"{path}: no object in it ends in {', '.join(SUFFIXES)} (.gz, .zst)")
+        return found
+    if literal != path.key:
+        matches = re.compile(fnmatch.translate(path.key))  # a star also spans folders
+        found = [one for one, _ in ObjectPath(path.bucket, literal).listed() if matches.match(one.key)]
+    else:
+        found = [path] if path.exists() else []
+    if not found:
+        raise InputError(f"{path}: no such object")
+    for one in found:
+        if _format(one) is None:
+            raise InputError(f"{one}: its name must end in {', '.join(SUFFIXES)}, or that and .gz or .zst")
+    return found
+
+
+def _find_local(patterns: Sequence[str]) -> list[InputFile]:
     paths: list[Path] = []
     for pattern in patterns:
         path = Path(pattern)
@@ -100,6 +140,12 @@ def identify(file: InputFile, known: FileIdentity | None = None) -> FileIdentity
 
     InputError when it cannot be read.
     """
+    if isinstance(file.path, ObjectPath):
+        try:
+            size_bytes, modified_s, etag = file.path.status()
+        except FileNotFoundError:
+            raise InputError(f"{file.path}: no such object") from None
+        return FileIdentity(file.name, size_bytes, int(modified_s * 1e9), etag)
     try:
         with file.path.open("rb") as opened:
             status = os.fstat(opened.fileno())
@@ -160,7 +206,7 @@ def add_input(store: BatchStore, job: int, files: Sequence[InputFile], options: 
 # -- formats ----------------------------------------------------------------------------------------------------------
 
 
-def _format(path: Path) -> str | None:
+def _format(path: Path | ObjectPath) -> str | None:
     name = path.name.lower()
     for compression in (".gz", ".zst"):
         name = name.removesuffix(compression)
@@ -191,14 +237,17 @@ def _json_rows(file: InputFile, findings: Findings) -> Iterator[tuple[int, objec
                 findings.add(f"{file.name}:{number}", f"is not valid JSON: {error}")
 
 
-def _open_text(path: Path) -> IO[bytes]:
+def _open_text(path: Path | ObjectPath) -> IO[bytes]:
     name = path.name.lower()
     if name.endswith(".gz"):
-        return cast("IO[bytes]", gzip.open(path, "rb"))
+        return cast("IO[bytes]", gzip.open(path.open() if isinstance(path, ObjectPath) else path, "rb"))
     if name.endswith(".zst"):
         import pyarrow as pa
 
-        return io.BufferedReader(pa.CompressedInputStream(pa.OSFile(str(path)), "zstd"), 1 << 16)
+        raw = pa.PythonFile(path.open(), mode="r") if isinstance(path, ObjectPath) else pa.OSFile(str(path))
+        return io.BufferedReader(pa.CompressedInputStream(raw, "zstd"), 1 << 16)
+    if isinstance(path, ObjectPath):
+        return path.open()
     return path.open("rb", buffering=1 << 18)
 
 
@@ -208,7 +257,7 @@ def _parquet_rows(file: InputFile) -> Iterator[tuple[int, object]]:
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(file.path) as opened:
+        with pq.ParquetFile(file.path.open() if isinstance(file.path, ObjectPath) else file.path) as opened:
             number = 0
             for batch in opened.iter_batches(batch_size=_PARQUET_ROWS):
                 for row in batch.to_pylist():

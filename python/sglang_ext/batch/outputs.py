@@ -21,6 +21,7 @@ import orjson
 
 from sglang_ext.batch.endpoint import count_tokens
 from sglang_ext.batch.lines import Mode
+from sglang_ext.batch.object_storage import ObjectPath
 from sglang_ext.batch.scores import distillkit_schema, distillkit_table, score_row, score_schema, score_table
 from sglang_ext.batch.store import BatchStore, StoredResult
 
@@ -61,7 +62,7 @@ class OutputError(ValueError):
 class OutputOptions:
     """Describes where the results go, and how."""
 
-    path: Path
+    path: Path | ObjectPath
     mode: Mode
     format: OutputFormat
     vocabulary: int = 0  # DistillKit: how many tokens the model knows
@@ -69,7 +70,7 @@ class OutputOptions:
     rows_per_file: int = ROWS_PER_FILE
 
     @property
-    def error_path(self) -> Path:
+    def error_path(self) -> Path | ObjectPath:
         """Return where failures go."""
         if self.is_folder:
             return self.path / "errors.jsonl"
@@ -81,10 +82,12 @@ class Exported(NamedTuple):
 
     rows: int
     failures: int
-    files: list[Path]
+    files: list[Path | ObjectPath]
 
 
-def choose_output(path: Path, mode: Mode, wanted: OutputFormat | None, vocabulary: int = 0) -> OutputOptions:
+def choose_output(
+    path: Path | ObjectPath, mode: Mode, wanted: OutputFormat | None, vocabulary: int = 0
+) -> OutputOptions:
     """Format and kind of output from its name: `.jsonl` (`.gz`, `.zst`), `.parquet`, or a folder (Parquet).
 
     OutputError where name, mode and the format wanted do not go together.
@@ -110,21 +113,24 @@ def choose_output(path: Path, mode: Mode, wanted: OutputFormat | None, vocabular
 
 
 def export(store: BatchStore, job: int, options: OutputOptions) -> Exported:
-    """Write all results of a job. OSError where a file cannot be written; what was there before is then unharmed."""
-    folder = options.path if options.is_folder else options.path.parent
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write all results of a job. OSError or StorageError where a file cannot be written; what was there before is then
+    unharmed.
+    """
+    if isinstance(options.path, Path):
+        (options.path if options.is_folder else options.path.parent).mkdir(parents=True, exist_ok=True)
     has_failures_in_it = options.mode is Mode.GENERATE and options.format is OutputFormat.PARQUET
     results = store.results(job, ok=None if has_failures_in_it else True)
-    files: list[Path] = []
+    files: list[Path | ObjectPath] = []
     rows = 0
     if options.is_folder:
         suffix = "jsonl" if options.format is OutputFormat.JSONL else "parquet"
         part: Iterable[StoredResult]
         for number, part in enumerate(_parts(results, options.rows_per_file)):
-            path = folder / f"part-{number:05d}.{suffix}"
+            path = options.path / f"part-{number:05d}.{suffix}"
             rows += _write(path, part, options)
             files.append(path)
-        for stale in set(folder.glob("part-*.*")) - set(files):
+        there: list[Path | ObjectPath] = [*options.path.glob("part-*.*")]
+        for stale in set(there) - set(files):
             stale.unlink()
     else:
         rows = _write(options.path, results, options)
@@ -163,7 +169,7 @@ def _parts(results: Iterator[StoredResult], size: int) -> Iterator[Iterator[Stor
         yield piece(first)
 
 
-def _write(path: Path, results: Iterable[StoredResult], options: OutputOptions) -> int:
+def _write(path: Path | ObjectPath, results: Iterable[StoredResult], options: OutputOptions) -> int:
     if options.format is not OutputFormat.JSONL:
         return _write_parquet(path, results, options)
     rows = 0
@@ -316,7 +322,7 @@ def _ids(holder: dict[str, Any], *names: str) -> list[int] | None:
     return None
 
 
-def _write_parquet(path: Path, results: Iterable[StoredResult], options: OutputOptions) -> int:
+def _write_parquet(path: Path | ObjectPath, results: Iterable[StoredResult], options: OutputOptions) -> int:
     import pyarrow.parquet as pq
 
     def table(some: list[StoredResult]) -> Any:
@@ -358,8 +364,12 @@ def _groups(results: Iterable[StoredResult]) -> Iterator[list[StoredResult]]:
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[IO[bytes]]:
+def _replacing(path: Path | ObjectPath) -> Iterator[IO[bytes]]:
     """A file that takes the place of `path` when it is whole and on the disk, and is removed otherwise."""
+    if isinstance(path, ObjectPath):
+        with path.replacing() as raw, _compressing(path, raw) as opened:
+            yield opened
+        return
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("wb") as raw, _compressing(path, raw) as opened:
@@ -373,7 +383,7 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
 
 
 @contextmanager
-def _compressing(path: Path, raw: IO[bytes]) -> Iterator[IO[bytes]]:
+def _compressing(path: Path | ObjectPath, raw: IO[bytes]) -> Iterator[IO[bytes]]:
     name = path.name.lower()
     if name.endswith(".gz"):
         with gzip.GzipFile(fileobj=raw, mode="wb", compresslevel=6, mtime=0) as compressed:

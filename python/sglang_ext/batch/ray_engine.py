@@ -33,6 +33,7 @@ from sglang_ext.batch.database import StoreError, StoreFullError
 from sglang_ext.batch.endpoint import EndpointClient
 from sglang_ext.batch.inputs import InputError
 from sglang_ext.batch.lines import BatchLine, Mode
+from sglang_ext.batch.object_storage import SCHEME, ObjectPath
 from sglang_ext.batch.outputs import OutputError, OutputFormat, generate_table
 from sglang_ext.batch.progress import counted
 from sglang_ext.batch.runner import JobRunner, RunnerSettings, reply_body
@@ -75,6 +76,8 @@ def run_on_ray(args: Namespace) -> int:
     """Run the batch and return the exit status, with the options and statuses of `--engine local`."""
     if importlib.util.find_spec("ray") is None or importlib.util.find_spec("ray.data") is None:
         return _refuse("--engine ray needs Ray Data: pip install 'sglang-ext[ray]'")
+    if isinstance(args.output, ObjectPath) or any(given.startswith(SCHEME) for given in args.input):
+        return _refuse(f"{SCHEME} is not for --engine ray, whose nodes share a folder")
     try:
         run = BatchRun(args)
         _check_options(run)

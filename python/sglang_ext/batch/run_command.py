@@ -16,6 +16,7 @@ from sglang_ext.batch.batch_run import INTERRUPTED, STORE_FULL, USAGE, BatchRun
 from sglang_ext.batch.database import StoreError, StoreFullError
 from sglang_ext.batch.inputs import InputError
 from sglang_ext.batch.lines import MAX_TOP_LOGPROBS, Mode
+from sglang_ext.batch.object_storage import ObjectPath, StorageError, place_of
 from sglang_ext.batch.outputs import OutputError, OutputFormat
 from sglang_ext.batch.sending_options import API_KEY_VARIABLE, RunError, add_sending_arguments
 
@@ -26,11 +27,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--input",
         nargs="+",
         required=True,
-        metavar="FILE|GLOB|DIR",
-        help="JSONL (.gz, .zst) or Parquet: OpenAI batch lines, plain prompts or messages, or sequences to score",
+        metavar="FILE|GLOB|DIR|URL",
+        help="JSONL (.gz, .zst) or Parquet, also s3://...: OpenAI batch lines, plain prompts or messages, or sequences"
+        " to score",
     )
     parser.add_argument(
-        "--output", type=Path, required=True, metavar="FILE|DIR", help=".jsonl (.gz, .zst), .parquet, or a folder"
+        "--output",
+        type=_place,
+        required=True,
+        metavar="FILE|DIR|URL",
+        help=".jsonl (.gz, .zst), .parquet, or a folder; also s3://...",
     )
     parser.add_argument(
         "--endpoint", required=True, metavar="URL", help="URL of the router, or of any OpenAI-compatible server"
@@ -65,8 +71,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--retry-failed", action="store_true", help="send lines again that failed in an earlier run")
     add_sending_arguments(parser)
     parser.add_argument(
-        "--store", type=Path, metavar="FILE", help="file with the run's lines and results (default: OUTPUT.store)"
+        "--store", type=Path, metavar="FILE", help="local file with the run's lines and results (default: OUTPUT.store)"
     )
+
+
+def _place(text: str) -> Path | ObjectPath:
+    try:
+        return place_of(text)
+    except StorageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -85,6 +98,9 @@ def run(args: argparse.Namespace) -> int:
         except StoreError as error:
             _complain(f"error: {error}")
             return USAGE
+        except StorageError as error:
+            _complain(f"error: {error}" if error.is_refusal else f"error: {error}; the same command goes on from here")
+            return USAGE if error.is_refusal else STORE_FULL
         except OSError as error:
             _complain(f"error: {error.filename or '--output'}: {error.strerror}; the same command goes on from here")
             return STORE_FULL

@@ -18,6 +18,7 @@ import uvloop
 
 from sglang_ext.batch.database import StoreError
 from sglang_ext.batch.endpoint import EndpointClient
+from sglang_ext.batch.object_storage import StorageError, place_of
 from sglang_ext.batch.runner import JobRunner
 from sglang_ext.batch.sending_options import (
     API_KEY_VARIABLE,
@@ -29,6 +30,7 @@ from sglang_ext.batch.sending_options import (
 from sglang_ext.batch.service.api import build_app
 from sglang_ext.batch.service.batch_service import BatchService, ServiceLimits
 from sglang_ext.batch.service.dispatcher import Dispatcher
+from sglang_ext.batch.service.file_bytes import FileBytes, open_bytes
 from sglang_ext.batch.store import BatchStore
 
 logger = logging.getLogger(__name__)
@@ -51,7 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR|URL",
         help="folder for uploaded files, requests and results; or postgresql://... , which several services may share",
     )
-    add("--files", type=Path, metavar="DIR", help="folder of the files, shared as the store is (default: STORE/files)")
+    add(
+        "--files",
+        metavar="DIR|URL",
+        help="folder of the files, or s3://BUCKET/FOLDER; shared as the store is (default: STORE/files)",
+    )
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on")
     add("--port", type=int, default=30100, metavar="N", help="port to listen on")
     add(
@@ -82,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)-7s %(message)s", datefmt="%H:%M:%S")
         logging.getLogger("sglang_ext").setLevel(args.log_level.upper())
         status: int = uvloop.run(_serve(args))
-    except (RunError, ServeError, StoreError) as error:
+    except (RunError, ServeError, StoreError, StorageError) as error:
         print(f"sglang-ext batch serve: {error}", file=sys.stderr)
         return USAGE
     return status
@@ -102,11 +108,12 @@ def _check(args: argparse.Namespace) -> None:
             raise ServeError(f"--{name.replace('_', '-')} must be printable, without blanks")
     if _is_shared(args.store):
         if args.files is None:
-            raise ServeError("--files is needed with PostgreSQL: a folder that every service on this store has")
+            place = "s3://BUCKET/FOLDER, or a folder that every service on this store has"
+            raise ServeError(f"--files is needed with PostgreSQL: {place}")
         if args.store_limit_mib is not None:
             raise ServeError("--store-limit-mib is for a folder; PostgreSQL has limits of its own")
         return
-    args.files = args.files or Path(args.store, "files")
+    args.files = args.files or str(Path(args.store, "files"))
     try:
         Path(args.store).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -123,6 +130,15 @@ def _open_store(store: str, limit_bytes: int | None) -> BatchStore:
     # SQLite sorts on disk; its temporary files go where the store is.
     os.environ.setdefault("SQLITE_TMPDIR", str(Path(store).absolute()))
     return BatchStore.open(Path(store, "batches.sqlite"), limit_bytes)
+
+
+def _open_files(place: str) -> FileBytes:
+    try:
+        return open_bytes(place_of(place))
+    except OSError as error:
+        raise ServeError(f"--files {place}: {error.strerror}") from None
+    except StorageError as error:
+        raise ServeError(f"--files: {error}") from None
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -172,7 +188,7 @@ async def _serve(args: argparse.Namespace) -> int:
                 )
             )
             limits = ServiceLimits(args.max_lines, args.model)
-            service = BatchService(store, dispatcher, args.files, limits)
+            service = BatchService(store, dispatcher, _open_files(args.files), limits)
             app = build_app(service, args.api_key, args.max_file_mb << 20)
             server = _Server(
                 uvicorn.Config(

@@ -6,13 +6,15 @@ import asyncio
 import hmac
 import json
 import logging
-from collections.abc import Callable
-from typing import Annotated, Any, Literal
+import re
+from collections.abc import Callable, Iterator
+from typing import IO, Annotated, Any, Literal
+from urllib.parse import quote
 
 import orjson
 from fastapi import Depends, FastAPI, Header, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -20,10 +22,12 @@ from starlette.requests import ClientDisconnect
 from sglang_ext import __version__
 from sglang_ext.batch.database import StoreError
 from sglang_ext.batch.decide.batch_lifecycle import EventRefusedError, parse_completion_window
+from sglang_ext.batch.object_storage import StorageError
 from sglang_ext.batch.service.batch_service import BatchService
+from sglang_ext.batch.service.file_bytes import FolderBytes
 from sglang_ext.batch.service.files import StoredFile
 from sglang_ext.batch.service.metrics import render_metrics
-from sglang_ext.batch.service.uploads import UploadError, receive_upload
+from sglang_ext.batch.service.uploads import WRITE_BYTES, UploadError, receive_upload
 from sglang_ext.shared_key import bearer_key
 
 logger = logging.getLogger(__name__)
@@ -126,7 +130,7 @@ def _add_file_routes(app: FastAPI, service: BatchService, max_file_bytes: int, c
             announced = request.headers.get("content-length", "")
             if announced.isdecimal() and int(announced) > max_file_bytes + FORM_BYTES:
                 raise UploadError(413, f"the file is larger than {max_file_bytes} bytes", "file")
-            with service.files.writing() as file:
+            with service.files.bytes.writing() as file:
                 content_type = request.headers.get("content-type", "")
                 form = await receive_upload(content_type, request.stream(), file, max_file_bytes)
                 purpose = form.fields.get("purpose")
@@ -135,8 +139,8 @@ def _add_file_routes(app: FastAPI, service: BatchService, max_file_bytes: int, c
                 if purpose != INPUT_PURPOSE:
                     raise UploadError(400, f"purpose: must be {INPUT_PURPOSE!r}, is {purpose!r}", "purpose")
                 kept_s = _kept_s(form.fields)
-                file_id = await asyncio.to_thread(service.files.place, file)
-                stored = service.files.add(file_id, form.filename, INPUT_PURPOSE, kept_s)
+                placed = await asyncio.to_thread(service.files.place, file)
+                stored = service.files.add(placed, form.filename, INPUT_PURPOSE, kept_s)
         except UploadError as error:
             raise RequestError(error.status, str(error), error.param) from None
         except ClientDisconnect:
@@ -160,12 +164,18 @@ def _add_file_routes(app: FastAPI, service: BatchService, max_file_bytes: int, c
         return _json(find(file_id).as_json())
 
     @app.get("/v1/files/{file_id}/content", dependencies=client)
-    async def file_content(file_id: str) -> Response:
+    async def file_content(request: Request, file_id: str) -> Response:
         """A file's bytes, streamed; ranges are understood."""
         stored = find(file_id)
-        return FileResponse(
-            service.files.path(stored.file_id), media_type="application/octet-stream", filename=stored.filename
-        )
+        held = service.files.bytes
+        if isinstance(held, FolderBytes):
+            path = held.path(stored.file_id)
+            return FileResponse(path, media_type="application/octet-stream", filename=stored.filename)
+        try:
+            opened = await asyncio.to_thread(held.open, stored.file_id)
+        except FileNotFoundError:
+            raise RequestError(404, f"no file {file_id!r}", "file_id") from None
+        return _stream(opened, stored, request.headers.get("range"))
 
     @app.delete("/v1/files/{file_id}", dependencies=client)
     async def delete_file(file_id: str) -> Response:
@@ -173,7 +183,7 @@ def _add_file_routes(app: FastAPI, service: BatchService, max_file_bytes: int, c
         find(file_id)
         if service.batches.is_validating(file_id):
             raise RequestError(409, f"file {file_id!r} is being read by a batch; try again when it is validated")
-        service.files.delete(file_id)
+        await asyncio.to_thread(service.files.delete, file_id)
         return _json({"id": file_id, "object": "file", "deleted": True})
 
 
@@ -264,6 +274,11 @@ def _add_error_handlers(app: FastAPI) -> None:
         logger.error("a request failed: %s", error)
         return _json_error(507, f"the service's disk: {error.strerror or error}")
 
+    @app.exception_handler(StorageError)
+    async def on_storage(_: Request, error: Exception) -> Response:
+        logger.error("a request failed: %s", error)
+        return _json_error(503, "the service's files cannot be reached; try again")
+
     @app.exception_handler(StoreError)
     async def on_store(_: Request, error: Exception) -> Response:
         logger.error("a request failed: %s", error)
@@ -272,6 +287,36 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def on_bug(_: Request, error: Exception) -> Response:
         return _json_error(500, f"internal error: {type(error).__name__}")
+
+
+def _stream(file: IO[bytes], stored: StoredFile, wanted: str | None) -> Response:
+    """A file's bytes as they are read, or the one range of them that is wanted; several are answered with all."""
+    first, end, status = 0, stored.size_bytes, 200
+    given = re.fullmatch(r"bytes=(\d{0,15})-(\d{0,15})", wanted or "")
+    headers = {
+        "accept-ranges": "bytes",
+        "content-disposition": f"attachment; filename*=utf-8''{quote(stored.filename, safe='')}",
+    }
+    if given and any(given.groups()):
+        low, high = given.groups()
+        first = int(low) if low else max(0, stored.size_bytes - int(high))
+        end = min(stored.size_bytes, int(high) + 1) if low and high else stored.size_bytes
+        if first >= end:
+            file.close()
+            return Response(status_code=416, headers={"content-range": f"bytes */{stored.size_bytes}"})
+        status = 206
+        headers["content-range"] = f"bytes {first}-{end - 1}/{stored.size_bytes}"
+
+    def pieces() -> Iterator[bytes]:
+        with file:
+            file.seek(first)
+            left = end - first
+            while left and (data := file.read(min(left, WRITE_BYTES))):
+                left -= len(data)
+                yield data
+
+    headers["content-length"] = str(end - first)
+    return StreamingResponse(pieces(), status, headers, media_type="application/octet-stream")
 
 
 def _kept_s(fields: dict[str, str]) -> int | None:

@@ -13,11 +13,9 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from sglang_ext.batch.database import StoreError
@@ -30,10 +28,12 @@ from sglang_ext.batch.decide.batch_lifecycle import (
     choose_batches,
     parse_completion_window,
 )
+from sglang_ext.batch.object_storage import StorageError
 from sglang_ext.batch.outputs import error_line, output_line
 from sglang_ext.batch.service.batches import BatchEntry, BatchTable, LineProblem, RequestTotals
 from sglang_ext.batch.service.dispatcher import Dispatcher, until_done
-from sglang_ext.batch.service.files import FileStore, IdSource, StoredFile
+from sglang_ext.batch.service.file_bytes import FileBytes
+from sglang_ext.batch.service.files import FileStore, IdSource, PlacedFile, StoredFile
 from sglang_ext.batch.service.leases import LEASE_S, Holders, LeaseLostError, Leases
 from sglang_ext.batch.service.metrics import RequestOutcome, ServiceReading
 from sglang_ext.batch.service.validation import read_lines
@@ -65,22 +65,22 @@ class ServiceLimits:
 class _Exported(NamedTuple):
     """The files of a batch, None where there was nothing to write, and what became of its requests."""
 
-    output_file_id: str | None
-    error_file_id: str | None
+    output: PlacedFile | None
+    errors: PlacedFile | None
     outcomes: Counter[RequestOutcome]
 
 
 class BatchService:
     """Files, batches and what drives them. All methods belong to one event loop.
 
-    `folder` holds the files' bytes; their rows and the batches' are in the store's own database.
+    `bytes_of` holds the files' bytes; their rows and the batches' are in the store's own database.
     """
 
     def __init__(
         self,
         store: BatchStore,
         dispatcher: Dispatcher,
-        folder: Path,
+        bytes_of: FileBytes,
         limits: ServiceLimits,
         now_s: Callable[[], float] = time.time,
         lease_s: float = LEASE_S,
@@ -91,7 +91,7 @@ class BatchService:
         self._now_s = now_s
         self._database = store.database.second()  # an accepted batch outlives the machine's power
         self._ids = IdSource()
-        self.files = FileStore(self._database, folder, self._ids, now_s)
+        self.files = FileStore(self._database, bytes_of, self._ids, now_s)
         self.batches = BatchTable(self._database)
         # The one process that owns a file has at once what it had before it was killed.
         owner = secrets.token_hex(8) if self._database.is_shared else "the owner"
@@ -303,7 +303,7 @@ class BatchService:
         except Exception as error:
             wait_s = self._retry_s.get(entry.batch_id, FIRST_RETRY_S)
             self._retry_s[entry.batch_id] = min(wait_s * 2, LAST_RETRY_S)
-            is_expected = isinstance(error, (StoreError, OSError))
+            is_expected = isinstance(error, (StoreError, StorageError, OSError))
             logger.warning(
                 "%s: %s: %s; again in %g s",
                 entry.batch_id,
@@ -331,15 +331,16 @@ class BatchService:
             self._store.delete_job(earlier.id)
         job = self._store.create_job(entry.batch_id, {})
         try:
-            return read_lines(
-                self._store,
-                job,
-                self.files.path(entry.input_file_id),
-                entry.endpoint,
-                self._limits.max_lines,
-                self._limits.model,
-                is_stopped,
-            )
+            with self.files.bytes.open(entry.input_file_id) as file:
+                return read_lines(
+                    self._store,
+                    job,
+                    file,
+                    entry.endpoint,
+                    self._limits.max_lines,
+                    self._limits.model,
+                    is_stopped,
+                )
         except FileNotFoundError:
             return [LineProblem("file_not_found", "the input file was deleted", param="input_file_id")]
 
@@ -373,23 +374,24 @@ class BatchService:
         else:
             exported = await self._in_thread(partial(self._export, entry, job))
             totals = _totals(self._job(entry))  # not within: the store may be waiting for this transaction to end
-            with (
-                self._removed_on_failure([exported.output_file_id, exported.error_file_id]),
-                self._database.transaction(),
-            ):
-                for file_id, kind in ((exported.output_file_id, "output"), (exported.error_file_id, "error")):
-                    if file_id is not None:
-                        name = f"{entry.batch_id}_{kind}.jsonl"
-                        self.files.add(file_id, name, OUTPUT_PURPOSE, entry.output_expires_after_s)
-                self._advance(
-                    replace(
-                        entry,
-                        output_file_id=exported.output_file_id,
-                        error_file_id=exported.error_file_id,
-                        totals=totals,
-                    ),
-                    BatchEvent.FILES_WRITTEN,
-                )
+            try:
+                with self._database.transaction():
+                    for placed, kind in ((exported.output, "output"), (exported.errors, "error")):
+                        if placed is not None:
+                            name = f"{entry.batch_id}_{kind}.jsonl"
+                            self.files.add(placed, name, OUTPUT_PURPOSE, entry.output_expires_after_s)
+                    self._advance(
+                        replace(
+                            entry,
+                            output_file_id=exported.output.file_id if exported.output else None,
+                            error_file_id=exported.errors.file_id if exported.errors else None,
+                            totals=totals,
+                        ),
+                        BatchEvent.FILES_WRITTEN,
+                    )
+            except BaseException:
+                await asyncio.to_thread(self._discard, [exported.output, exported.errors])
+                raise
             self._outcomes.update(exported.outcomes)
         await self._drop_job(entry)
 
@@ -399,10 +401,10 @@ class BatchService:
         while leased := self._store.lease(job.id, CLOSED_AT_ONCE):
             self._store.finish([LineResult(leased_line.id, False, None, "", code, b"") for leased_line in leased])
         outcomes: Counter[RequestOutcome] = Counter()
-        placed: list[str | None] = []
-        with self._removed_on_failure(placed):
+        placed: list[PlacedFile | None] = []
+        try:
             for is_ok in (True, False):
-                with self.files.writing() as file:
+                with self.files.bytes.writing() as file:
                     is_empty = True
                     for result in self._store.results(job.id, ok=is_ok):
                         if is_stopped():
@@ -410,19 +412,18 @@ class BatchService:
                         file.write(output_line(result) if is_ok else error_line(result))
                         outcomes[_outcome(result)] += 1
                         is_empty = False
-                    placed.append(None if is_empty else self.files.place(file))
+                    placed.append(None if is_empty else self.files.place(file, is_stopped))
+        except BaseException:
+            self._discard(placed)
+            raise
         return _Exported(placed[0], placed[1], outcomes)
 
-    @contextmanager
-    def _removed_on_failure(self, placed: Sequence[str | None]) -> Iterator[None]:
-        """Files that were placed and are in no table go again, or every attempt on a full disk would leave its own."""
-        try:
-            yield
-        except BaseException:
-            for file_id in placed:
-                if file_id is not None:
-                    self.files.path(file_id).unlink(missing_ok=True)
-            raise
+    def _discard(self, placed: Sequence[PlacedFile | None]) -> None:
+        """Remove files that were placed and are in no table, or every attempt on a full disk would leave its own."""
+        for file in placed:
+            if file is not None:
+                with contextlib.suppress(OSError, StorageError):  # `tidy` tries again
+                    self.files.bytes.remove(file.file_id)
 
     async def _drop_job(self, entry: BatchEntry) -> None:
         job = self._store.find_job(entry.batch_id)
@@ -456,10 +457,11 @@ class BatchService:
     async def _sweep(self) -> None:
         while True:
             try:
-                count = self.files.delete_expired()
+                count = await asyncio.to_thread(self.files.delete_expired)
                 if count:
                     logger.info("deleted %d files whose time was over", count)
-            except (OSError, StoreError) as error:
+                await asyncio.to_thread(self.files.bytes.tidy)
+            except (OSError, StoreError, StorageError) as error:
                 logger.warning("expired files: %s", error)
             await asyncio.sleep(SWEEP_S)
 

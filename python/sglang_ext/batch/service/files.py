@@ -1,23 +1,23 @@
 """The files of the service: uploaded inputs, and the outputs and errors of batches.
 
-A file is a row in the store's database and its bytes in a folder, under its id: the name that a client gave it is only
-ever shown. Bytes are written and synced under a temporary name, renamed, and only then get their row, so a row without
-bytes does not exist; bytes without a row are what a killed service left, and are removed when it starts again.
+A file is a row in the store's database and its bytes, under its id: the name that a client gave it is only ever shown.
+Bytes are whole and durable before they get their row, so a row without bytes does not exist; bytes without a row are
+what a killed service left, and are removed when it starts again.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, NamedTuple
 
 from sglang_ext.batch.database import Database
+from sglang_ext.batch.object_storage import StorageError
+from sglang_ext.batch.service.file_bytes import FileBytes
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS service_files (
@@ -29,7 +29,6 @@ CREATE TABLE IF NOT EXISTS service_files (
     expires_at INTEGER
 ) WITHOUT ROWID
 """
-_PARTIAL = ".partial"
 _ABANDONED_S = 24 * 3600  # what is older and has no row is no file that another process writes
 
 
@@ -77,62 +76,50 @@ class StoredFile:
         }
 
 
-class FileStore:
-    """Rows in `database` and bytes under `folder`, which is made. `now_s` returns Unix time."""
+class PlacedFile(NamedTuple):
+    """A file whose bytes are kept."""
 
-    def __init__(self, database: Database, folder: Path, ids: IdSource, now_s: Callable[[], float] = time.time) -> None:
+    file_id: str
+    size_bytes: int
+
+
+class FileStore:
+    """Rows in `database`, and `bytes`. `now_s` returns Unix time."""
+
+    def __init__(
+        self, database: Database, bytes_of: FileBytes, ids: IdSource, now_s: Callable[[], float] = time.time
+    ) -> None:
         self._database = database
-        self._folder = folder
+        self.bytes = bytes_of
         self._ids = ids
         self._now_s = now_s
-        folder.mkdir(parents=True, exist_ok=True)
         database.create(_SCHEMA)
-        paths = list(folder.iterdir())  # before the rows: another process may add files
-        known = {row[0] for row in database.rows("SELECT file_id FROM service_files")}
-        before_s = time.time() - (_ABANDONED_S if database.is_shared else 0)
-        for path in paths:
-            if path.name not in known:
-                with suppress(FileNotFoundError):
-                    if not database.is_shared or path.stat().st_mtime < before_s:
-                        path.unlink()
+        # Another process that shares the store may be writing what has no row yet.
+        bytes_of.remove_unknown(self._known, time.time() - _ABANDONED_S if database.is_shared else None)
 
-    @contextmanager
-    def writing(self) -> Iterator[BinaryIO]:
-        """A new temporary file to write to; `place` keeps it, else it is removed at the block's end."""
-        path = self._folder / (secrets.token_hex(16) + _PARTIAL)
-        try:
-            with path.open("xb") as file:
-                yield file
-        finally:
-            path.unlink(missing_ok=True)
+    def _known(self) -> set[str]:
+        return {row[0] for row in self._database.rows("SELECT file_id FROM service_files")}
 
-    def place(self, file: BinaryIO) -> str:
-        """Sync what was written and rename it to a new file id, which is returned: still without a row. Blocking."""
-        file.flush()
-        os.fsync(file.fileno())
-        file_id = self._ids.make("file-")
-        os.rename(file.name, self._folder / file_id)
-        folder = os.open(self._folder, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-        return file_id
+    def place(self, file: IO[bytes], is_stopped: Callable[[], bool] = lambda: False) -> PlacedFile:
+        """Keep what was written to a file of `bytes.writing()`, under a new id: still without a row. Blocking."""
+        placed = PlacedFile(self._ids.make("file-"), file.tell())
+        self.bytes.place(file, placed.file_id, is_stopped)
+        return placed
 
-    def add(self, file_id: str, filename: str, purpose: str, expires_after_s: int | None = None) -> StoredFile:
+    def add(self, placed: PlacedFile, filename: str, purpose: str, expires_after_s: int | None = None) -> StoredFile:
         """Make a placed file known."""
         now = int(self._now_s())
         stored = StoredFile(
-            file_id,
+            placed.file_id,
             filename,
             purpose,
-            self.path(file_id).stat().st_size,
+            placed.size_bytes,
             now,
             None if expires_after_s is None else now + expires_after_s,
         )
         self._database.execute(
             "INSERT INTO service_files VALUES (?, ?, ?, ?, ?, ?)",
-            file_id,
+            placed.file_id,
             filename,
             purpose,
             stored.size_bytes,
@@ -140,10 +127,6 @@ class FileStore:
             stored.expires_at,
         )
         return stored
-
-    def path(self, file_id: str) -> Path:
-        """Return where the bytes of a known file are."""
-        return self._folder / file_id
 
     def find(self, file_id: str) -> StoredFile | None:
         """The file of this id, None where there is none (any more)."""
@@ -173,12 +156,13 @@ class FileStore:
         return [StoredFile(*row) for row in rows]
 
     def delete(self, file_id: str) -> None:
-        """Remove a file; downloads that have begun run to their end."""
+        """Remove a file; downloads from a folder that have begun run to their end. Blocking."""
         self._database.execute("DELETE FROM service_files WHERE file_id = ?", file_id)
-        self.path(file_id).unlink(missing_ok=True)
+        with suppress(StorageError):  # `bytes.tidy` tries again
+            self.bytes.remove(file_id)
 
     def delete_expired(self) -> int:
-        """Remove every file whose time is over; returns how many."""
+        """Remove every file whose time is over; returns how many. Blocking."""
         rows = self._database.rows("SELECT file_id FROM service_files WHERE expires_at <= ?", self._now_s())
         for (file_id,) in rows:
             self.delete(file_id)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import BinaryIO
+from typing import IO
 
 from python_multipart.exceptions import MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -134,7 +134,7 @@ class _FormReader:
 
 
 async def receive_upload(
-    content_type: str, body: AsyncIterator[bytes], file: BinaryIO, max_file_bytes: int
+    content_type: str, body: AsyncIterator[bytes], file: IO[bytes], max_file_bytes: int
 ) -> UploadedForm:
     """Write the part `file` of a multipart body to `file` as it arrives and return the rest of the form.
 

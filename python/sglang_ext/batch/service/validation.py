@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 import orjson
 
@@ -27,13 +26,13 @@ class ValidationStoppedError(Exception):
 def read_lines(
     store: BatchStore,
     job: int,
-    path: Path,
+    file: IO[bytes],
     endpoint: str,
     max_lines: int,
     model: str | None,
     is_stopped: Callable[[], bool],
 ) -> list[LineProblem]:
-    """Put every line of the file at `path` into the empty job `job`, in constant memory, and make the job ready.
+    """Put every line of `file` into the empty job `job`, in constant memory, and make the job ready.
 
     Returns what is wrong, at most `MAX_PROBLEMS` of it; the job is ready only where nothing is. Lines count from 1;
     empty ones are skipped. ValidationStoppedError as soon as `is_stopped()`.
@@ -42,29 +41,28 @@ def read_lines(
     options = LineOptions(model=model)
     pending: list[BatchLine] = []
     pending_bytes = count = 0
-    with path.open("rb") as file:
-        for number, raw in _numbered(file):
-            if len(raw) > MAX_LINE_BYTES:
-                problems.append(LineProblem("line_too_long", f"a line of more than {MAX_LINE_BYTES} bytes", number))
+    for number, raw in _numbered(file):
+        if len(raw) > MAX_LINE_BYTES:
+            problems.append(LineProblem("line_too_long", f"a line of more than {MAX_LINE_BYTES} bytes", number))
+            break
+        count += 1
+        if count > max_lines:
+            message = f"a batch has at most {counted(max_lines, 'line')}"
+            problems.append(LineProblem("too_many_lines", message, number))
+            break
+        parsed = _parse(raw, number, endpoint, options)
+        if isinstance(parsed, LineProblem):
+            problems.append(parsed)
+            if len(problems) == MAX_PROBLEMS:
                 break
-            count += 1
-            if count > max_lines:
-                message = f"a batch has at most {counted(max_lines, 'line')}"
-                problems.append(LineProblem("too_many_lines", message, number))
-                break
-            parsed = _parse(raw, number, endpoint, options)
-            if isinstance(parsed, LineProblem):
-                problems.append(parsed)
-                if len(problems) == MAX_PROBLEMS:
-                    break
-            else:
-                pending.append(parsed)
-                pending_bytes += len(raw)
-            if len(pending) >= STORED_LINES or pending_bytes >= STORED_BYTES:
-                if is_stopped():
-                    raise ValidationStoppedError
-                store.add_lines(job, pending)
-                pending, pending_bytes = [], 0
+        else:
+            pending.append(parsed)
+            pending_bytes += len(raw)
+        if len(pending) >= STORED_LINES or pending_bytes >= STORED_BYTES:
+            if is_stopped():
+                raise ValidationStoppedError
+            store.add_lines(job, pending)
+            pending, pending_bytes = [], 0
     if is_stopped():
         raise ValidationStoppedError
     if not count:
@@ -78,7 +76,7 @@ def read_lines(
     return problems
 
 
-def _numbered(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+def _numbered(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
     """Yield lines that are not empty with their numbers; of a line that is too long only its beginning."""
     number = 0
     while raw := file.readline(MAX_LINE_BYTES + 1):

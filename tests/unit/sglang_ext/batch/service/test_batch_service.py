@@ -23,7 +23,8 @@ from sglang_ext.batch.service.api import build_app
 from sglang_ext.batch.service.batch_service import MAX_RUNNING, BatchService, ServiceLimits
 from sglang_ext.batch.service.batches import BatchEntry, BatchTable
 from sglang_ext.batch.service.dispatcher import Dispatcher
-from sglang_ext.batch.service.files import FileStore, StoredFile
+from sglang_ext.batch.service.file_bytes import FolderBytes
+from sglang_ext.batch.service.files import FileStore, PlacedFile, StoredFile
 from sglang_ext.batch.store import BatchStore, LineResult
 from support.batch_service import chat_line, jsonl, parse_jsonl
 from support.event_loops import guarded_runner, on_loop, within_limit
@@ -90,15 +91,15 @@ class Bench:
         self.store = BatchStore.open(self.folder / "batches.sqlite")
         self.dispatcher = ObedientDispatcher(self.store, is_eager=self.is_eager)
         self.service = BatchService(
-            self.store, self.dispatcher, self.folder / "files", ServiceLimits(), lambda: self.time_s
+            self.store, self.dispatcher, FolderBytes(self.folder / "files"), ServiceLimits(), lambda: self.time_s
         )
 
     def upload(self, content: bytes) -> StoredFile:
         files = self.service.files
-        with files.writing() as file:
+        with files.bytes.writing() as file:
             file.write(content)
-            file_id = files.place(file)
-        return files.add(file_id, "x.jsonl", "batch")
+            placed = files.place(file)
+        return files.add(placed, "x.jsonl", "batch")
 
     def create(self, requests: int, window: str = "1h") -> str:
         ids = [f"r{i}" for i in range(requests)]
@@ -139,7 +140,7 @@ class Bench:
         entry = self.entry(batch_id)
         assert entry.status.is_terminal
         output, errors = (
-            [] if file_id is None else parse_jsonl(self.service.files.path(file_id).read_bytes())
+            [] if file_id is None else parse_jsonl((self.folder / "files" / file_id).read_bytes())
             for file_id in (entry.output_file_id, entry.error_file_id)
         )
         written = [line["custom_id"] for line in output + errors]
@@ -246,10 +247,10 @@ async def test_a_disk_that_is_full_for_a_while_delays_the_batch(
     failures = iter(range(5))
     place = FileStore.place
 
-    def full(self: FileStore, file: Any) -> str:
+    def full(self: FileStore, file: Any, *stopped: Any) -> PlacedFile:
         if file.tell() and bench.accepted and next(failures, None) is not None:
             raise OSError(28, "No space left on device")
-        return place(self, file)
+        return place(self, file, *stopped)
 
     batch_id = bench.create(4)
     monkeypatch.setattr(FileStore, "place", full)
