@@ -440,7 +440,8 @@ class BatchService:
 
     def _job(self, entry: BatchEntry) -> Job:
         job = self._store.find_job(entry.batch_id)
-        assert job is not None, f"{entry.batch_id}: no job"
+        if job is None:  # this process stood still, and another dispatcher has ended the batch meanwhile
+            raise LeaseLostError(entry.batch_id)
         return job
 
     async def _in_thread(self, work: Callable[[Callable[[], bool]], T]) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import time
 from collections import Counter
 from pathlib import Path
@@ -135,3 +136,48 @@ def test_a_batch_is_cancelled_at_the_service_that_does_not_send_it(tmp_path: Pat
         finally:
             for service in both:
                 service.kill()
+
+
+def test_late_results_of_a_stopped_service_are_refused(tmp_path: Path) -> None:
+    lines = [chat_line(f"r{i}", f"held {i}" if i < 4 else f"request {i}") for i in range(200)]
+    with postgres_server() as store_url, batch_endpoint() as endpoint:
+        first, second = services(tmp_path, endpoint.url, store_url, 2)
+        try:
+            first.start()
+            endpoint.hold_prefix = "held"
+            with first.client() as client:
+                source = client.files.create(file=("input.jsonl", jsonl(lines)), purpose="batch").id
+                batch_id = client.batches.create(
+                    input_file_id=source, endpoint="/v1/chat/completions", completion_window="24h"
+                ).id
+            end_s = time.monotonic() + 120
+            while sum(endpoint.answered.values()) < 196 or endpoint.in_flight < 4:
+                assert time.monotonic() < end_s
+                time.sleep(0.02)
+            second.start()
+            assert first.process
+            first.process.send_signal(signal.SIGSTOP)
+            # Held requests arrive once more when the other service has the batch; the answers to both go out at once.
+            while endpoint.seen["held 0"] < 2 or endpoint.seen["held 3"] < 2:
+                assert time.monotonic() < end_s
+                time.sleep(0.05)
+            endpoint.hold_prefix = None
+            with second.client() as client:
+                batch = wait_batch(client, batch_id, timeout_s=120)
+                first.process.send_signal(signal.SIGCONT)
+                assert batch.status == "completed"
+                assert batch.output_file_id
+                output = parse_jsonl(client.files.content(batch.output_file_id).read())
+                assert [line["custom_id"] for line in output] == [f"r{i}" for i in range(200)]
+                # The stopped service lives on, and its results have changed nothing.
+                end_s = time.monotonic() + 120
+                while "another dispatcher" not in (log := first.log_path.read_text()) and ": left: " not in log:
+                    assert time.monotonic() < end_s, log
+                    time.sleep(0.05)
+                with first.client() as awake:
+                    assert awake.batches.retrieve(batch_id) == client.batches.retrieve(batch_id) == batch
+        finally:
+            for service in (first, second):
+                service.kill()
+        for service in (first, second):
+            assert "Traceback" not in service.log_path.read_text(), service.log_path.read_text()[-4000:]
