@@ -269,7 +269,7 @@ class PriceSearch {
         const bool starts = made.start_s == 0.0;
         for (const std::int32_t member : made.group) {
             const std::size_t i = std::size_t(member);
-            if (starts) is_idle_[i] = 0, --idle_;
+            if (starts) idle_ -= is_idle_[i], is_idle_[i] = 0;
             else if (gap_s_[i] == kInfinity) gap_s_[i] = made.start_s;
             if (best_.kind != Kind::kGap || gap_s_[i] == kInfinity) free_s_[i] = best_.end_s;
         }

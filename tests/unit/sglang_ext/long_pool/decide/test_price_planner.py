@@ -17,7 +17,7 @@ from sglang_ext.long_pool.decide.price_planner import (
     PricePlanner,
     WaitingPrompt,
 )
-from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
+from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost, TabulatedCost
 from support.cdsp_cases import PLENTY, Case, cases, scaling_cases
 from support.examples import examples
 
@@ -71,6 +71,16 @@ def decisions(draw: st.DrawFn) -> tuple[PriceOptions, PrefillSnapshot, list[Wait
         draw(st.sampled_from([2, 64])),
     )
     return options, case.snapshot, prompts, draw(st.sampled_from([0.0, 0.5, 4.0, 40.0]))
+
+
+@pytest.mark.parametrize("is_native", [False, True])
+def test_prompts_that_take_no_time_leave_the_others_idle(is_native: bool) -> None:
+    nothing = TabulatedCost(prompt_tokens=(0, 256), duration_s=(0.0, 0.0))
+    options = PriceOptions((SpCandidate(2, nothing),), 1)
+    snapshot = PrefillSnapshot((0, 0, 0), (0.0, 0.0, 0.0), (1000, 1000, 1000))
+    prompts = [WaitingPrompt(1, 0, math.inf, 0, ())] * 5
+    placed = PricePlanner(options, is_native=is_native).place(snapshot, prompts, 0.0)
+    assert [one.group for one in placed] == [(0, 1)] * 5
 
 
 @pytest.mark.slow
