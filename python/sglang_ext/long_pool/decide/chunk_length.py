@@ -10,7 +10,7 @@ chunks delays the short prefills by R c / 2, and costs (1 + p s) k / c. The sum 
 
 So chunks become longer with the load (p), with the fixed cost, and where fewer short prefills arrive. A chunk takes at
 most half of the short prefills' objective, which leaves the other half to their own batch. Neither rule makes a chunk
-shorter than ten times what it takes to launch one: nine tenths of the group's time remain for computing.
+shorter than seven times what it takes to launch one: six sevenths of the group's time remain for computing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import math
 from typing import NamedTuple
 
 _SHARE_OF_OBJECTIVE = 0.5
-_OVERHEADS = 10.0
+_OVERHEADS = 7.0
 
 
 class ShortLoad(NamedTuple):

@@ -137,7 +137,7 @@ class PoolSchedule:
         """Return tokens and time of what is run of a chunk: all of it, or the first of as many equal parts as fit the
         longest time of one. What is left of a chunk costs its group a turn, however short it is.
 
-        `chunk_s`: a bound besides that of `chunk_length`; where every chunk costs a tenth of it, that counts.
+        `chunk_s`: a bound besides that of `chunk_length`; where every chunk costs a seventh of it, that counts.
         """
         options = self.planner.options
         size = len(placement.group)
