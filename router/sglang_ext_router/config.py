@@ -5,7 +5,6 @@ What an operator changes often is a flag; the rest is a setting of a section of 
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Sequence
@@ -14,17 +13,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import yaml
-
 from sglang_ext.laps.decide.boundary import DEFAULT_BOUNDARY_TOKENS
 from sglang_ext.types import Role
 from sglang_ext_router.decide.decode_choice import DECODE_POLICIES
 from sglang_ext_router.decide.instance_pressure import PressureSettings
-from sglang_ext_router.decide.length_classes import LengthClasses, parse_length_classes
 from sglang_ext_router.decide.prefill_choice import PREFILL_POLICIES
 from sglang_ext_router.decide.served_models import parse_alias
 from sglang_ext_router.http.api_keys import ApiKeyFileError, read_api_keys
+from sglang_ext_router.length_classes_file import check_instances, read_length_classes
 from sglang_ext_router.tenants.tenants_file import read_tenants_file
+from sglang_ext_router.worker_urls import is_host, normal_url
 
 
 class RouterConfigError(ValueError):
@@ -393,42 +391,13 @@ class RouterConfig:
                 raise RouterConfigError(f"the worker {url} is given twice")
         self._check_length_classes()
 
-    def read_length_classes(self) -> LengthClasses:
-        """Return the classes of `--length-classes`, none without it. Raise RouterConfigError."""
-        given = self.length_classes
-        if not given:
-            return LengthClasses()
+    def _check_length_classes(self) -> None:
         try:
-            text = given if given.startswith("{") else Path(given).read_text(encoding="utf-8")
-            classes = parse_length_classes(json_or_yaml(text))
-        except OSError as error:
-            raise RouterConfigError(f"--length-classes {given}: {error.strerror or error}") from None
-        except yaml.YAMLError:
-            raise RouterConfigError(f"--length-classes: {given[:64]} is neither YAML nor JSON") from None
+            classes = read_length_classes(self.length_classes)
+            if self.workers and not self.service_discovery:  # else instances come later
+                check_instances(classes, {worker.url: worker.role for worker in self.workers})
         except ValueError as error:
             raise RouterConfigError(f"--length-classes: {error}") from None
-        stages = []
-        for specs in classes:
-            read = []
-            for spec in specs:
-                where = f"--length-classes: class {spec.name}"
-                read.append(spec._replace(instances=tuple([parse_worker_url(url, where) for url in spec.instances])))
-            stages.append(tuple(read))
-        return LengthClasses(*stages)
-
-    def _check_length_classes(self) -> None:
-        classes = self.read_length_classes()
-        if not self.workers or self.service_discovery:
-            return  # instances come later
-        roles = {worker.url: worker.role for worker in self.workers}
-        for stage, specs in (("prefill", classes.prefill), ("decode", classes.decode)):
-            for spec in specs:
-                for url in spec.instances:
-                    role = roles.get(url)
-                    if role is None or role is Role.PLAIN or role.is_prefill is not (stage == "prefill"):
-                        raise RouterConfigError(
-                            f"--length-classes: {stage} class {spec.name}: {url} is not given as a {stage} instance"
-                        )
 
     def _check_aliases(self) -> None:
         try:
@@ -582,23 +551,11 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-") if section is None else f"{section}.{name.removeprefix(section + '_')}"
 
 
-def json_or_yaml(text: str) -> Any:
-    """Parse a file. Not all of JSON's numbers are YAML's: 1e-3 is a text there."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return yaml.safe_load(text)
-
-
-def _is_host(name: str) -> bool:
-    return re.fullmatch(r"[A-Za-z0-9._:%-]+", name) is not None
-
-
 def _check_collector_url(text: str) -> None:
     """RouterConfigError for what is no address of a collector, with or without a path."""
     try:
         parts = urlsplit(text)
-        is_address = parts.scheme in {"http", "https"} and bool(parts.hostname) and _is_host(parts.hostname or "")
+        is_address = parts.scheme in {"http", "https"} and bool(parts.hostname) and is_host(parts.hostname or "")
         is_address = is_address and parts.port != 0  # ValueError for what is no port
     except ValueError:
         is_address = False
@@ -609,15 +566,6 @@ def _check_collector_url(text: str) -> None:
 def parse_worker_url(text: str, option: str, schemes: Sequence[str] = ("http", "https")) -> str:
     """Normalise `SCHEME://host:port`; RouterConfigError names the option otherwise."""
     try:
-        parts = urlsplit(text if "://" in text else f"http://{text}")
-        port = parts.port
-    except ValueError:
-        raise RouterConfigError(f"{option}: {text!r} is not of the form http://HOST:PORT") from None
-    if parts.scheme not in schemes:
-        wanted = " or ".join(f"{scheme}://" for scheme in schemes)
-        raise RouterConfigError(f"{option}: {text!r} must be an {wanted} URL")
-    extra = parts.query or parts.fragment or parts.username or parts.password
-    if not parts.hostname or not port or parts.path not in {"", "/"} or extra or not _is_host(parts.hostname):
-        raise RouterConfigError(f"{option}: {text!r} is not of the form http://HOST:PORT")
-    host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
-    return f"{parts.scheme}://{host}:{port}"
+        return normal_url(text, schemes)
+    except ValueError as error:
+        raise RouterConfigError(f"{option}: {error}") from None

@@ -93,8 +93,11 @@ def _read(hint: Any, value: object, path: str) -> object:
         return read_record(hint, value, path)
     origin = get_origin(hint)
     if origin in (types.UnionType, Union):
-        (inner,) = (option for option in get_args(hint) if option is not type(None))
-        return None if value is None else _read(inner, value, path)
+        if value is None:
+            return None
+        # A setting that may be text or a mapping is told by what is given.
+        inner, *others = (option for option in get_args(hint) if option is not type(None))
+        return _read(others[0] if others and isinstance(value, Mapping) else inner, value, path)
     if origin is tuple:
         if not isinstance(value, list):
             raise ConfigError(path, f"must be a list, not {_kind(value)}")
@@ -103,6 +106,8 @@ def _read(hint: Any, value: object, path: str) -> object:
     if origin is Mapping:
         if not isinstance(value, Mapping):
             raise ConfigError(path, f"must be a mapping, not {_kind(value)}")
+        if get_args(hint)[1] is Any:
+            return types.MappingProxyType(dict(value))
         return types.MappingProxyType(
             {str(key): str(_read_scalar(str, item, _join(path, str(key)))) for key, item in value.items()}
         )
@@ -180,11 +185,11 @@ def _rows(record: Any, prefix: str) -> Iterator[tuple[str, str, str, str]]:
 def _kind_text(hint: Any) -> str:
     origin = get_origin(hint)
     if origin is types.UnionType:
-        return _kind_text(next(option for option in get_args(hint) if option is not type(None)))
+        return " or ".join(_kind_text(option) for option in get_args(hint) if option is not type(None))
     if origin is tuple:
         return f"list of {_KIND_WORDS[get_args(hint)[0]]}{'' if get_args(hint)[0] is str else 's'}"
     if origin is Mapping:
-        return "mapping of texts"
+        return "mapping" if get_args(hint)[1] is Any else "mapping of texts"
     return _KIND_WORDS[hint]
 
 

@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from sglang_ext.types import LengthClass, Role
+from sglang_ext_router.decide.length_classes import parse_length_classes
 
 
 class ConfigError(ValueError):
@@ -233,9 +235,10 @@ class RouterSettings:
         ),
         default=0,
     )
-    length_classes: str | None = field(
+    length_classes: str | Mapping[str, Any] | None = field(
         metadata=_help(
-            "YAML file of more than two length classes; instances are named as their logs are: both-0, decode-1"
+            "more than two length classes, as a mapping or as the YAML file that holds it; instances are named as "
+            "their logs are: both-0, decode-1"
         ),
         default=None,
     )
@@ -269,8 +272,13 @@ class RouterSettings:
                 raise ConfigError(name, "must not be empty")
         for name in ("length_classes", "api_keys_file", "tenants_file"):
             file = getattr(self, name)
-            if file is not None and not Path(file).is_file():
+            if isinstance(file, str) and not Path(file).is_file():
                 raise ConfigError(name, f"{file} is not a file")
+        if isinstance(self.length_classes, Mapping):
+            try:
+                parse_length_classes(dict(self.length_classes))
+            except ValueError as error:
+                raise ConfigError("length_classes", str(error)) from None
         if self.usage_db is not None and self.tenants_file is None:
             raise ConfigError("usage_db", "needs router.tenants_file")
         check_port("port", self.port)

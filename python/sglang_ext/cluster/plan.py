@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import shlex
@@ -10,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -20,7 +22,7 @@ from sglang_ext.cluster.state import POOL_KEY_FILE, USAGE_FILE
 from sglang_ext.engine.device import cuda_device_count, torch_has_cuda
 from sglang_ext.engine.launch_plan import ROLE_SWITCH_FLAG, last_value, shared_cpu_environment
 from sglang_ext.types import LengthClass, Role
-from sglang_ext_router.config import json_or_yaml
+from sglang_ext_router.length_classes_file import json_or_yaml
 
 ROUTER_NAME = "router"
 COORDINATOR_NAME = "coordinator"
@@ -368,14 +370,17 @@ def _router(
     )
 
 
-def _with_urls(path: str, instances: Sequence[Program]) -> str:
-    """Return a file of length classes as JSON with URLs for the names of instances; its path where it is no mapping."""
-    try:
-        content = json_or_yaml(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
-        return path  # which the router refuses
-    if not isinstance(content, dict):
-        return path
+def _with_urls(given: str | Mapping[str, Any], instances: Sequence[Program]) -> str:
+    """Return length classes as JSON with URLs for the names of instances; the path of a file that holds no mapping."""
+    if isinstance(given, Mapping):
+        content = copy.deepcopy(dict(given))
+    else:
+        try:
+            content = json_or_yaml(Path(given).read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError):
+            return given  # which the router refuses
+        if not isinstance(content, dict):
+            return given
     urls = {instance.name: instance.url for instance in instances}
     for entries in content.values():
         for entry in entries if isinstance(entries, list) else ():

@@ -19,6 +19,7 @@ from sglang_ext_router.instances.workers import (
     Worker,
     blended_rate,
 )
+from sglang_ext_router.length_classes_file import read_length_classes
 from sglang_ext_router.request.tokenising import PromptTokeniser
 
 PLAIN_KIND = "plain"
@@ -114,7 +115,7 @@ class WorkerRegistry:
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
-        self.classes = config.read_length_classes()
+        self.classes = read_length_classes(config.length_classes)
         self._by_id: dict[int, Worker] = {}
         self._by_url: dict[str, Worker] = {}
         self._next_id = 0

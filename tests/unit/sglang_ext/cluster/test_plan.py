@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from sglang_ext.cluster.cluster import Cluster
+from sglang_ext.cluster.cluster_file import dump_cluster, load_cluster
 from sglang_ext.cluster.config import (
     ClusterConfig,
     ConfigError,
@@ -32,6 +33,7 @@ from sglang_ext.cluster.plan import (
     count_ports,
     make_plan,
 )
+from sglang_ext_router.length_classes_file import read_length_classes
 
 CPU = Host(core_ids=frozenset(range(8)), gpu_count=0)
 MODEL = PreparedModel("/models/m", "m")
@@ -441,6 +443,30 @@ def test_instances_that_serve_all_prompts_are_members_too() -> None:
     plan = plan_of(config)
     are_members = {program.name: "--cdsp-coordinator" in program.command for program in plan.instances}
     assert are_members == {"short-0": False, "both-0": True, "both-1": True, "decode-0": False}
+
+
+def test_length_classes_stand_in_the_cluster_file(tmp_path: Path) -> None:
+    """They may be given inline, and reach the router as those of a file do; the configuration stays as it was."""
+    text = (
+        "model: m\npools: {both: {count: 2}, decode: {}}\nrouter:\n  port: 0\n  length_classes:\n"
+        "    prefill: [{name: a, max_tokens: 9, ttft_s: 0.5, instances: [both-1]}, {name: b}]\n"
+    )
+    file = tmp_path / "cluster.yaml"
+    file.write_text(text)
+    config = load_cluster(file)
+    plan = plan_of(config)
+    command = plan.router.command
+    classes = read_length_classes(command[command.index("--length-classes") + 1])
+    assert [(spec.name, spec.max_tokens, spec.ttft_s, spec.instances) for spec in classes.prefill] == [
+        ("a", 9, 0.5, (plan.instances[1].url,)),
+        ("b", None, 0.0, ()),
+    ]
+    assert load_cluster(file) == config
+    file.write_text(dump_cluster(config))
+    assert load_cluster(file) == config
+    file.write_text(text.replace("max_tokens: 9", "max_tokens: 0"))
+    with pytest.raises(ConfigError, match=r"^router\.length_classes: prefill class a: max_tokens must be a whole"):
+        load_cluster(file)
 
 
 def test_length_classes_name_instances_of_the_cluster(tmp_path: Path) -> None:
