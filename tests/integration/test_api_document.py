@@ -15,6 +15,7 @@ from sglang_ext.types import Role
 from support.api_cases import MEMBERSHIP, check_api
 from support.engines import FLEET, Engine, EngineSpec
 from support.router_cli import RunningRouter, running_router
+from support.tenants import tenants_file
 
 pytestmark = pytest.mark.integration
 
@@ -103,5 +104,20 @@ def test_answers_of_an_instance_that_embeds_are_documented(tmp_path: Path, examp
     with running_router([engine]) as router:
         check_api(router, tmp_path, 4, "--include-path-regex", UNDIVIDED, "-n", str(examples))
         assert router.is_idle()
+    assert engine.is_alive
+    engine.wait_idle()
+
+
+OF_TENANTS = "^/v1/(usage|score|responses|messages|messages/count_tokens)$"
+
+
+@pytest.mark.parametrize(("examples", "most_s"), [(5, 20), pytest.param(60, 300, marks=pytest.mark.full)])
+def test_answers_of_an_undivided_instance_to_tenants_are_documented(tmp_path: Path, examples: int, most_s: int) -> None:
+    """Usage is shown only where there are tenants, and scores are an undivided instance's."""
+    (engine,) = FLEET.get(EngineSpec(Role.PLAIN))
+    with running_router([engine], "--tenants-file", str(tenants_file(tmp_path, a={"weight": 2}))) as router:
+        bounds = ("-n", str(examples), "--max-time", str(most_s))
+        report = check_api(router, tmp_path, 5, "--include-path-regex", OF_TENANTS, *bounds)
+        assert "Selected: 5" in report, report
     assert engine.is_alive
     engine.wait_idle()

@@ -37,6 +37,8 @@ def shorten(context: schemathesis.HookContext, case: schemathesis.Case, **_: Any
         body["model"] = os.environ[MODEL]
     if path in UNDIVIDED:
         _shorten_inputs(body)
+        if path == "/v1/score":
+            _label(body)
         return
     for name in ("prompt", "text", "input_ids"):
         if isinstance(body.get(name), list):
@@ -60,7 +62,7 @@ def shorten(context: schemathesis.HookContext, case: schemathesis.Case, **_: Any
 
 
 def _shorten_inputs(body: dict[str, Any]) -> None:
-    """Leave what the tests' model can do: its vectors have one size, and labels are given once, in one list."""
+    """Leave what the tests' models can do: their vectors have one size."""
     body.pop("dimensions", None)
     body.pop("score_extraction_token", None)
     if body.get("apply_softmax") is not True:
@@ -68,9 +70,24 @@ def _shorten_inputs(body: dict[str, Any]) -> None:
     for name in ("input", "items", "query"):
         if isinstance(body.get(name), list):
             body[name] = [_of_vocabulary(item) for item in body[name][:MOST_PROMPTS]]
-    labels = body.get("label_token_ids")
-    if isinstance(labels, list) and all(type(label) is int and label >= 0 for label in labels):
-        body["label_token_ids"] = sorted({_of_vocabulary(label) for label in labels})
+
+
+def _label(body: dict[str, Any]) -> None:
+    """Leave what a model that generates can score: labels, each of them once, in one list or in one per item."""
+    body.pop("return_pooled_hidden_states", None)
+    if isinstance(body.get("items"), list) and any(isinstance(item, list) for item in body["items"]):
+        if isinstance(body.get("query"), str):
+            body["query"] = [_of_vocabulary(0)]  # both are text, or both token ids
+    elif isinstance(body.get("query"), list):
+        body["query"] = "x"
+    labels, items = body.get("label_token_ids", []), body.get("items")
+    if not isinstance(labels, list):
+        return
+    flat = [token for label in labels for token in (label if isinstance(label, list) else [label])]
+    if all(type(token) is int and token >= 0 for token in flat):
+        once = sorted({_of_vocabulary(token) for token in flat}) or [_of_vocabulary(0)]
+        is_nested = any(isinstance(label, list) for label in labels)
+        body["label_token_ids"] = [once] * (len(items) if isinstance(items, list) else 1) if is_nested else once
 
 
 def _of_vocabulary(value: Any) -> Any:

@@ -256,14 +256,18 @@ BODIES: dict[str, Schema] = {
     ),
     "/v1/score": _body(
         {
-            "query": {"anyOf": [_SAID, _TOKEN_IDS]},
+            "query": {"anyOf": [_SAID, _TOKEN_IDS], "description": "text or token ids, as the items are"},
             "items": {"anyOf": [_SAID, _list_of(_SAID), _list_of(_TOKEN_IDS)]},
-            "label_token_ids": {"type": "array", "items": {"anyOf": [_integer(0, MAX_INT32), _TOKEN_IDS]}},
+            "label_token_ids": {
+                "type": "array",
+                "items": {"anyOf": [_integer(0, MAX_INT32), _TOKEN_IDS]},
+                "description": "needed where the model generates: each token once, in one list or in one per item",
+            },
             "apply_softmax": _FLAG,
             "temperature": {"type": "number", "exclusiveMinimum": 0, "description": "with apply_softmax"},
             "return_token_logprobs": _FLAG,
             "item_first": _FLAG,
-            "return_pooled_hidden_states": _FLAG,
+            "return_pooled_hidden_states": {**_FLAG, "description": "of models that do not generate"},
             "score_extraction_token": {**_or_null(_TEXT), "description": "a text that is one token of the model"},
             "model": _OF_MODEL["model"],
         },
