@@ -1,6 +1,7 @@
-"""Data-parallel ranks that compute attention apart and the rest of each layer together (`--enable-dp-attention`).
+"""Data-parallel ranks: replicas, and ranks that compute only attention apart (`--enable-dp-attention`).
 
-Their forward passes are in step: a rank without a batch takes part with an idle one. LAPS decides on each rank.
+The forward passes of the latter are in step: a rank without a batch takes part with an idle one. LAPS decides on each
+rank. The KV of replicas goes to those of decode over the handshake.
 """
 
 from __future__ import annotations
@@ -23,13 +24,34 @@ from support.router_cli import running_router
 pytestmark = [pytest.mark.integration, pytest.mark.full]
 
 PAGES = ("--page-size", "16", "--max-total-tokens", "8192")
-RANKS = ("--tp", "2", "--dp-size", "2", "--enable-dp-attention")
-# SGLang divides the chunk by the ranks.
-CHUNKS = ("--chunked-prefill-size", "128")
+TOGETHER = ("--tp", "2", "--dp-size", "2", "--enable-dp-attention")
+APART = ("--dp-size", "2")
+TCP, HANDSHAKE = "sglang_ext_tcp", "handshake"
+CHUNK_TOKENS = 64
 LAPS = ("--laps-boundary-tokens", "64", "--set", "laps.min_chunk_tokens=16")
 NEW_TOKENS = 8
 LONG_TOKENS = 700
 REPLY_LIMIT_S = 120.0
+
+
+class Setting(NamedTuple):
+    """A model, the ranks of prefill and of decode, and what moves KV."""
+
+    architecture: str
+    prefill: tuple[str, ...]
+    decode: tuple[str, ...]
+    transfer: str
+
+    def __str__(self) -> str:
+        kinds = {TOGETHER: "together", APART: "apart", (): "one"}
+        return f"{self.architecture}, {kinds[self.prefill]} to {kinds[self.decode]}, {self.transfer}"
+
+
+SETTINGS = (
+    Setting("Qwen3MoeForCausalLM", TOGETHER, (), TCP),
+    Setting("DeepseekV3ForCausalLM", TOGETHER, (), TCP),
+    Setting("LlamaForCausalLM", APART, APART, HANDSHAKE),
+)
 
 
 class Deployment(NamedTuple):
@@ -65,15 +87,19 @@ class Deployment(NamedTuple):
             assert reply.body["output_ids"] == self.expected(prompt), len(prompt)
 
 
-@pytest.fixture(scope="module", params=["Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"])
+@pytest.fixture(scope="module", params=SETTINGS, ids=str)
 def deployment(request: pytest.FixtureRequest) -> Iterator[Deployment]:
-    options = ("--model-path", str(family(request.param)), "--transfer-backend", "sglang_ext_tcp")
+    setting: Setting = request.param
+    options = ("--model-path", str(family(setting.architecture)), "--transfer-backend", setting.transfer)
+    # Of ranks that compute together SGLang divides the chunk by their number.
+    chunk_tokens = CHUNK_TOKENS * (2 if setting.prefill is TOGETHER else 1)
+    arguments = (*setting.prefill, *PAGES, "--chunked-prefill-size", str(chunk_tokens))
     engines = FLEET.get(
-        EngineSpec(Role.BOTH, arguments=(*RANKS, *PAGES, *CHUNKS), worker_options=(*options, *LAPS)),
-        EngineSpec(Role.DECODE, arguments=PAGES, worker_options=options),
+        EngineSpec(Role.BOTH, arguments=arguments, worker_options=(*options, *LAPS)),
+        EngineSpec(Role.DECODE, arguments=(*setting.decode, *PAGES), worker_options=options),
     )
     with ThreadPoolExecutor(48) as threads:
-        yield Deployment(request.param, *engines, threads)
+        yield Deployment(setting.architecture, *engines, threads)
     for engine in engines:
         engine.stop()
 

@@ -116,8 +116,8 @@ def test_no_time_limit_overrules_what_the_handshake_knows(tmp_path: Path, capsys
 FITTING = {
     "attn_cp_size": 1,
     "dcp_size": 1,
+    "enable_dp_attention": False,
     "enable_hisparse": False,
-    "dp_size": 1,
     "speculative_algorithm": None,
     "kv_cache_dtype": "fp8_e4m3",
     "enable_pd_role_switch": False,
@@ -130,8 +130,8 @@ FITTING = {
     [
         ("attn_cp_size", 2, "--attn-cp-size"),
         ("dcp_size", 2, "--dcp-size"),
+        ("enable_dp_attention", True, "--enable-dp-attention"),
         ("enable_hisparse", True, "--enable-hisparse"),
-        ("dp_size", 2, "--dp-size above 1"),
         ("speculative_algorithm", "EAGLE", "--speculative-algorithm"),
         ("kv_cache_dtype", "mxfp8", "--kv-cache-dtype mxfp8"),
         ("kv_cache_dtype", "nvfp4", "--kv-cache-dtype nvfp4"),
