@@ -24,8 +24,9 @@ HANDSHAKE = ("--transfer-backend", "handshake")
 BY_LAYER = ("--set", "transfer.stream_layer_kib=0")
 TCP = ("--transfer-backend", "sglang_ext_tcp")
 LENGTHS = (5, 40, 300)
-# Keys and values of heads, windows in a pool of their own, layers with a recurrent state between those with KV.
-SERVED = ("LlamaForCausalLM", "GraniteSWAForCausalLM", "FalconH1ForCausalLM")
+# Keys and values of heads, windows in a pool of their own (also with sinks), layers with a recurrent state between
+# those with KV.
+SERVED = ("LlamaForCausalLM", "GraniteSWAForCausalLM", "GptOssForCausalLM", "FalconH1ForCausalLM")
 LATENT = "DeepseekV3ForCausalLM"  # Hugging Face's cache has keys and values of heads where SGLang's has latent rows
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 import os
@@ -289,7 +290,7 @@ def family_greedy(
         has_cache, past = True, _rounding_cache(architecture, noise)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = _model(architecture)
+        model = _model_with_short_sinks(architecture) if is_fp8 else _model(architecture)
         for _ in range(new_tokens):
             output = model(torch.tensor([ids[known:]]), past_key_values=past, use_cache=has_cache)
             if has_cache:
@@ -314,6 +315,19 @@ def _rounding_cache(architecture: str, noise: int) -> Any:
             return part.to(torch.float8_e4m3fn).to(part.dtype)
 
     return RoundingCache(config=_model(architecture).config)
+
+
+@cache
+def _model_with_short_sinks(architecture: str) -> Any:
+    """Return the model with its sinks in bfloat16, as SGLang keeps them. By that much, keys and values may be rounded
+    to other numbers in FP8."""
+    import torch
+
+    model = copy.deepcopy(_model(architecture))
+    for name, parameter in model.named_parameters():
+        if name.endswith(".sinks"):
+            parameter.data = parameter.data.to(torch.bfloat16).to(parameter.dtype)
+    return model
 
 
 @cache
