@@ -146,7 +146,7 @@ def _raise_open_files() -> None:
 
 
 class Measured(NamedTuple):
-    """What it costs in one second."""
+    """Describes what following the instances costs in one second."""
 
     requests: dict[str, float]  # by path
     cores: float

@@ -264,7 +264,7 @@ def test_a_router_follows_the_load_that_an_instance_publishes(by_sglang: bool) -
 
 
 def test_both_instances_of_a_pair_publish_their_load_without_events() -> None:
-    """With pages of one token: what decode has free is known at once, and the queues of prefill are not asked for."""
+    """Pages have one token; what decode has free is known at once, and the queues of prefill are not asked for."""
     engines = FLEET.get(EngineSpec(Role.BOTH), EngineSpec(Role.DECODE))
     _, decode = engines
     never = ("--set", "health.load_poll_interval_secs=3600", "--controller", "advise")

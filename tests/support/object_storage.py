@@ -47,7 +47,7 @@ class Faults:
 
     @property
     def is_holding(self) -> bool:
-        """Whether nothing is passed on."""
+        """Return whether nothing is passed on."""
         is_over = self.hold_after_bytes is not None and self.sent_bytes >= self.hold_after_bytes
         return self.mode == "hang" or is_over
 
@@ -129,7 +129,7 @@ class ObjectStorage:
         return re.findall("<Key>([^<]*)</Key>", self._ask("GET", BUCKET, None, **{"list-type": "2"}).decode())
 
     def unfinished(self) -> int:
-        """How many uploads have begun and not ended."""
+        """Return how many uploads have begun and not ended."""
         found = ElementTree.fromstring(self._ask("GET", BUCKET, None, uploads=""))
         return sum(one.tag.endswith("}Upload") or one.tag == "Upload" for one in found)
 

@@ -171,7 +171,7 @@ class ObjectPath:
         return [path for path in listed if fnmatch.fnmatchcase(path.key.removeprefix(begin), pattern)]
 
     def unlink(self, missing_ok: bool = False) -> None:
-        """Remove the object; one that is not there is no error."""
+        """Remove the object, if it is there."""
         with _translated(self):
             _client().delete_object(Bucket=self.bucket, Key=self.key)
 

@@ -95,7 +95,7 @@ def _read(hint: Any, value: object, path: str) -> object:
     if origin in (types.UnionType, Union):
         if value is None:
             return None
-        # A setting that may be text or a mapping is told by what is given.
+        # Of a setting that may be text or a mapping, what is given decides.
         inner, *others = (option for option in get_args(hint) if option is not type(None))
         return _read(others[0] if others and isinstance(value, Mapping) else inner, value, path)
     if origin is tuple:

@@ -39,7 +39,7 @@ class LoadStat(msgspec.Struct, tag=True, array_like=True, gc=False):
 
 
 class LoadSupplement(msgspec.Struct, gc=False):
-    """Of one rank, what SGLang leaves out."""
+    """Describes what SGLang leaves out of the load of one rank."""
 
     awaiting_tokens: int  # decode: KV on its way, or that has no slots yet
     queues: dict[str, Any] | None = None  # prefill: as `GET /laps`; not in every message

@@ -288,7 +288,7 @@ class Worker:
         return self.published_queues[1]
 
     def on_load_unpublished(self) -> None:
-        """What it published of its load comes no more."""
+        """Forget what it has published of its load: nothing more comes."""
         self.load_published_s, self.published_queues = float("-inf"), None
 
     @property

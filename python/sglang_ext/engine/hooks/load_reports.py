@@ -67,7 +67,7 @@ class _LoadReports:
         self._number = 0
 
     def publish(self, load_provider: Callable[[], Any], force: bool = False, snapshot: Any = None) -> None:
-        """In place of `SchedulerLoadPublisher.publish_load_stat`, which counts calls where this counts time."""
+        """Publish as `SchedulerLoadPublisher.publish_load_stat` does, which counts calls where this counts time."""
         now_s = time.monotonic()
         if not force and now_s - self._published_s < STEP_INTERVAL_S:
             return

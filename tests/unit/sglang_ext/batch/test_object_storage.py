@@ -10,28 +10,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
 from support.faulty_endpoint import FaultyEndpoint
-from support.object_storage import ObjectStorage, needs_object_storage, object_storage
+from support.object_storage import ObjectStorage, needs_object_storage
 
 pytestmark = [pytest.mark.slow, needs_object_storage]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ObjectStorage]:
-    with object_storage() as storage:
-        yield storage
-
-
-@pytest.fixture
-def storage(server: ObjectStorage) -> Iterator[ObjectStorage]:
-    yield server
-    server.faults.mode, server.faults.hold_after_bytes = "pass", None
 
 
 def command(tmp_path: Path, endpoint: str, given: str, output: str, *options: str) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -14,24 +13,12 @@ import pytest
 
 from support.batch_endpoint import batch_endpoint
 from support.batch_service import RunningService, chat_line, jsonl, parse_jsonl, running_service, wait_batch
-from support.object_storage import ObjectStorage, needs_object_storage, object_storage
+from support.object_storage import ObjectStorage, needs_object_storage
 from support.postgres import needs_postgres, postgres_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos, needs_object_storage]
 FILES = ("--files", "s3://batches/service")
 KEY = "key-of-the-tests"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[ObjectStorage]:
-    with object_storage() as storage:
-        yield storage
-
-
-@pytest.fixture
-def storage(server: ObjectStorage) -> Iterator[ObjectStorage]:
-    yield server
-    server.faults.mode, server.faults.hold_after_bytes = "pass", None
 
 
 def create(client: openai.OpenAI, content: bytes) -> str:
