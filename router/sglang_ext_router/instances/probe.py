@@ -551,19 +551,22 @@ class Prober:
         if worker.load_stamp and stamp != worker.load_stamp:
             worker.worked_s = now_s
         worker.load_stamp = stamp
-        self._take_load(worker, report, now_s)
+        self._take_load(worker, report, now_s, is_published=False)
 
     def take_published_load(self, worker: Worker, report: SchedulerLoad) -> None:
         """Take over a load report that came by itself, which shows that the instance's scheduler works."""
         now_s = asyncio.get_running_loop().time()
         worker.load_published_s = worker.worked_s = worker.heard_s = now_s
-        self._take_load(worker, report, now_s)
+        self._take_load(worker, report, now_s, is_published=True)
 
-    def _take_load(self, worker: Worker, report: SchedulerLoad, now_s: float) -> None:
+    def _take_load(self, worker: Worker, report: SchedulerLoad, now_s: float, *, is_published: bool) -> None:
         worker.reported_running = report.running
         for rank, reported in zip(worker.ranks, report.ranks, strict=False):
-            rank.take_report(reported)
-        worker.foreign_tokens = max(0, report.waiting_tokens - worker.pending_tokens - worker.sibling_tokens)
+            rank.take_report(reported, is_published=is_published)
+        # The reply to a prompt that a published report still counts may have been faster than the report.
+        own_tokens = worker.pending_tokens + (worker.released_tokens if is_published else 0)
+        worker.released_tokens = 0
+        worker.foreign_tokens = max(0, report.waiting_tokens - own_tokens - worker.sibling_tokens)
         # Slots that wait for their KV are counted with what is on its way, not with what is used.
         worker.reported_awaiting_tokens = report.awaiting_tokens
         used_tokens = report.used_tokens - report.awaiting_tokens

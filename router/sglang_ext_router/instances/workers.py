@@ -128,20 +128,24 @@ class RankLoad:
 
     __slots__ = (
         *("awaiting_tokens", "foreign_tokens", "free_kv_tokens", "in_flight", "pending_tokens"),
-        *("prefix_id", "reserved_tokens"),
+        *("prefix_id", "released_tokens", "reserved_tokens"),
     )
 
     def __init__(self, prefix_id: int) -> None:
         self.prefix_id = prefix_id  # by which the prefix index knows it
         self.in_flight = 0
         self.pending_tokens = 0  # of prompts, whose prefill has not ended
+        self.released_tokens = 0  # of prompts whose prefill has ended since the last report
         self.foreign_tokens = 0  # waiting there, sent by another client
         self.reserved_tokens = 0  # decode: KV on its way
         self.awaiting_tokens = 0  # decode: the same by its own report
         self.free_kv_tokens = UNKNOWN_CAPACITY_TOKENS
 
-    def take_report(self, report: RankReport) -> None:
-        self.foreign_tokens = max(0, report.waiting_tokens - self.pending_tokens)
+    def take_report(self, report: RankReport, *, is_published: bool = False) -> None:
+        """Take a report over. A published one may be from before prefills that have ended since the last report."""
+        own_tokens = self.pending_tokens + (self.released_tokens if is_published else 0)
+        self.released_tokens = 0
+        self.foreign_tokens = max(0, report.waiting_tokens - own_tokens)
         self.free_kv_tokens = report.free_tokens
         self.awaiting_tokens = report.awaiting_tokens
 
@@ -226,6 +230,7 @@ class Worker:
         # Load: the router's own view, exact for what it sent, and the instance's last report
         self.in_flight = 0
         self.pending_tokens = 0
+        self.released_tokens = 0  # of prompts whose prefill has ended since its last report
         self.foreign_tokens = 0  # waiting there, sent by another client of the instance
         self.reported_running = 0
         self.sent_legs = 0  # by this process, all ever

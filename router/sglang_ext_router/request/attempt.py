@@ -378,9 +378,11 @@ class Attempt:
             now_s = self._services.loop.time()
             for worker in self._prefills:
                 worker.pending_tokens -= self._new_tokens
+                worker.released_tokens += self._new_tokens
                 worker.progress.begin(now_s, worker.pending_tokens)
             if self._prefill_rank is not None:
                 self._prefill_rank.pending_tokens -= self._new_tokens
+                self._prefill_rank.released_tokens += self._new_tokens
 
     @property
     def is_prefilling(self) -> bool:

@@ -176,6 +176,28 @@ async def test_an_instance_that_publishes_its_load_is_asked_for_its_health_only(
         await served.until(lambda: engine.liveness_checks > before[1], 10)
 
 
+async def test_a_report_from_before_a_prefill_had_ended_does_not_count_it_as_others_work(
+    publisher: LoadPublisher,
+) -> None:
+    async with cluster(decode=1) as served:
+        (engine,) = served.short
+        worker = await published(served, engine, publisher)
+
+        async def foreign_tokens() -> int:
+            """Of a report with 70 tokens that wait."""
+            before_s = worker.load_published_s
+            publisher.publish(3, 0, 100, 1000, 0, 70, 200)
+            await served.until(lambda: worker.load_published_s > before_s)
+            return worker.foreign_tokens
+
+        await foreign_tokens()  # those that were published before may still come
+        assert await foreign_tokens() == 70
+        assert (await served.ask("POST", "/generate", {"text": "word " * 200})).status == 200
+        await served.until_idle()
+        assert await foreign_tokens() == 0
+        assert await foreign_tokens() == 70  # nothing has ended since
+
+
 async def test_an_instance_that_publishes_and_answers_nothing_is_found_frozen(publisher: LoadPublisher) -> None:
     """Its scheduler works, its server process does not."""
     quick = {"liveness_interval_secs": 0.1, "liveness_timeout_secs": 0.6, "decode_policy": "round_robin"}
