@@ -54,8 +54,12 @@ _UNSERVED = """
 _ARGUMENTS_HEAD = """
 ## Speculative decoding and quantised KV
 
-Refused in one line where the table has "no". What has "yes" is compared with Hugging Face's tokens, keys and values
-rounded to FP8, on CPUs (`tests/integration/test_fp8_kv.py`); nothing here has been run on a GPU.
+Refused in one line where the table has "no". What has "yes" is compared with Hugging Face's tokens on CPUs, FP8 with
+keys and values rounded (`tests/integration/test_fp8_kv.py`); nothing here has been run on a GPU. Drafts: EAGLE with a
+draft model of its own (Llama) and with the model's next-token layer (MTP: DeepSeek V3, GLM-4-MoE-lite), undivided and
+over both transfers with two queues; what the target accepts of them is the same as undivided, so their KV has arrived
+(`tests/integration/test_drafts.py`). On CPUs drafts are chains (`--speculative-eagle-topk 1`), and SGLang verifies them
+greedily: replies to requests with a temperature are greedy there, too. `STANDALONE` is served undivided only.
 
 | SGLang's argument | on a CPU without AMX | handshake | long pool | prefill graphs (GPU) | all else, on a GPU |
 |---|---|---|---|---|---|
@@ -68,6 +72,8 @@ _RUN = {True: "yes", False: "not run"}
 _SERVED_AS = {"Olmo3ForCausalLM": "Olmo2ForCausalLM"}  # by SGLang's Olmo3Config
 _PLAIN = {
     "speculative_algorithm": None,
+    "speculative_eagle_topk": 1,
+    "disaggregation_mode": "prefill",
     "enable_dp_attention": False,
     "kv_cache_dtype": "auto",
     "device": "cpu",

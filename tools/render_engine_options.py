@@ -32,6 +32,7 @@ DEFAULTS: dict[str, Any] = {
     "optimistic_prefill_attempts": 0,
     "disaggregation_decode_allocation_policy": "early",
     "speculative_algorithm": None,
+    "speculative_eagle_topk": 1,
     "kv_cache_dtype": "auto",
     "device": "cpu",
     "disable_overlap_schedule": True,
@@ -78,6 +79,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--pp-size 2": {"pp_size": 2},
     "--schedule-policy lpm": {"schedule_policy": "lpm"},
     "--speculative-algorithm EAGLE": {"speculative_algorithm": "EAGLE"},
+    "--speculative-algorithm EAGLE --speculative-eagle-topk 4": {
+        "speculative_algorithm": "EAGLE",
+        "speculative_eagle_topk": 4,
+    },
+    "--speculative-algorithm STANDALONE": {"speculative_algorithm": "STANDALONE"},
     "the overlap schedule, on a GPU": {"disable_overlap_schedule": False, "device": "cuda"},
 }
 # Each mechanism with the raw results of its run on a GPU; None: it has not run on one.
@@ -173,7 +179,7 @@ def render() -> str:
 def read_attributes() -> set[str]:
     """Return every argument that the functions read."""
     read: set[str] = set()
-    for changes in ({}, {"pp_size": 2}, {"device": "cuda"}):
+    for changes in ({}, {"pp_size": 2}, {"device": "cuda"}, {"speculative_algorithm": "EAGLE"}):
         for problem in MECHANISMS:
             arguments = Arguments(changes)
             problem(arguments)

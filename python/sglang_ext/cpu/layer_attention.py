@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from sglang_ext.cpu.draft_attention import with_drafts
 from sglang_ext.cpu.fp8_kv import take_rows
 from sglang_ext.cpu.prefix_attention import is_stock_wanted
 from sglang_ext_kernels.block_attention import add_sinks_, windowed_block
@@ -74,6 +75,7 @@ def run_layer(
     **more: Any,
 ) -> torch.Tensor:
     """Return what a layer attends to, in the shapes of SGLang's attention backends. `sinks` [heads] or None."""
+    forward_batch = with_drafts(backend, forward_batch)
     window = layer.sliding_window_size if layer.sliding_window_size > -1 else None
     is_in_window_pool = _is_in_window_pool(backend, layer)
     is_plain = window is None and not layer.logit_cap and sinks is None and not is_in_window_pool
@@ -91,7 +93,7 @@ def run_layer(
     is_causal = layer.attn_type != AttentionType.ENCODER_ONLY
     key_buffer, value_buffer = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
     lengths = forward_batch.seq_lens.tolist()
-    is_extend = forward_batch.forward_mode.is_extend()
+    is_extend = forward_batch.forward_mode.is_extend(include_draft_extend_v2=True)
     new_tokens = forward_batch.extend_seq_lens.tolist() if is_extend else [1] * len(lengths)
     start = 0
     for row, tokens, new in zip(forward_batch.req_pool_indices.tolist(), lengths, new_tokens, strict=True):

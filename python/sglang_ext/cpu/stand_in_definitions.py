@@ -1,8 +1,8 @@
 """Parts of absent packages that run on a CPU: `triton`'s definitions of kernels, and functions of `sgl_kernel`.
 
 SGLang decorates kernels and calls small helpers of `triton` while it is imported, and imports about ten CPU functions
-from `sgl_kernel` at module level. Ordinary serving calls only `assign_req_to_token_pool_cpu`; the others belong to
-speculative decoding.
+from `sgl_kernel` at module level. Ordinary serving calls only `assign_req_to_token_pool_cpu`; those of speculative
+decoding are in `draft_kernels`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from sglang_ext.cpu import draft_kernels
 from sglang_ext.cpu.missing import MissingKernel, MissingObject
 
 if TYPE_CHECKING:
@@ -105,7 +106,11 @@ DEFINITIONS: dict[str, dict[str, Any]] = {
     "triton.experimental.gluon": {"jit": jit},
     # torch looks here for a device that triton can compile for.
     "triton.backends": {"backends": {}},
-    "sgl_kernel": {"__version__": VERSION, "assign_req_to_token_pool_cpu": assign_req_to_token_pool_cpu},
+    "sgl_kernel": {
+        "__version__": VERSION,
+        "assign_req_to_token_pool_cpu": assign_req_to_token_pool_cpu,
+        **draft_kernels.FUNCTIONS,
+    },
 }
 
 

@@ -14,6 +14,9 @@ _EXPERTS = "its experts have kernels for GPUs only"
 _ATTENTION = "SGLang admits no attention for CPUs to it"
 _BFLOAT16 = "SGLang normalises its queries and keys in bfloat16, and engines for CPUs compute in float32"
 _SHAPES = "SGLang gives its attention queries of a shape that it does not take there"
+# Algorithms, by SGLang's names, whose drafts may be chains of tokens of a draft model; NEXTN is EAGLE to it.
+_UNDIVIDED = "STANDALONE"
+CHAINS = frozenset({"EAGLE", "EAGLE3", _UNDIVIDED})
 UNSERVED = {
     "AfmoeForCausalLM": _EXPERTS,
     "DeepseekV32ForCausalLM": _SPARSE,
@@ -55,13 +58,20 @@ def argument_conflict(server_args: Any) -> str | None:
     if found is None:
         return None
     argument, reason = found
-    return f"{argument} does not run on a CPU without AMX ({reason}); leave it out, or serve on a GPU"
+    way_out = "choose another value, leave it out, or serve on a GPU"
+    return f"{argument} does not run on a CPU without AMX ({reason}); {way_out}"
 
 
 def unserved_argument(server_args: Any) -> tuple[str, str] | None:
     """Return which of these SGLang arguments a CPU without AMX does not take, and why; None for none."""
-    if server_args.speculative_algorithm is not None:
-        return "--speculative-algorithm", "drafts have kernels for GPUs only"
+    algorithm = server_args.speculative_algorithm
+    if algorithm is not None and algorithm not in CHAINS:
+        return f"--speculative-algorithm {algorithm}", "its drafts have kernels for GPUs only"
+    if algorithm == _UNDIVIDED and server_args.disaggregation_mode != "null":
+        return f"--speculative-algorithm {algorithm}", "SGLang's decode has nothing to begin its drafts with"
+    if algorithm is not None and server_args.speculative_eagle_topk != 1:
+        topk = server_args.speculative_eagle_topk
+        return f"--speculative-eagle-topk {topk}", "drafts are chains there, which is 1, not trees"
     if server_args.hicache_io_backend != IO_BACKEND and server_args.enable_hierarchical_cache:
         return f"--hicache-io-backend {server_args.hicache_io_backend}", "it copies by a kernel for GPUs"
     if server_args.hicache_mem_layout != MEMORY_LAYOUT and server_args.enable_hierarchical_cache:

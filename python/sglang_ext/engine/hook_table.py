@@ -260,6 +260,22 @@ HOOK_TABLE: tuple[Hook, ...] = (
         device=Device.CPU,
     ),
     Hook(
+        name="draft-attention",
+        why="SGLang's draft models have attention for CPUs only as AMX kernels; have it as other models do",
+        kind=HookKind.AROUND,
+        implementation="sglang_ext.cpu.draft_attention:create_backend",
+        target="sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend",
+        device=Device.CPU,
+    ),
+    Hook(
+        name="draft-head",
+        why="a draft model that gets its target's head waits for a GPU, also on a CPU; does not wait there",
+        kind=HookKind.AROUND,
+        implementation="sglang_ext.cpu.draft_attention:share_head",
+        target="sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker.init_lm_head",
+        device=Device.CPU,
+    ),
+    Hook(
         name="batch-padding",
         why="SGLang's attention for CPUs cannot pad the batches of ranks with --enable-dp-attention; lets it",
         kind=HookKind.AFTER,

@@ -61,6 +61,7 @@ class PoolLayout:
     state_parts: tuple[tuple[tuple[StatePart, ...], ...], ...] = ()
     rank: int = 0
     ranks: int = 1
+    has_draft: bool = False  # the last layer is all of a draft model's
 
     def __post_init__(self) -> None:
         if self.head_count < 1 or not (self.layers or self.states):
@@ -82,6 +83,8 @@ class PoolLayout:
         """One line that says why KV of this pool cannot be used in the peer's, or None."""
         if self.kv_dtype != peer.kv_dtype:
             return f"KV is {self.kv_dtype} here and {peer.kv_dtype} at the peer"
+        if self.has_draft != peer.has_draft:
+            return "one of the two has a draft model (--speculative-algorithm), the other has none"
         for mine, other in zip(self._shared(peer), peer._shared(self), strict=True):
             if [buffer.item_bytes // self.head_count for buffer in mine] != [
                 buffer.item_bytes // peer.head_count for buffer in other

@@ -17,14 +17,16 @@ from sglang_ext.transfer.sglang.transfer_backend import RECURRENT, WINDOWS
 class PoolArguments(Protocol):
     """The fields of `KVArgs` that say where a pool of keys and values lies.
 
-    Buffers of keys come first, one per layer, then those of values; latent rows have one buffer per layer. Their
-    `kv_item_lens` are bytes per page. Of each kind of extra state there is a list of buffers; of each buffer of
-    recurrent states, the size of the axis that is divided over ranks, how many rows of an item come before that axis,
-    and, where the axis holds several things of which each is divided by itself, their sizes on all ranks together.
+    Buffers of keys come first, one per layer, then those of values; latent rows have one buffer per layer. The last
+    `num_draft_entries` are a draft model's, for the same slots. Their `kv_item_lens` are bytes per page. Of each kind
+    of extra state there is a list of buffers; of each buffer of recurrent states, the size of the axis that is divided
+    over ranks, how many rows of an item come before that axis, and, where the axis holds several things of which each
+    is divided by itself, their sizes on all ranks together.
     """
 
     kv_cache_dtype_str: str
     page_size: int
+    num_draft_entries: int
     kv_data_ptrs: Sequence[int]
     kv_data_lens: Sequence[int]
     kv_item_lens: Sequence[int]
@@ -43,14 +45,17 @@ class PoolArguments(Protocol):
 def pool_layout(
     arguments: PoolArguments, heads: HeadLayout, rank: int, first_layer: int = 0, *, is_latent: bool = False
 ) -> PoolLayout:
-    """Return where a rank's KV, metadata and extra states lie, from this layer of the model on.
+    """Return where a rank's KV, metadata and extra states lie, from this layer of the model on. All buffers of a draft
+    model are one layer behind the model's: they are written after all of these.
 
     Raises ValueError when the pool does not hold the rank's heads.
     """
     kv_token_bytes = [item_bytes // arguments.page_size for item_bytes in arguments.kv_item_lens]
     kv = _buffers(arguments.kv_data_ptrs, arguments.kv_data_lens, kv_token_bytes)
-    count = len(kv) if is_latent else len(kv) // 2
+    count = model_layers(arguments, is_latent=is_latent)
+    kv, draft = kv[: len(kv) - arguments.num_draft_entries], kv[len(kv) - arguments.num_draft_entries :]
     layers: list[LayerBuffers] = [tuple(kv[layer::count]) for layer in range(count)]
+    layers += [tuple(draft)] if draft else []
     states: list[tuple[ItemBuffer, ...]] = []
     by_head = windows_by_head(arguments, heads)
     kinds = zip(arguments.state_data_ptrs, arguments.state_data_lens, arguments.state_item_lens, strict=True)
@@ -69,7 +74,13 @@ def pool_layout(
         states_in_parts(arguments, heads) if layers else (),
         rank,
         heads.tp_size,
+        bool(draft),
     )
+
+
+def model_layers(arguments: PoolArguments, *, is_latent: bool) -> int:
+    """Return how many layers of the model itself have buffers here."""
+    return (len(arguments.kv_data_ptrs) - arguments.num_draft_entries) // (1 if is_latent else 2)
 
 
 def windows_by_head(arguments: PoolArguments, heads: HeadLayout) -> tuple[bool, ...]:
@@ -171,6 +182,18 @@ def latent_layout(tp_size: int) -> HeadLayout:
 def gpu_head_layout(kv_heads: int, tp_size: int) -> HeadLayout:
     """Return how SGLang spreads them over GPUs: with more ranks than heads, consecutive ranks hold the same one."""
     return HeadLayout(kv_heads, tp_size, kv_heads)
+
+
+def is_spread_alike(draft: HeadLayout, model: HeadLayout) -> bool:
+    """Return whether each rank holds the same part of a draft model's heads as of the model's, with whose rows its own
+    are cut."""
+    return all(
+        draft_heads * model.stored_kv_heads == heads * draft.stored_kv_heads
+        for draft_heads, heads in (
+            (draft.heads_per_rank, model.heads_per_rank),
+            *((draft.first_head(rank), model.first_head(rank)) for rank in range(model.tp_size)),
+        )
+    )
 
 
 @lru_cache(maxsize=64)

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.model_config import AttentionArch, ModelConfig
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVManager
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -31,7 +31,14 @@ from sglang_ext.transfer.decide.shards import HeadLayout
 from sglang_ext.transfer.decide.slot_calls import SlotCalls
 from sglang_ext.transfer.endpoint.handshake_endpoint import HandshakeEndpoint
 from sglang_ext.transfer.endpoint.invitations import DecodeRank
-from sglang_ext.transfer.sglang.layout import cpu_head_layout, gpu_head_layout, latent_layout, pool_layout
+from sglang_ext.transfer.sglang.layout import (
+    cpu_head_layout,
+    gpu_head_layout,
+    is_spread_alike,
+    latent_layout,
+    model_layers,
+    pool_layout,
+)
 from sglang_ext.transfer.sglang.metrics import start_publishing
 from sglang_ext.transfer.sglang.transfer_options import TransferOptions, model_conflict
 from sglang_ext.transfer.transports.registry import create_transport
@@ -66,7 +73,7 @@ class HandshakeKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is un
         if problem is not None:
             raise ValueError(problem)
         self._is_latent = is_mla_backend
-        self._kv_heads = _kv_heads(server_args)
+        self._kv_heads = _kv_heads(ModelConfig.from_server_args(server_args))
         self.is_on_cpu = server_args.device == "cpu"
         self.attempts: dict[int, TransferAttempt] = {}  # decode: of rooms that are being received again
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
@@ -76,16 +83,18 @@ class HandshakeKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is un
 
     @property
     def layer_token_bytes(self) -> int:
-        """Keys and values, or the latent row, of one token in one layer; 0 without such layers."""
-        each = max(1, self.layer_count)
-        token_bytes: int = sum(self.kv_args.kv_item_lens[::each]) // self.kv_args.page_size
+        """Keys and values, or the latent row, of one token in one layer of the model; 0 without such layers."""
+        each = max(1, model_layers(self.kv_args, is_latent=self._is_latent))
+        of_model = len(self.kv_args.kv_item_lens) - self.kv_args.num_draft_entries
+        token_bytes: int = sum(self.kv_args.kv_item_lens[:of_model:each]) // self.kv_args.page_size
         return token_bytes
 
     @property
     def layer_count(self) -> int:
         """Layers whose rows each rank of this stage sends by position: all of the model's that have no window, unless
-        it is a prefill in stages."""
-        return len(self.kv_args.kv_data_ptrs) // (1 if self._is_latent else 2)
+        it is a prefill in stages. All of a draft model counts as one."""
+        has_draft: bool = self.kv_args.num_draft_entries > 0
+        return model_layers(self.kv_args, is_latent=self._is_latent) + has_draft
 
     @property
     def first_layer(self) -> int:
@@ -96,7 +105,10 @@ class HandshakeKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is un
         """Return how an instance of this model with `tp_size` ranks spreads its heads."""
         if self._is_latent:
             return latent_layout(tp_size)
-        return (cpu_head_layout if self.is_on_cpu else gpu_head_layout)(self._kv_heads, tp_size)
+        return self._spread(self._kv_heads, tp_size)
+
+    def _spread(self, kv_heads: int, tp_size: int) -> HeadLayout:
+        return (cpu_head_layout if self.is_on_cpu else gpu_head_layout)(kv_heads, tp_size)
 
     def register_to_bootstrap(self) -> None:
         """Called by the common constructor of a prefill rank, once it knows its own place."""
@@ -140,6 +152,8 @@ class HandshakeKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is un
                 f"a rank stores {stored_heads} KV heads where {self.heads.heads_per_rank} were expected: the handshake "
                 "backend does not know how this engine spreads them"
             )
+        if self.kv_args.num_draft_entries:
+            self._check_draft()
         self.transport_name = transfer.transport
         self.stream_layer_bytes = transfer.stream_layer_bytes
         layout = pool_layout(
@@ -182,6 +196,27 @@ class HandshakeKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is un
         if self.server_args.enable_metrics:
             start_publishing(self.endpoint, transfer.receive_backends)
 
+    def _check_draft(self) -> None:
+        """Raise ValueError where rows of a draft model cannot be cut with those of the model."""
+        if self.attn_tp_size == 1:
+            return
+        arguments = self.server_args
+        draft = ModelConfig.from_server_args(
+            arguments,
+            model_path=arguments.speculative_draft_model_path,
+            model_revision=arguments.speculative_draft_model_revision,
+            is_draft_model=True,
+        )
+        is_latent = draft.attention_arch == AttentionArch.MLA
+        ranks = self.attn_tp_size
+        spread = latent_layout(ranks) if is_latent else self._spread(_kv_heads(draft), ranks)
+        if not is_spread_alike(spread, self.heads):
+            raise ValueError(
+                f"the draft model's {spread.kv_heads} KV heads are spread over {ranks} ranks otherwise than the "
+                f"model's {self.heads.kv_heads}, with which they travel: --transfer-backend handshake takes it with "
+                "--tp-size 1"
+            )
+
     def _resolve_rank_mapping(self, info: Any) -> None:
         """Every prefill rank, of each stage, is invited, and finds out from that which heads to send, if any."""
         super()._resolve_rank_mapping(info)
@@ -189,9 +224,8 @@ class HandshakeKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is un
         info.target_tp_rank = 0
 
 
-def _kv_heads(server_args: Any) -> int:
+def _kv_heads(config: ModelConfig) -> int:
     """The model's own number, without the padding that SGLang's CPU engine writes into a configuration."""
-    config = ModelConfig.from_server_args(server_args)
     padded: int = config.get_total_num_kv_heads()
     own: int | None = getattr(config.hf_text_config, "original_total_num_kv_heads", None)
     return padded if own is None else own

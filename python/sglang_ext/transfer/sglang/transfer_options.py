@@ -141,6 +141,8 @@ def _stream_layer_bytes(kib: str | None) -> int | None:
 
 
 _PREFIX = "does not go with --transfer-backend handshake"
+# By SGLang's names; NEXTN and MTP are EAGLE to it.
+WITH_DRAFT_KV = ("EAGLE", "EAGLE3")
 _BLOCK_SCALED = frozenset({"mxfp8", "nvfp4", "fp4_mx_block16"})
 
 
@@ -151,7 +153,11 @@ def conflict(server_args: Any, *, has_staging_buffer: bool) -> str | None:
         (server_args.dcp_size > 1, "--dcp-size", "a decode rank holds every token of its heads"),
         (server_args.enable_dp_attention, "--enable-dp-attention", "not tried with ranks that compute together"),
         (server_args.enable_hisparse, "--enable-hisparse", "KV goes to the device's pool"),
-        (server_args.speculative_algorithm is not None, "--speculative-algorithm", "the draft's KV stays behind"),
+        (
+            server_args.speculative_algorithm not in (None, *WITH_DRAFT_KV),
+            f"--speculative-algorithm {server_args.speculative_algorithm}",
+            f"what drafts need of a prompt travels with {', '.join(WITH_DRAFT_KV)}",
+        ),
         (
             server_args.kv_cache_dtype in _BLOCK_SCALED,
             f"--kv-cache-dtype {server_args.kv_cache_dtype}",
@@ -184,7 +190,7 @@ def model_conflict(kv_args: Any, stages: int) -> str | None:
         ),
         (WINDOWS in kinds and stages > 1, "--pp-size above 1 with sliding windows", "one rank sends them all"),
         (RECURRENT in kinds and stages > 1, "--pp-size above 1 with recurrent states", "one rank sends them all"),
-        (kv_args.num_draft_entries > 0, "a draft model", "its KV stays behind"),
+        (kv_args.num_draft_entries > 0 and stages > 1, "--pp-size above 1 with a draft model", "one stage has its KV"),
     )
 
 

@@ -152,7 +152,14 @@ def test_a_model_without_kernels_for_a_cpu_is_refused_in_one_line(
     ("changes", "what"),
     [
         ({}, None),
-        ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm does not run on a CPU without AMX (drafts"),
+        ({"speculative_algorithm": "EAGLE"}, None),
+        ({"speculative_algorithm": "STANDALONE", "disaggregation_mode": "null"}, None),
+        ({"speculative_algorithm": "STANDALONE"}, "--speculative-algorithm STANDALONE does not run on a CPU without"),
+        ({"speculative_algorithm": "DFLASH"}, "--speculative-algorithm DFLASH does not run on a CPU without AMX ("),
+        (
+            {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4},
+            "--speculative-eagle-topk 4 does not run on a CPU without AMX (",
+        ),
         ({"kv_cache_dtype": "fp8_e4m3"}, None),
         (
             {"kv_cache_dtype": "fp8_e5m2"},
@@ -169,12 +176,14 @@ def test_a_model_without_kernels_for_a_cpu_is_refused_in_one_line(
     ],
 )
 def test_arguments_that_a_cpu_does_not_take_are_refused_in_one_line(
-    changes: dict[str, str | bool], what: str | None, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, str | bool | int], what: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sglang_ext.cpu.unserved_models.absent_packages", lambda names: names)
     given = {
         "device": "cpu",
+        "disaggregation_mode": "prefill",
         "speculative_algorithm": None,
+        "speculative_eagle_topk": 1,
         "kv_cache_dtype": "auto",
         "enable_hierarchical_cache": False,
         "hicache_io_backend": "direct",

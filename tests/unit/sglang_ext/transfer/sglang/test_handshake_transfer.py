@@ -68,7 +68,7 @@ class Rank:
             attn_tp_rank=rank,
             pp_rank=0,
             pp_size=1,
-            kv_args=SimpleNamespace(page_size=PAGE, kv_data_ptrs=[0] * 2 * LAYERS),
+            kv_args=SimpleNamespace(page_size=PAGE, kv_data_ptrs=[0] * 2 * LAYERS, num_draft_entries=0),
             request_status={},
             attempts={},
             failure_records={},

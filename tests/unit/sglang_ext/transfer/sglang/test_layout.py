@@ -12,12 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.transfer.decide.shards import HeadLayout
-from sglang_ext.transfer.pool_layout import ItemBuffer, StatePart
+from sglang_ext.transfer.decide.shards import HeadLayout, KVShard
+from sglang_ext.transfer.pool_layout import ItemBuffer, StatePart, plan_rows
 from sglang_ext.transfer.sglang.layout import (
     Share,
     cpu_head_layout,
     gpu_head_layout,
+    is_spread_alike,
     latent_layout,
     pool_layout,
     shares_of,
@@ -37,6 +38,7 @@ def arguments(page_size: int, token_bytes: int = 64, tokens: int = 160) -> Any:
     return SimpleNamespace(
         kv_cache_dtype_str="float32",
         page_size=page_size,
+        num_draft_entries=0,
         kv_data_ptrs=[1000, 2000, 3000, 4000],  # K of two layers, then V
         kv_data_lens=[token_bytes * tokens] * 4,
         kv_item_lens=[token_bytes * page_size] * 4,
@@ -77,6 +79,70 @@ def test_fp8_travels_as_bytes_to_pools_of_its_type() -> None:
         other.kv_cache_dtype_str = kind
         problem = layout.layout_mismatch(pool_layout(other, HeadLayout(2, 1, 2), rank=0))
         assert problem == f"KV is fp8_e4m3 here and {kind} at the peer"
+
+
+def with_draft(entries: int, item_bytes: int = 32, page_size: int = 16) -> Any:
+    """As SGLang has it: K of two layers, then V, and behind them those of a draft model."""
+    pools = arguments(page_size)
+    pools.num_draft_entries = entries
+    pools.kv_data_ptrs += [10_000 + 1000 * entry for entry in range(entries)]
+    pools.kv_data_lens += [item_bytes * 160] * entries
+    pools.kv_item_lens += [item_bytes * page_size] * entries
+    return pools
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_a_draft_s_rows_are_one_layer_behind_the_model_s(page_size: int) -> None:
+    layout = pool_layout(with_draft(4, page_size=page_size), HeadLayout(4, 2, 4), rank=1)
+    assert layout.layers[:2] == pool_layout(arguments(page_size), HeadLayout(4, 2, 4), rank=1).layers
+    assert layout.layers[2:] == (tuple(ItemBuffer(10_000 + 1000 * entry, 32, 160) for entry in range(4)),)
+    latent = pool_layout(with_draft(1, page_size=page_size), latent_layout(2), rank=1, is_latent=True)
+    assert [len(layer) for layer in latent.layers] == [1] * 5
+    assert latent.layers[4] == (ItemBuffer(10_000, 32, 160),)
+    assert layout.has_draft
+    assert latent.has_draft
+
+
+def test_ranks_cut_a_draft_s_rows_as_the_model_s() -> None:
+    """Two ranks send to one: the second half of each row is the second rank's, whatever the heads of the draft."""
+    one = pool_layout(with_draft(2, item_bytes=64), HeadLayout(4, 1, 4), rank=0)
+    for rank in range(2):
+        layout = pool_layout(with_draft(2), HeadLayout(4, 2, 4), rank)
+        shard = KVShard((), layout.first_head, layout.head_count, 2, 1)
+        rows = plan_rows(layout, one, shard, np.array([5], np.uint32), np.array([7], np.uint32))
+        assert [(copy.source_address, copy.target_address, copy.length_bytes) for copy in rows] == [
+            (10_000, 10_000 + 32 * rank, 32),
+            (11_000, 11_000 + 32 * rank, 32),
+        ]
+
+
+def test_a_draft_of_other_size_or_on_one_side_is_refused() -> None:
+    heads = HeadLayout(2, 1, 2)
+    drafted, plain = pool_layout(with_draft(2), heads, rank=0), pool_layout(arguments(16), heads, rank=0)
+    assert drafted.layout_mismatch(pool_layout(with_draft(2, page_size=1), heads, rank=0)) is None
+    for layout, peer in ((drafted, plain), (plain, drafted)):
+        problem = layout.layout_mismatch(peer)
+        assert problem is not None
+        assert problem.startswith("one of the two has a draft model")
+    for other in (with_draft(2, item_bytes=64), with_draft(4)):
+        assert drafted.layout_mismatch(pool_layout(other, heads, rank=0)) == (
+            "one head of one token takes another number of bytes at the peer"
+        )
+
+
+@pytest.mark.parametrize(
+    ("draft", "model", "is_alike"),
+    [
+        (HeadLayout(4, 2, 4), HeadLayout(8, 2, 8), True),
+        (HeadLayout(1, 2, 1), HeadLayout(8, 2, 8), False),  # each rank has all of the draft's one head
+        (HeadLayout(8, 2, 8), latent_layout(2), False),  # one rank sends the latent rows, for all
+        (latent_layout(4), latent_layout(4), True),
+        (HeadLayout(3, 2, 4), HeadLayout(6, 2, 6), True),
+        (HeadLayout(2, 4, 2), HeadLayout(4, 4, 4), False),
+    ],
+)
+def test_which_drafts_are_spread_as_their_model(draft: HeadLayout, model: HeadLayout, is_alike: bool) -> None:
+    assert is_spread_alike(draft, model) is is_alike
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

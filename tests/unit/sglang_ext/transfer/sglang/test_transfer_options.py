@@ -132,7 +132,7 @@ FITTING = {
         ("dcp_size", 2, "--dcp-size"),
         ("enable_dp_attention", True, "--enable-dp-attention"),
         ("enable_hisparse", True, "--enable-hisparse"),
-        ("speculative_algorithm", "EAGLE", "--speculative-algorithm"),
+        ("speculative_algorithm", "STANDALONE", "--speculative-algorithm STANDALONE"),
         ("kv_cache_dtype", "mxfp8", "--kv-cache-dtype mxfp8"),
         ("kv_cache_dtype", "nvfp4", "--kv-cache-dtype nvfp4"),
         ("enable_pd_role_switch", True, "--enable-pd-role-switch"),
@@ -144,7 +144,9 @@ FITTING = {
     ],
 )
 def test_arguments_that_it_does_not_go_with_are_named(field: str, value: object, flag: str) -> None:
-    assert conflict(SimpleNamespace(**FITTING), has_staging_buffer=False) is None
+    for algorithm in (None, "EAGLE", "EAGLE3"):
+        fitting = SimpleNamespace(**{**FITTING, "speculative_algorithm": algorithm})
+        assert conflict(fitting, has_staging_buffer=False) is None
     problem = conflict(SimpleNamespace(**{**FITTING, field: value}), has_staging_buffer=False)
     assert problem is not None
     assert problem.startswith(f"{flag} does not go with --transfer-backend handshake (")
@@ -170,7 +172,8 @@ def test_a_staging_buffer_is_named() -> None:
         (("mamba",), None, 0, 2, "--pp-size above 1 with recurrent states"),
         (("mamba", "swa", "dsa"), "nhd", 0, 1, "extra state (dsa)"),
         (("block_scale",), "nhd", 0, 1, "extra state (block_scale)"),  # of MXFP8
-        ((), None, 2, 1, "a draft model"),
+        ((), None, 2, 1, None),
+        ((), None, 2, 2, "--pp-size above 1 with a draft model"),
     ],
 )
 def test_models_that_it_does_not_transfer_are_named(
