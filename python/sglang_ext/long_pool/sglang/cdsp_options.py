@@ -162,7 +162,7 @@ SUPPORTED_ARCHITECTURES = frozenset(
 )
 _NOT_COMPARED = "not compared with one instance; docs/reference/compatibility.md has the models that are"
 _SPARSE = "its attention chooses the tokens that it sees (DSA)"
-_STATE = "layers with a recurrent state have no KV that could be divided"
+_STATE = "a state goes from member to member in order: four would be at most 1.8 to 2.1 times as fast, on CPUs"
 _WHY_REFUSED = {
     "DeepseekV32ForCausalLM": _SPARSE,
     "GlmMoeDsaForCausalLM": _SPARSE,

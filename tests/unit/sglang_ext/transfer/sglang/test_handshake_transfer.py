@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from sglang_ext.transfer.decide.options import HandshakeOptions
-from sglang_ext.transfer.decide.shards import KVShard, TokenSpan
+from sglang_ext.transfer.decide.shards import HeadLayout, KVShard, TokenSpan
 from sglang_ext.transfer.endpoint.handshake_endpoint import HandshakeEndpoint
 from sglang_ext.transfer.endpoint.invitations import DecodeRank
 from sglang_ext.transfer.endpoint.outgoing_transfer import PartRows, SourceChunk
@@ -113,6 +113,30 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Rank, Rank, Rank]]:
     monkeypatch.setattr(conn, "get_parallel", lambda: SimpleNamespace(num_dp_ranks=1))
     with ExitStack() as stack:
         yield Rank(stack, 0, 1, seed=1), Rank(stack, 0, 2, seed=2), Rank(stack, 1, 2, seed=3)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "is_latent", "ranks", "is_taken"),
+    [(8, False, 2, True), (1, False, 2, False), (8, True, 2, False), (1, False, 1, True)],
+)
+def test_a_draft_whose_heads_are_spread_otherwise_is_refused(
+    kv_heads: int, is_latent: bool, ranks: int, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang_ext.transfer.sglang import manager as module
+
+    kind = module.AttentionArch.MLA if is_latent else module.AttentionArch.MHA
+    draft = SimpleNamespace(
+        attention_arch=kind, get_total_num_kv_heads=lambda: kv_heads, hf_text_config=SimpleNamespace()
+    )
+    monkeypatch.setattr(module.ModelConfig, "from_server_args", lambda *_, **__: draft)
+    manager: Any = object.__new__(module.HandshakeKVManager)
+    paths = SimpleNamespace(speculative_draft_model_path="draft", speculative_draft_model_revision=None)
+    manager.__dict__.update(attn_tp_size=ranks, heads=HeadLayout(4, ranks, 4), is_on_cpu=False, server_args=paths)
+    if is_taken:
+        manager._check_draft()
+        return
+    with pytest.raises(ValueError, match=r"the draft model's . KV heads are spread over 2 ranks otherwise"):
+        manager._check_draft()
 
 
 def reaches(polled: Any, status: int) -> Callable[[], bool]:
