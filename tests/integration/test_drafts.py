@@ -129,6 +129,27 @@ def wanted_drafts(architecture: str, prompt: list[int], tokens: list[int]) -> li
 
 
 @pytest.mark.full
+def test_replies_are_drawn_where_a_request_has_a_temperature() -> None:
+    """SGLang would keep the likeliest token there; of few replies hardly two are equal, and greedy ones are."""
+    architecture = "LlamaForCausalLM"
+    (engine,) = FLEET.get(spec(architecture, Role.PLAIN))
+    try:
+        greedy = drafted_greedy(architecture, prompts()[1], NEW_TOKENS)
+        found = []
+        for sampling in ({"temperature": 1.5}, {"temperature": 1.5, "top_k": 1}):
+            parameters = {**sampling, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+            body = {"input_ids": [prompts()[1]] * 6, "sampling_params": parameters}
+            reply = engine.post("/generate", body)
+            assert reply.status == 200, reply.body
+            found.append([one["output_ids"] for one in reply.body])
+        drawn, likeliest = found
+        assert len({tuple(tokens[1:]) for tokens in drawn}) == 6  # the first token is prefill's
+        assert likeliest == [greedy] * 6
+    finally:
+        engine.stop()
+
+
+@pytest.mark.full
 def test_two_queues_with_drafts_under_any_interleaving() -> None:
     """Prompts in chunks between short ones, shared prefixes and aborts: every other answer is exact, and no slot is
     lost."""

@@ -1,4 +1,4 @@
-"""Attention of speculative decoding on a CPU without AMX: drafts, one step after the other, and their verification.
+"""Speculative decoding on a CPU without AMX: attention of drafts, one step after the other, and their verification.
 
 SGLang's draft models know attention for CPUs only as AMX kernels. Here each step of a draft has a backend of SGLang's
 own for CPUs that sees one token more than the step before, and the drafts that the target verifies are a chunk behind
@@ -63,6 +63,63 @@ def share_head(stock: Callable[..., Any], worker: Any) -> Any:
 
 def _wait_for_nothing(device: object = None) -> None:
     pass
+
+
+def verify_drafts(
+    stock: Callable[..., Any], verify_input: Any, batch: Any, logits_output: Any, *arguments: Any, **options: Any
+) -> Any:
+    """AROUND `eagle_sample`: the target's choices are drawn where requests are not greedy.
+
+    On a CPU SGLang keeps a draft that is the likeliest token, whatever the temperature. Here the target draws a token
+    behind each draft, from the distribution that the request asks for, and a draft that is the token drawn stays: what
+    is generated has that distribution.
+    """
+    info = batch.sampling_info
+    if batch.forward_mode.is_idle() or info.is_all_greedy:
+        return stock(verify_input, batch, logits_output, *arguments, **options)
+    from sglang.srt.speculative import eagle_utils as module
+
+    verify = module.verify_tree_greedy_func
+
+    def verify_drawn(*, target_predict: Any, **more: Any) -> Any:
+        tokens = draw_tokens(
+            logits_output.next_token_logits, info, verify_input.draft_token_num, verify_input.positions
+        )
+        _agree(tokens)
+        return verify(target_predict=tokens.view_as(target_predict).to(target_predict.dtype), **more)
+
+    module.verify_tree_greedy_func = verify_drawn
+    try:
+        return stock(verify_input, batch, logits_output, *arguments, **options)
+    finally:
+        module.verify_tree_greedy_func = verify
+
+
+def draw_tokens(logits: Any, info: Any, each: int, positions: Any) -> Any:
+    """Return a token [rows] for each row of `logits` [rows, vocabulary], of which each request has `each` rows."""
+    import torch
+    from sglang.srt.layers.sampler import top_k_top_p_min_p_sampling_from_probs_torch
+
+    def of_rows(values: Any) -> Any:
+        return None if values is None else torch.repeat_interleave(values, each, 0)
+
+    probabilities = torch.softmax(logits.float() / of_rows(info.temperatures), -1)
+    limits = (of_rows(values) for values in (info.top_ks, info.top_ps, info.min_ps))
+    seeds = of_rows(info.sampling_seed)
+    return top_k_top_p_min_p_sampling_from_probs_torch(
+        probabilities, *limits, info.need_min_p_sampling, seeds, positions
+    )
+
+
+def _agree(tokens: Any) -> None:
+    """All ranks take what the first has drawn, as elsewhere in SGLang's verification."""
+    from sglang.srt.layers.dp_attention import is_dp_attention_enabled
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    group = parallel.attn_tp_group if is_dp_attention_enabled() else parallel.tp_group
+    if group.world_size > 1:
+        group.broadcast(tokens, src=0)
 
 
 class _BatchWithDrafts:

@@ -276,6 +276,14 @@ HOOK_TABLE: tuple[Hook, ...] = (
         device=Device.CPU,
     ),
     Hook(
+        name="drawn-tokens",
+        why="on a CPU SGLang verifies drafts greedily, whatever the temperature; draws what a request asks for",
+        kind=HookKind.AROUND,
+        implementation="sglang_ext.cpu.draft_attention:verify_drafts",
+        target="sglang.srt.speculative.eagle_worker_common.eagle_sample",
+        device=Device.CPU,
+    ),
+    Hook(
         name="batch-padding",
         why="SGLang's attention for CPUs cannot pad the batches of ranks with --enable-dp-attention; lets it",
         kind=HookKind.AFTER,
