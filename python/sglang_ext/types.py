@@ -81,3 +81,19 @@ class RouteDecision(NamedTuple):
     decode_cached_tokens: int = 0  # believed to be in the prefix cache of the decode instance
     class_name: str = ""  # of the classes of a file, where there is one
     objective_s: float = 0.0  # of that class, for the time to the first token; 0: none
+
+
+DEFAULT_TENANT = "default"  # to which a key belongs that no tenant has
+PRIORITIES = ("real-time", "high", "normal", "low")  # of requests, the most urgent first
+
+
+class TenantLimits(NamedTuple):
+    """The limits of one tenant in the file of tenants; 0 is no limit."""
+
+    name: str
+    weight: float = 1.0
+    concurrency: int = 0  # requests under way at once, of all routers
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    max_priority: str = PRIORITIES[0]
+    sends_for_others: bool = False  # its requests may name the tenant that they belong to

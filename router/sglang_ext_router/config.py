@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from sglang_ext.key_hashes import ApiKeyFileError
 from sglang_ext.laps.decide.boundary import DEFAULT_BOUNDARY_TOKENS
+from sglang_ext.tenants_file import read_tenants_file
 from sglang_ext.types import Role
 from sglang_ext_router.decide.decode_choice import DECODE_POLICIES
 from sglang_ext_router.decide.instance_pressure import PressureSettings
 from sglang_ext_router.decide.prefill_choice import PREFILL_POLICIES
 from sglang_ext_router.decide.served_models import parse_alias
-from sglang_ext_router.http.api_keys import ApiKeyFileError, read_api_keys
+from sglang_ext_router.http.api_keys import read_api_keys
 from sglang_ext_router.length_classes_file import check_instances, read_length_classes
-from sglang_ext_router.tenants.tenants_file import read_tenants_file
 from sglang_ext_router.worker_urls import is_host, normal_url
 
 

@@ -17,8 +17,8 @@ from collections.abc import Hashable
 from heapq import heappop, heappush
 from typing import Final, Generic, TypeVar
 
+from sglang_ext.types import PRIORITIES
 from sglang_ext_router.decide.admission import AdmissionOutcome, AdmissionQueue, Claim, Demand
-from sglang_ext_router.decide.tenants import PRIORITIES
 
 T = TypeVar("T", bound=Hashable)
 

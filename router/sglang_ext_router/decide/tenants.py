@@ -6,25 +6,13 @@ from enum import Enum
 from math import inf
 from typing import NamedTuple
 
+from sglang_ext.types import PRIORITIES, TenantLimits
 from sglang_ext_router.decide.budgets import Bucket, header_lines
 
-DEFAULT_TENANT = "default"  # to which a key belongs that no tenant has
-PRIORITIES = ("real-time", "high", "normal", "low")  # the most urgent first
 NORMAL_RANK = PRIORITIES.index("normal")
 FIRST_OUTPUT_TOKENS = 256.0  # of a reply without a bound, until the tenant's replies say more
 LEARNING_SHARE = 0.05  # of the latest reply in the mean
 MIN_RETRY_S = 1.0
-
-
-class TenantLimits(NamedTuple):
-    """The limits of one tenant in the file of tenants; 0 is no limit."""
-
-    name: str
-    weight: float = 1.0
-    concurrency: int = 0  # requests under way at once, of all routers
-    requests_per_minute: int = 0
-    tokens_per_minute: int = 0
-    max_priority: str = PRIORITIES[0]
 
 
 class Exhausted(Enum):

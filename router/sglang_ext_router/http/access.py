@@ -6,8 +6,8 @@ import hmac
 import re
 
 from sglang_ext.shared_key import bearer_key
+from sglang_ext.types import DEFAULT_TENANT
 from sglang_ext_router.config import RouterConfig
-from sglang_ext_router.decide.tenants import DEFAULT_TENANT
 from sglang_ext_router.http.api_keys import ApiKeys
 from sglang_ext_router.http.instance_paths import OTHER_NAMES, PASSED_ON_PATHS, UNDIVIDED_PATHS
 from sglang_ext_router.http.request_parser import Request, RequestRefusal
@@ -22,6 +22,7 @@ READY_PATHS = ("/ready", "/readyz", "/readiness", "/health_generate")
 PROBE_PATHS = frozenset(path.encode() for path in (*ALIVE_PATHS, *READY_PATHS))  # need no key
 PAGE_PATH = b"/ui"  # the bare page: the data it shows comes from STREAM_PATH
 STREAM_PATH = b"/ui/stream"
+TENANT_HEADER = b"x-sglang-ext-tenant"  # for whom a tenant sends that may send for others
 _OPEN_PATHS = PROBE_PATHS | {PAGE_PATH}
 PAGE_PATHS = frozenset({PAGE_PATH, STREAM_PATH})  # may have a port of their own
 REPORT_PATHS = frozenset({b"/metrics", b"/docs", b"/openapi.json"})  # may have a port of their own
@@ -70,6 +71,9 @@ class Access:
         authorization = authorization_of(request)
         if self._tenants is not None:
             request.tenant = self.tenant_of(authorization)
+            named = request.header(TENANT_HEADER)
+            if named is not None and (request.tenant != DEFAULT_TENANT or self.is_client(authorization)):
+                return self._send_for(request, named)
             if request.tenant != DEFAULT_TENANT:
                 return None
         if self.is_client(authorization):
@@ -79,6 +83,16 @@ class Access:
         self._metrics.count(self._metrics.refused, "unauthorized")
         extra = b"www-authenticate: Bearer\r\n" + request.reply_headers
         return RequestRefusal(401, "missing or wrong API key", extra)
+
+    def _send_for(self, request: Request, named: bytes) -> RequestRefusal | None:
+        """Count a request for the tenant that it names, if its own may send for others."""
+        assert self._tenants is not None
+        tenant = self._tenants.sender_for(request.tenant, named.decode("latin-1"))
+        if tenant is None:
+            self._metrics.count(self._metrics.refused, "unauthorized")
+            return RequestRefusal(403, f"the tenant {request.tenant} may not send for this one", request.reply_headers)
+        request.tenant = tenant
+        return None
 
     def refuse_body(self, request: Request) -> RequestRefusal:
         """Return 413: no path here has a limit of 0."""

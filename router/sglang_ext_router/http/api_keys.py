@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import logging
-import os
 import re
-from pathlib import Path
+
+from sglang_ext.key_hashes import ApiKeyFileError, KeyHashes, WatchedFile, read_key_file
 
 logger = logging.getLogger(__name__)
 
-RELOAD_INTERVAL_S = 1.0
-HASH_PREFIX_BYTES = 8  # of a hash, to find it; all of it is then compared in constant time
 _NAME = re.compile(r"[A-Za-z0-9._@-]+")
 _HASH = re.compile(r"[0-9a-fA-F]{64}")
-
-
-class ApiKeyFileError(ValueError):
-    """A file of keys cannot be used; the message is one line and names the file and the line."""
-
-
-def read_key_file(path: str) -> str:
-    """Return the text of a file of keys. Raise ApiKeyFileError if it cannot be read."""
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ApiKeyFileError(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ApiKeyFileError(f"{path} is not text in UTF-8") from None
 
 
 def read_api_keys(path: str) -> dict[str, bytes]:
@@ -55,31 +37,6 @@ def read_api_keys(path: str) -> dict[str, bytes]:
     return keys
 
 
-class WatchedFile:
-    """A file that is looked at from time to time."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._state = self._file_state()
-        self._checked_s = 0.0
-
-    def has_changed(self, now_s: float) -> bool:
-        """Return whether it is another file than before; it is looked at once in `RELOAD_INTERVAL_S`."""
-        if now_s - self._checked_s < RELOAD_INTERVAL_S:
-            return False
-        self._checked_s = now_s
-        state, before = self._file_state(), self._state
-        self._state = state
-        return state != before
-
-    def _file_state(self) -> tuple[int, int, int] | None:
-        try:
-            state = os.stat(self._path)
-        except OSError:
-            return None
-        return state.st_mtime_ns, state.st_size, state.st_ino
-
-
 class ApiKeys:
     """The keys of one file. Its contents are never logged."""
 
@@ -87,13 +44,11 @@ class ApiKeys:
         """Read the file. Raise ApiKeyFileError if it cannot be used."""
         self._path = path
         self._watched = WatchedFile(path)
-        self._hashes = _by_prefix(read_api_keys(path))
+        self._hashes = _hashes(read_api_keys(path))
 
     def knows(self, key: bytes) -> bool:
         """Return whether the file holds this key."""
-        digest = hashlib.sha256(key).digest()
-        known = self._hashes.get(digest[:HASH_PREFIX_BYTES])
-        return known is not None and hmac.compare_digest(known, digest)
+        return self._hashes.find(key) is not None
 
     def reload(self, now_s: float) -> None:
         """Read the file again if it has changed; where it cannot be used the reason is logged and the keys stay."""
@@ -104,9 +59,9 @@ class ApiKeys:
         except ApiKeyFileError as error:
             logger.warning("the client keys stay what they were: %s", error)
             return
-        self._hashes = _by_prefix(keys)
+        self._hashes = _hashes(keys)
         logger.info("%d client keys read from %s", len(keys), self._path)
 
 
-def _by_prefix(keys: dict[str, bytes]) -> dict[bytes, bytes]:
-    return {digest[:HASH_PREFIX_BYTES]: digest for digest in keys.values()}
+def _hashes(keys: dict[str, bytes]) -> KeyHashes:
+    return KeyHashes({digest: name for name, digest in keys.items()})

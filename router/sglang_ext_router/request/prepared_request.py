@@ -6,6 +6,7 @@ from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_ext.token_marks import MARKS_HEADER
+from sglang_ext.types import PRIORITIES
 from sglang_ext_router.decide.session_hints import NO_SESSION, session_key
 from sglang_ext_router.http.instance_paths import UNDIVIDED_PATHS
 from sglang_ext_router.http.request_parser import Request
@@ -14,7 +15,6 @@ from sglang_ext_router.observe.trace_spans import TraceContext
 from sglang_ext_router.request.migration import Delivered, may_migrate
 from sglang_ext_router.request.prompt import BadRequestError, Prompt, dump, list_size, measure, parse_body
 from sglang_ext_router.request.request_body import (
-    PRIORITIES,
     CleanBody,
     HintField,
     RequestHints,

@@ -14,7 +14,6 @@ OWN_PREFIX = "sglang_ext_"
 SLO_FIELD = "sglang_ext_ttft_slo_ms"
 PRIORITY_FIELD = "sglang_ext_priority"
 OUTPUT_IDS_FIELD = "sglang_ext_output_ids"
-PRIORITIES = ("real-time", "high", "normal", "low")
 MAX_PARAMETERS_BYTES = 1 << 20
 MIN_SLO_MS = 1.0  # sent for a request whose deadline has passed
 

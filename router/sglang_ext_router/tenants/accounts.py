@@ -10,26 +10,22 @@ are those of `decide/tenants.py`. The routers of a group divide budgets and conc
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
-import logging
 import time
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
+from sglang_ext.tenants_file import TenantKeys
+from sglang_ext.types import DEFAULT_TENANT
 from sglang_ext_router.decide.admission import AdmissionQueue, Claim, Demand, fair_shares
 from sglang_ext_router.decide.budget_exchange import BudgetExchange
 from sglang_ext_router.decide.budgets import Bucket
 from sglang_ext_router.decide.tenants import (
-    DEFAULT_TENANT,
     BudgetRefusal,
     Exhausted,
     TenantAccount,
     bounded_priority,
     priority_rank,
 )
-from sglang_ext_router.http.api_keys import HASH_PREFIX_BYTES, ApiKeyFileError, WatchedFile
-from sglang_ext_router.tenants.tenants_file import TenantsFile, read_tenants_file
 from sglang_ext_router.tenants.usage import FLUSH_S, UsageCount, UsageKey, UsageLedger, read_usage_rows, utc_day
 
 if TYPE_CHECKING:
@@ -37,8 +33,6 @@ if TYPE_CHECKING:
     from sglang_ext_router.observe.metrics import RouterMetrics
     from sglang_ext_router.observe.request_record import RequestRecord
     from sglang_ext_router.request.prepared_request import ClientHeaders, PreparedRequest
-
-logger = logging.getLogger(__name__)
 
 RATE_LIMIT_CODE = "rate_limit_exceeded"
 TOO_LARGE_CODE = "request_too_large"
@@ -80,12 +74,9 @@ class Tenants:
 
         Raise ApiKeyFileError or sqlite3.Error if the file or the database cannot be used.
         """
-        path = config.tenants_file
-        self._watched = WatchedFile(path)
-        self._path = path
+        self._keys = TenantKeys(config.tenants_file)
         self._metrics = metrics
         self._origin = origin
-        self._by_prefix: dict[bytes, tuple[bytes, str]] = {}
         self._is_in_group = bool(config.peer_port)
         self._processes = config.processes
         # Routers that divide the budgets: at first the configured ones, as their first messages take a moment.
@@ -96,7 +87,7 @@ class Tenants:
         self._demands: dict[int, dict[str, Demand]] = {}  # of the other routers
         self.accounts: dict[str, TenantAccount] = {}
         self._buckets: dict[str, Bucket] = {}
-        self._take_file(read_tenants_file(path), now_s)
+        self._take_limits(now_s)
         self.ledger = UsageLedger(config.usage_db, "0" if self._is_in_group else str(origin))
         self._exchange = BudgetExchange(self.ledger.origin)
         self._left_s: dict[str, float] = {}  # when this router's part of each budget was written last, before its start
@@ -109,28 +100,22 @@ class Tenants:
 
     def find(self, key: bytes) -> str | None:
         """Return the name of the tenant that has this key; None if none has it."""
-        digest = hashlib.sha256(key).digest()
-        known = self._by_prefix.get(digest[:HASH_PREFIX_BYTES])
-        return known[1] if known is not None and hmac.compare_digest(known[0], digest) else None
+        return self._keys.find(key)
 
     def reload(self, now_s: float) -> None:
         """Read the file again if it has changed; where it cannot be used, log the reason and keep the tenants."""
-        if not self._watched.has_changed(now_s):
-            return
-        try:
-            content = read_tenants_file(self._path)
-        except ApiKeyFileError as error:
-            logger.warning("the tenants stay what they were: %s", error)
-            return
-        self._take_file(content, now_s)
-        logger.info("%d tenants with %d keys read from %s", len(content.limits), len(self._by_prefix), self._path)
+        if self._keys.reload(now_s):
+            self._take_limits(now_s)
 
-    def _take_file(self, content: TenantsFile, now_s: float) -> None:
-        self._by_prefix = {
-            digest[:HASH_PREFIX_BYTES]: (digest, name) for digest, name in content.tenants_by_hash.items()
-        }
+    def sender_for(self, name: str, named: str) -> str | None:
+        """Return the tenant of a request that names one; None where its own may not send for that one."""
+        account = self.accounts.get(name)
+        may = named == name or (account is not None and account.limits.sends_for_others and named in self.accounts)
+        return named if may else None
+
+    def _take_limits(self, now_s: float) -> None:
         accounts: dict[str, TenantAccount] = {}
-        for name, limits in content.limits.items():
+        for name, limits in self._keys.limits.items():
             account = self.accounts.get(name)
             if account is None:
                 account = TenantAccount(limits, now_s, self._parts)

@@ -6,13 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_ext.types import PRIORITIES, TenantLimits
 from sglang_ext_router.decide.budgets import Bucket, shown_duration
 from sglang_ext_router.decide.tenants import (
-    PRIORITIES,
     BudgetRefusal,
     Exhausted,
     TenantAccount,
-    TenantLimits,
     bounded_priority,
 )
 from support.examples import examples

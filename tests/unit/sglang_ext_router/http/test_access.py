@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from sglang_ext import key_hashes
+from sglang_ext.key_hashes import ApiKeyFileError
 from sglang_ext_router.config import RouterConfigError
 from sglang_ext_router.control.control_plane import without_secrets
-from sglang_ext_router.http import api_keys
-from sglang_ext_router.http.api_keys import ApiKeyFileError, ApiKeys, read_api_keys
+from sglang_ext_router.http.api_keys import ApiKeys, read_api_keys
 from sglang_ext_router.router import Router
 from support.raw_client import RawClient, Reply, request_bytes
 from support.router_process import FAST, cluster
@@ -88,7 +89,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 async def test_keys_are_read_again_and_stay_where_the_file_is_bad(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(api_keys, "RELOAD_INTERVAL_S", 0.02)
+    monkeypatch.setattr(key_hashes, "RELOAD_INTERVAL_S", 0.02)
     file = tmp_path / "keys"
     file.write_text(line("alice", "a") + line("bob", "b"))
     async with cluster(api_keys_file=str(file)) as served:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from sglang_ext.key_hashes import ApiKeyFileError
+from sglang_ext.tenants_file import read_tenants_file
+from sglang_ext.types import TenantLimits
 from sglang_ext_router.config import RouterConfigError
-from sglang_ext_router.decide.tenants import TenantLimits
-from sglang_ext_router.http.api_keys import ApiKeyFileError
-from sglang_ext_router.tenants.tenants_file import read_tenants_file
 from support.router_process import FAST
 from support.tenants import key_hash
 

@@ -1,22 +1,25 @@
-"""The file of tenants (`--tenants-file`): limits and keys of each, as YAML."""
+"""The file of tenants (`--tenants-file`) of the router and the batch service: limits and keys of each, as YAML."""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import yaml
 
-from sglang_ext_router.decide.tenants import DEFAULT_TENANT, PRIORITIES, TenantLimits
-from sglang_ext_router.http.api_keys import ApiKeyFileError, read_key_file
+from sglang_ext.key_hashes import ApiKeyFileError, KeyHashes, WatchedFile, read_key_file
+from sglang_ext.types import DEFAULT_TENANT, PRIORITIES, TenantLimits
+
+logger = logging.getLogger(__name__)
 
 MAX_TENANTS = 1000  # each has series of its own in the metrics
 MAX_LIMIT = 10**12
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")
 _HASH = re.compile(r"[0-9a-fA-F]{64}")
 _COUNTS = ("concurrency", "requests_per_minute", "tokens_per_minute")
-_OPTIONS = ("weight", *_COUNTS, "max_priority", "keys")
+_OPTIONS = ("weight", *_COUNTS, "max_priority", "sends_for_others", "keys")
 
 
 class TenantsFile(NamedTuple):
@@ -33,6 +36,39 @@ def read_tenants_file(path: str) -> TenantsFile:
         return _read(_parsed(text))
     except ValueError as error:
         raise ApiKeyFileError(f"{path}: {error}") from None
+
+
+class TenantKeys:
+    """The tenants of a file that is read again when it changes. Keys are never logged."""
+
+    def __init__(self, path: str) -> None:
+        """Read the file. Raise ApiKeyFileError if it cannot be used."""
+        self._path = path
+        self._watched = WatchedFile(path)
+        self._take(read_tenants_file(path))
+
+    def _take(self, content: TenantsFile) -> None:
+        self.limits = content.limits
+        self._hashes = KeyHashes(content.tenants_by_hash)
+
+    def find(self, key: bytes) -> str | None:
+        """Return the name of the tenant that has this key; None if none has it."""
+        return self._hashes.find(key)
+
+    def reload(self, now_s: float) -> bool:
+        """Read the file again if it has changed, and return whether it was taken.
+
+        Where it cannot be used the reason is logged, and the tenants stay.
+        """
+        if not self._watched.has_changed(now_s):
+            return False
+        try:
+            self._take(read_tenants_file(self._path))
+        except ApiKeyFileError as error:
+            logger.warning("the tenants stay what they were: %s", error)
+            return False
+        logger.info("%d tenants with %d keys read from %s", len(self.limits), len(self._hashes), self._path)
+        return True
 
 
 class _UniqueKeysLoader(yaml.SafeLoader):
@@ -101,7 +137,10 @@ def _read_limits(name: str, options: Mapping[Any, Any]) -> TenantLimits:
     priority = options.get("max_priority", PRIORITIES[0])
     if priority not in PRIORITIES:
         raise ValueError(f"tenant {name}: max_priority must be one of {', '.join(PRIORITIES)}")
-    return TenantLimits(name, float(weight), max_priority=priority, **counts)
+    sends_for_others = options.get("sends_for_others", False)
+    if type(sends_for_others) is not bool:
+        raise ValueError(f"tenant {name}: sends_for_others must be true or false")
+    return TenantLimits(name, float(weight), max_priority=priority, sends_for_others=sends_for_others, **counts)
 
 
 def _read_keys(name: str, given: Any) -> dict[str, bytes]:
