@@ -14,6 +14,9 @@ from sglang_ext.types import DEFAULT_TENANT, PRIORITIES, TenantLimits
 
 logger = logging.getLogger(__name__)
 
+TENANT_HEADER = "x-sglang-ext-tenant"  # by which a tenant that may send for others names one of them
+RATE_LIMIT_CODE = "rate_limit_exceeded"  # of a 429: a budget of the tenant is used up
+TOO_LARGE_CODE = "request_too_large"  # of a 429: the request needs more than the budget ever holds
 MAX_TENANTS = 1000  # each has series of its own in the metrics
 MAX_LIMIT = 10**12
 _NAME = re.compile(r"[A-Za-z0-9._@-]{1,64}")

@@ -31,6 +31,9 @@ class BatchEndpoint:
         self.aborted = 0  # clients that closed their connection before the answer
         self.hold_prefix: str | None = None
         self.delay_s = 0.0
+        self.refusals: dict[str, tuple[int, str]] = {}  # tenant → status and code of the error that it gets
+        self.in_flight_of: Counter[str] = Counter()  # by tenant
+        self.most_in_flight_of: Counter[str] = Counter()
 
     async def chat(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -38,7 +41,14 @@ class BatchEndpoint:
         self.seen[content] += 1
         self.order.append(content)
         self.headers.append({name.lower(): value for name, value in request.headers.items()})
+        tenant = request.headers.get("x-sglang-ext-tenant", "")
+        if tenant in self.refusals:
+            status, code = self.refusals[tenant]
+            error = {"message": "refused", "type": "rate_limit_error", "code": code}
+            return web.json_response({"error": error}, status=status, headers={"Retry-After": "1"})
         self.in_flight += 1
+        self.in_flight_of[tenant] += 1
+        self.most_in_flight_of[tenant] = max(self.most_in_flight_of[tenant], self.in_flight_of[tenant])
         try:
             while self.hold_prefix is not None and content.startswith(self.hold_prefix):  # noqa: ASYNC110 - another thread's
                 await asyncio.sleep(0.005)
@@ -49,6 +59,7 @@ class BatchEndpoint:
             raise
         finally:
             self.in_flight -= 1
+            self.in_flight_of[tenant] -= 1
         if content.startswith("status "):
             status = int(content.split()[1])
             error = {"message": f"told to fail with {status}", "type": "invalid_request_error", "code": status}

@@ -66,6 +66,10 @@ class Database(ABC):
         """Make the tables of a schema that are not there."""
 
     @abstractmethod
+    def add_column(self, table: str, column: str, definition: str) -> None:
+        """Add a column to a table of an earlier version, where it is not there; `definition` has a default."""
+
+    @abstractmethod
     def second(self) -> Database:
         """Open another connection to the same tables; what it commits outlives the machine's power."""
 
@@ -189,6 +193,11 @@ class SqliteDatabase(Database):
             for statement in filter(str.strip, schema.split(";")):
                 self._connection.execute(statement)
 
+    def add_column(self, table: str, column: str, definition: str) -> None:
+        with self.transaction():
+            if column not in {row[1] for row in self.rows(f"PRAGMA table_info({table})")}:
+                self._connection.execute(f"ALTER TABLE {table} ADD COLUMN {column} {definition}")
+
     def second(self) -> Database:
         return SqliteDatabase(self.path, is_durable=True)
 
@@ -248,13 +257,24 @@ class PostgresDatabase(Database):
         )
 
     def create(self, schema: str) -> None:
-        for ours, theirs in _POSTGRES_TYPES:
-            schema = schema.replace(ours, theirs)
+        schema = _in_postgres_types(schema)
         with self.transaction():
             self._run("SELECT pg_advisory_xact_lock(?)", (_SCHEMA_LOCK,))
             self._run(f"CREATE SCHEMA IF NOT EXISTS {_POSTGRES_SCHEMA}", ())
             for statement in filter(str.strip, schema.split(";")):
                 self._run(statement, ())
+
+    def add_column(self, table: str, column: str, definition: str) -> None:
+        with self.transaction():
+            self._run("SELECT pg_advisory_xact_lock(?)", (_SCHEMA_LOCK,))
+            found = self.row(
+                "SELECT 1 FROM information_schema.columns"
+                " WHERE table_schema = current_schema() AND table_name = ? AND column_name = ?",
+                table,
+                column,
+            )
+            if found is None:  # else other services need not wait for the lock that adding one takes
+                self._run(f"ALTER TABLE {table} ADD COLUMN {column} {_in_postgres_types(definition)}", ())
 
     def second(self) -> Database:
         return PostgresDatabase(self._url)
@@ -302,6 +322,12 @@ def _psycopg() -> ModuleType:
     except ImportError:
         raise StoreError("--store: PostgreSQL needs the extra 'postgres': pip install 'sglang-ext[postgres]'") from None
     return psycopg
+
+
+def _in_postgres_types(schema: str) -> str:
+    for ours, theirs in _POSTGRES_TYPES:
+        schema = schema.replace(ours, theirs)
+    return schema
 
 
 def _storable(values: Sequence[Any]) -> list[Any]:

@@ -16,7 +16,8 @@ from yarl import URL
 
 from sglang_ext.batch.decide.retries import FailureKind
 from sglang_ext.batch.lines import PATHS, BatchLine
-from sglang_ext.types import LengthClass
+from sglang_ext.tenants_file import RATE_LIMIT_CODE, TENANT_HEADER, TOO_LARGE_CODE
+from sglang_ext.types import DEFAULT_TENANT, LengthClass
 
 PRIORITY_HEADER = "x-sgl-priority"
 REQUEST_TIMEOUT_S = 1800.0
@@ -31,6 +32,7 @@ class AnswerKind(Enum):
     OK = "ok"
     FINAL_ERROR = "final error"  # a 4xx: the request itself is wrong
     OVERLOADED = "overloaded"  # 429 or 503: later, and less at a time
+    TENANT_REFUSED = "tenant refused"  # the tenant's budget is used up, or the endpoint does not know it (yet)
     FAILED = "failed"  # any other 5xx, a timeout, a connection lost on the way, a reply that cannot be read
     UNREACHABLE = "unreachable"  # no connection: the request has not reached the endpoint
 
@@ -124,11 +126,15 @@ class EndpointClient:
         if self._session is not None:
             await self._session.close()
 
-    async def send(self, line: BatchLine) -> Answer:
-        """Send one line and wait for the answer. Never raises for what happens to the request; can be cancelled."""
+    async def send(self, line: BatchLine, tenant: str = DEFAULT_TENANT) -> Answer:
+        """Send one line and wait for the answer. Never raises for what happens to the request; can be cancelled.
+
+        The endpoint is sent the name of any tenant but the default one.
+        """
         assert self._session is not None, "the client is not open"
+        named = None if tenant == DEFAULT_TENANT else {TENANT_HEADER: tenant}
         try:
-            async with self._session.post(self._targets[line.path], data=line.body) as reply:
+            async with self._session.post(self._targets[line.path], data=line.body, headers=named) as reply:
                 body = await reply.read()
                 status, headers = reply.status, reply.headers
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
@@ -145,7 +151,8 @@ class EndpointClient:
                 reason = f"the reply is not valid JSON: {error}"
                 return Answer(AnswerKind.FAILED, status, body, None, request_id, reason)
             return Answer(AnswerKind.OK, status, body, parsed, request_id or _own_id(parsed), None)
-        return Answer(_kind(status), status, body, None, request_id, _error_text(status, body), _retry_after_s(headers))
+        kind = _kind(status, body, has_tenant=named is not None)
+        return Answer(kind, status, body, None, request_id, _error_text(status, body), _retry_after_s(headers))
 
     async def load(self) -> EndpointLoad | None:
         """Return the router's load, or None when no answer came. Raises LoadUnknownError if it reports none."""
@@ -201,12 +208,25 @@ def _count(reported: object) -> int:
     return reported if type(reported) is int and 0 <= reported < 1 << 40 else 0
 
 
-def _kind(status: int) -> AnswerKind:
+def _kind(status: int, body: bytes, *, has_tenant: bool) -> AnswerKind:
+    if has_tenant and status in (401, 403):
+        return AnswerKind.TENANT_REFUSED
+    if status == 429:
+        code = _error_code(body)
+        if code in (RATE_LIMIT_CODE, TOO_LARGE_CODE):
+            return AnswerKind.TENANT_REFUSED if code == RATE_LIMIT_CODE else AnswerKind.FINAL_ERROR
     if status in (429, 503):
         return AnswerKind.OVERLOADED
     if status >= 500 or status in (408, 425):
         return AnswerKind.FAILED
     return AnswerKind.FINAL_ERROR
+
+
+def _error_code(body: bytes) -> object:
+    try:
+        return orjson.loads(body)["error"]["code"]
+    except (orjson.JSONDecodeError, TypeError, LookupError):
+        return None
 
 
 def _error_text(status: int, body: bytes) -> str:

@@ -1,8 +1,9 @@
 """Dispatch: lines from the store to the endpoint, as many in flight as it can take, and results back into the store.
 
-Short and long prompts go out side by side, each class under a cap of its own, so that both pools are busy. Several jobs
-take turns: the next line is of the job that has the fewest in flight. Results are committed in groups. After a crash
-nothing here is needed: what has no result is sent again.
+Short and long prompts go out side by side, each class under a cap of its own, so that both pools are busy. The next
+line is of the tenant that has been sent the fewest tokens for its weight, and of its jobs of the one that has the
+fewest in flight. Results are committed in groups. After a crash nothing here is needed: what has no result is sent
+again.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from sglang_ext.batch.endpoint import Answer, AnswerKind, EndpointClient, LoadUn
 from sglang_ext.batch.line_queues import Encoder, JobQueue, LineQueues
 from sglang_ext.batch.lines import BatchLine
 from sglang_ext.batch.store import BatchStore, LeasedLine, LineResult
-from sglang_ext.types import LengthClass
+from sglang_ext.types import DEFAULT_TENANT, LengthClass, TenantLimits
 
 _LEASED_LINES = 64  # leased ahead at least, per job and class
 _LEASED_BYTES = 8 << 20
@@ -35,6 +36,7 @@ _MAX_REPLY_BYTES = 128 << 20  # expected of what is in flight
 _LOAD_RETRY_S = 30.0
 _LOAD_INTERVAL_S = 0.5
 _MAX_TRIES = 20  # of one line, the uncounted included: it may be what brings the endpoint down
+_REFUSED_TENANT_S = 10.0  # until the next try of a tenant that the endpoint refuses without a `Retry-After`
 _NOTE_AFTER_S, _NOTE_INTERVAL_S = 1.0, 30.0  # of an outage; a shorter one with connections is overload
 
 
@@ -77,7 +79,8 @@ class _Class:
 class JobRunner:
     """Runs jobs of one store against one endpoint. Use from one event loop; the client must be open.
 
-    `on_note` gets a line for the operator when the endpoint goes down or comes up again.
+    `limits_of` returns the limits of a tenant: of those its weight and its concurrency are kept here, the others by
+    the router. `on_note` gets a line for the operator when the endpoint goes down or comes up again.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class JobRunner:
         *,
         requests_limit: RateLimit | None = None,
         tokens_limit: RateLimit | None = None,
+        limits_of: Callable[[str], TenantLimits] = TenantLimits,
         on_note: Callable[[str], None] = lambda note: None,
     ) -> None:
         self._store = store
@@ -95,6 +99,8 @@ class JobRunner:
         self._settings = settings
         self._requests_limit = requests_limit or RateLimit(None)
         self._tokens_limit = tokens_limit or RateLimit(None)
+        self._limits_of = limits_of
+        self._held_tenants: dict[str, float] = {}  # until when the endpoint wants nothing of them
         self._note = on_note
         self._noted_at_s = float("-inf")
         self._outage = EndpointOutage()
@@ -117,13 +123,20 @@ class JobRunner:
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
-    def add_job(self, job: int, encode: Encoder = reply_body, *, on_end: Callable[[int], None] | None = None) -> None:
+    def add_job(
+        self,
+        job: int,
+        encode: Encoder = reply_body,
+        *,
+        tenant: str = DEFAULT_TENANT,
+        on_end: Callable[[int], None] | None = None,
+    ) -> None:
         """Send the job's lines that have no result. The job must be ready in the store.
 
         `encode` makes of a good answer what is stored; its ValueError fails the line. `on_end` is called when every
         line has a result that is written, or the job was cancelled and nothing of it is in flight.
         """
-        self._queues.add_job(job, encode, on_end)
+        self._queues.add_job(job, encode, on_end, tenant)
         self._wake.set()
 
     def cancel_job(self, job: int) -> None:
@@ -254,6 +267,8 @@ class JobRunner:
         wake_at_s = self._queues.collect_due(now_s)
         for name, its_class in self._classes.items():
             self._lease_ahead(name, its_class)
+        self._held_tenants = {tenant: end_s for tenant, end_s in self._held_tenants.items() if end_s > now_s}
+        wake_at_s = min([*self._held_tenants.values(), *([] if wake_at_s is None else [wake_at_s])], default=None)
         able = dict(self._classes)
         while able and self._in_flight < self._settings.cap.max_in_flight:
             held_until_s = self._held_until_s(now_s)
@@ -263,7 +278,8 @@ class JobRunner:
             # The class with the fewest first, or one with many lines would keep the other out.
             name, load_class = min(able.items(), key=lambda item: item[1].in_flight)
             max_waiting = 4 * self._settings.cap.max_in_flight
-            chosen = self._queues.next_line(name, max_waiting) if load_class.in_flight < load_class.cap.cap else None
+            has_room = load_class.in_flight < load_class.cap.cap
+            chosen = self._queues.next_line(name, max_waiting, self._may_send) if has_room else None
             if chosen is None:
                 del able[name]
             else:
@@ -274,6 +290,11 @@ class JobRunner:
             self._timer = None
         if wake_at_s is not None and wake_at_s != float("inf"):
             self._timer = asyncio.get_running_loop().call_later(max(0.001, wake_at_s - now_s), self._wake.set)
+
+    def _may_send(self, tenant: str, in_flight: int) -> bool:
+        """Return whether one more request of a tenant may leave now."""
+        concurrency = self._limits_of(tenant).concurrency
+        return tenant not in self._held_tenants and (not concurrency or in_flight < concurrency)
 
     def _held_until_s(self, now_s: float) -> float:
         """Return when the next line may leave: now, later, or (infinity) when something else happens first."""
@@ -341,6 +362,9 @@ class JobRunner:
         queue.in_flight[name] = queue.in_flight.get(name, 0) + 1
         self._requests_limit.take(1, now_s)
         self._tokens_limit.take(leased.line.prompt_tokens, now_s)
+        self._queues.shares.charge(
+            queue.tenant, max(1, leased.line.prompt_tokens), self._limits_of(queue.tenant).weight
+        )
         was_full = load_class.in_flight >= load_class.cap.cap
         is_probe = self._outage.is_down
         self._probes += is_probe
@@ -375,7 +399,7 @@ class JobRunner:
         self, name: LengthClass | None, load_class: _Class, queue: JobQueue, leased: LeasedLine, was_full: bool
     ) -> None:
         sent_at_s = time.monotonic()
-        answer = await self._client.send(leased.line)
+        answer = await self._client.send(leased.line, queue.tenant)
         now_s = time.monotonic()
         if answer.kind is AnswerKind.OK:
             load_class.cap.on_ok(sent_at_s, now_s, was_full=was_full)
@@ -383,6 +407,9 @@ class JobRunner:
         elif answer.kind is AnswerKind.FINAL_ERROR:
             self._report_up(self._outage.on_answer(), now_s)
             self._add_result(queue, _failure(leased, answer))
+        elif answer.kind is AnswerKind.TENANT_REFUSED:
+            self._report_up(self._outage.on_answer(), now_s)
+            self._hold_tenant(name, queue, leased, answer, now_s)
         else:
             if answer.kind is AnswerKind.OVERLOADED:
                 load_class.cap.on_overload(sent_at_s, now_s)
@@ -392,6 +419,7 @@ class JobRunner:
         self._report_up(self._outage.on_answer(), now_s)
         prompt_tokens, completion_tokens = count_tokens(answer.parsed)
         self._tokens_limit.take(completion_tokens, now_s)
+        self._queues.shares.correct(queue.tenant, completion_tokens, self._limits_of(queue.tenant).weight)
         try:
             body = queue.encode(leased.line, answer)
         except ValueError as error:
@@ -426,6 +454,15 @@ class JobRunner:
         self._retried += 1
         delay_s = retry_delay_s(max(1, counted), answer.retry_after_s, random.random())
         self._queues.push_retry(now_s + delay_s, name, queue, leased)
+
+    def _hold_tenant(
+        self, name: LengthClass | None, queue: JobQueue, leased: LeasedLine, answer: Answer, now_s: float
+    ) -> None:
+        """Send nothing more of a tenant for a while; nothing is wrong with the line."""
+        wait_s = answer.retry_after_s or _REFUSED_TENANT_S
+        end_s = self._held_tenants[queue.tenant] = max(now_s + wait_s, self._held_tenants.get(queue.tenant, 0.0))
+        self._retried += 1
+        self._queues.push_retry(end_s, name, queue, leased)
 
     # -- results ------------------------------------------------------------------------------------------------------
 

@@ -29,9 +29,12 @@ from sglang_ext.batch.sending_options import (
 )
 from sglang_ext.batch.service.api import build_app
 from sglang_ext.batch.service.batch_service import BatchService, ServiceLimits
+from sglang_ext.batch.service.client_keys import ClientKeys
 from sglang_ext.batch.service.dispatcher import Dispatcher
 from sglang_ext.batch.service.file_bytes import FileBytes, open_bytes
 from sglang_ext.batch.store import BatchStore
+from sglang_ext.key_hashes import ApiKeyFileError
+from sglang_ext.tenants_file import TenantKeys
 
 logger = logging.getLogger(__name__)
 ENDPOINT_KEY_VARIABLE = "SGLANG_EXT_ENDPOINT_API_KEY"
@@ -65,6 +68,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="KEY",
         help=f"key that clients must send as a bearer token (default: {API_KEY_VARIABLE})",
+    )
+    add(
+        "--tenants-file",
+        default="",
+        metavar="FILE",
+        help="the router's YAML file of tenants: clients have a tenant's key, and see its files and batches",
     )
     add(
         "--endpoint-api-key",
@@ -141,6 +150,13 @@ def _open_files(place: str) -> FileBytes:
         raise ServeError(f"--files: {error}") from None
 
 
+def _client_keys(args: argparse.Namespace) -> ClientKeys:
+    try:
+        return ClientKeys(args.api_key, TenantKeys(args.tenants_file) if args.tenants_file else None)
+    except ApiKeyFileError as error:
+        raise ServeError(f"--tenants-file: {error}") from None
+
+
 def _listen(host: str, port: int) -> socket.socket:
     sock: socket.socket | None = None
     try:
@@ -172,6 +188,7 @@ async def _serve(args: argparse.Namespace) -> int:
     settings = runner_settings(args)
     requests_limit = rate_limit("--limit-requests-per-s", args.limit_requests_per_s)
     tokens_limit = rate_limit("--limit-tokens-per-s", args.limit_tokens_per_s)
+    keys = _client_keys(args)
     limit_mib = args.store_limit_mib
     sock = _listen(args.host, args.port)
     limit_bytes = None if limit_mib is None else int(limit_mib * (1 << 20))
@@ -184,12 +201,13 @@ async def _serve(args: argparse.Namespace) -> int:
                     settings,
                     requests_limit=requests_limit,
                     tokens_limit=tokens_limit,
+                    limits_of=keys.limits_of,
                     on_note=logger.warning,
                 )
             )
             limits = ServiceLimits(args.max_lines, args.model)
-            service = BatchService(store, dispatcher, _open_files(args.files), limits)
-            app = build_app(service, args.api_key, args.max_file_mb << 20)
+            service = BatchService(store, dispatcher, _open_files(args.files), limits, limits_of=keys.limits_of)
+            app = build_app(service, keys, args.max_file_mb << 20)
             server = _Server(
                 uvicorn.Config(
                     app,

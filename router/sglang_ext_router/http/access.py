@@ -6,6 +6,7 @@ import hmac
 import re
 
 from sglang_ext.shared_key import bearer_key
+from sglang_ext.tenants_file import TENANT_HEADER
 from sglang_ext.types import DEFAULT_TENANT
 from sglang_ext_router.config import RouterConfig
 from sglang_ext_router.http.api_keys import ApiKeys
@@ -22,7 +23,7 @@ READY_PATHS = ("/ready", "/readyz", "/readiness", "/health_generate")
 PROBE_PATHS = frozenset(path.encode() for path in (*ALIVE_PATHS, *READY_PATHS))  # need no key
 PAGE_PATH = b"/ui"  # the bare page: the data it shows comes from STREAM_PATH
 STREAM_PATH = b"/ui/stream"
-TENANT_HEADER = b"x-sglang-ext-tenant"  # for whom a tenant sends that may send for others
+_TENANT_HEADER = TENANT_HEADER.encode()
 _OPEN_PATHS = PROBE_PATHS | {PAGE_PATH}
 PAGE_PATHS = frozenset({PAGE_PATH, STREAM_PATH})  # may have a port of their own
 REPORT_PATHS = frozenset({b"/metrics", b"/docs", b"/openapi.json"})  # may have a port of their own
@@ -71,7 +72,7 @@ class Access:
         authorization = authorization_of(request)
         if self._tenants is not None:
             request.tenant = self.tenant_of(authorization)
-            named = request.header(TENANT_HEADER)
+            named = request.header(_TENANT_HEADER)
             if named is not None and (request.tenant != DEFAULT_TENANT or self.is_client(authorization)):
                 return self._send_for(request, named)
             if request.tenant != DEFAULT_TENANT:

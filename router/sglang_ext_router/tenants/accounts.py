@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
-from sglang_ext.tenants_file import TenantKeys
+from sglang_ext.tenants_file import RATE_LIMIT_CODE, TOO_LARGE_CODE, TenantKeys
 from sglang_ext.types import DEFAULT_TENANT
 from sglang_ext_router.decide.admission import AdmissionQueue, Claim, Demand, fair_shares
 from sglang_ext_router.decide.budget_exchange import BudgetExchange
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from sglang_ext_router.observe.request_record import RequestRecord
     from sglang_ext_router.request.prepared_request import ClientHeaders, PreparedRequest
 
-RATE_LIMIT_CODE = "rate_limit_exceeded"
-TOO_LARGE_CODE = "request_too_large"
 LONELY_AFTER_S = 3.0  # without a message of another router of its group, a router takes itself to be the only one
 NO_DEMAND = Demand(0, 0)
 _UNITS = ("requests", "tokens")

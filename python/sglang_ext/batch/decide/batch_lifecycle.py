@@ -176,6 +176,7 @@ class OpenBatch(NamedTuple):
     batch_id: str  # sorts by age
     tenant: str
     is_sending: bool  # its requests are sent, or wait for it; else its work is short
+    weight: float = 1.0  # of its tenant
 
 
 def choose_batches(
@@ -184,24 +185,26 @@ def choose_batches(
     """Return the ids of batches that a dispatcher takes next, in order, where several work on one store.
 
     Reading an input and writing files is short, and is taken as it comes. Batches whose requests are sent are divided:
-    no dispatcher takes more than its part of them. The next is of the tenant that has the fewest under way at all
-    dispatchers, its oldest.
+    no dispatcher takes more than its part of them. The next is of the tenant that has the fewest for its weight under
+    way at all dispatchers, its oldest. A tenant that has none under way does not wait for others' batches to end.
 
     `holders` has the batches of all dispatchers, `mine` this dispatcher's; `dispatchers` live, and each sends at most
-    `max_sending` batches at a time.
+    `max_sending` batches at a time, and one more for each tenant that has no other.
     """
     free = [batch for batch in batches if batch.batch_id not in holders]
     chosen = [batch.batch_id for batch in free if not batch.is_sending]
     sending = [batch for batch in batches if batch.is_sending]
     own = set(mine)
     part = -(-len(sending) // max(1, dispatchers))
-    room = min(max_sending, part) - sum(batch.batch_id in own for batch in sending)
+    under_way_here = sum(batch.batch_id in own for batch in sending)
     under_way = Counter(batch.tenant for batch in sending if batch.batch_id in holders)
     waiting = sorted(batch for batch in free if batch.is_sending)
-    while waiting and room > 0:
-        following = min(waiting, key=lambda batch: (under_way[batch.tenant], batch.batch_id))
+    while waiting and under_way_here < part:
+        following = min(waiting, key=lambda batch: (under_way[batch.tenant] / batch.weight, batch.batch_id))
+        if under_way_here >= max_sending and under_way[following.tenant]:
+            break
         waiting.remove(following)
         under_way[following.tenant] += 1
         chosen.append(following.batch_id)
-        room -= 1
+        under_way_here += 1
     return chosen

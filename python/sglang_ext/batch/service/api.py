@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
 import re
@@ -12,7 +11,7 @@ from typing import IO, Annotated, Any, Literal
 from urllib.parse import quote
 
 import orjson
-from fastapi import Depends, FastAPI, Header, Query, Request, Response
+from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator
@@ -24,11 +23,11 @@ from sglang_ext.batch.database import StoreError
 from sglang_ext.batch.decide.batch_lifecycle import EventRefusedError, parse_completion_window
 from sglang_ext.batch.object_storage import StorageError
 from sglang_ext.batch.service.batch_service import BatchService
+from sglang_ext.batch.service.client_keys import ClientKeys
 from sglang_ext.batch.service.file_bytes import FolderBytes
 from sglang_ext.batch.service.files import StoredFile
 from sglang_ext.batch.service.metrics import render_metrics
 from sglang_ext.batch.service.uploads import WRITE_BYTES, UploadError, receive_upload
-from sglang_ext.shared_key import bearer_key
 
 logger = logging.getLogger(__name__)
 INPUT_PURPOSE = "batch"
@@ -85,22 +84,28 @@ class NewBatch(BaseModel):
         return text
 
 
-def build_app(service: BatchService, api_key: str, max_file_bytes: int) -> FastAPI:
-    """The application. `api_key`: what clients must send as a bearer token; empty for none."""
+async def _check_client(request: Request) -> str:
+    """Return the tenant whose key the client has sent."""
+    keys: ClientKeys = request.app.state.keys
+    tenant = keys.tenant_of(request.headers.get("authorization", ""))
+    if tenant is None:
+        raise HTTPException(401, "missing or wrong API key")
+    return tenant
+
+
+Tenant = Annotated[str, Depends(_check_client)]
+
+
+def build_app(service: BatchService, keys: ClientKeys, max_file_bytes: int) -> FastAPI:
+    """The application. A client sees the files and batches of the tenant whose key it sends."""
     app = FastAPI(
         title="sglang-ext batch", version=__version__, docs_url="/docs", redoc_url=None, strict_content_type=False
     )
 
-    def check_client(authorization: Annotated[str | None, Header()] = None) -> None:
-        # Header values come decoded as Latin-1, also where they were something else.
-        given = bearer_key((authorization or "").encode("latin-1"))
-        if api_key and not hmac.compare_digest(given, api_key.encode()):
-            raise HTTPException(401, "missing or wrong API key")
-
-    client = [Depends(check_client)]
+    app.state.keys = keys
     _add_error_handlers(app)
-    _add_file_routes(app, service, max_file_bytes, client)
-    _add_batch_routes(app, service, client)
+    _add_file_routes(app, service, max_file_bytes)
+    _add_batch_routes(app, service)
 
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
@@ -116,15 +121,15 @@ def build_app(service: BatchService, api_key: str, max_file_bytes: int) -> FastA
     return app
 
 
-def _add_file_routes(app: FastAPI, service: BatchService, max_file_bytes: int, client: list[Any]) -> None:
-    def find(file_id: str) -> StoredFile:
-        stored = service.files.find(file_id)
+def _add_file_routes(app: FastAPI, service: BatchService, max_file_bytes: int) -> None:
+    def find(file_id: str, tenant: str) -> StoredFile:
+        stored = service.files.find(file_id, tenant)
         if stored is None:
             raise RequestError(404, f"no file {file_id!r}", "file_id")
         return stored
 
-    @app.post("/v1/files", dependencies=client)
-    async def upload_file(request: Request) -> Response:
+    @app.post("/v1/files")
+    async def upload_file(request: Request, tenant: Tenant) -> Response:
         """Upload a batch's input: a form with `file`, `purpose` (batch) and, where wanted, `expires_after[seconds]`."""
         try:
             announced = request.headers.get("content-length", "")
@@ -140,33 +145,35 @@ def _add_file_routes(app: FastAPI, service: BatchService, max_file_bytes: int, c
                     raise UploadError(400, f"purpose: must be {INPUT_PURPOSE!r}, is {purpose!r}", "purpose")
                 kept_s = _kept_s(form.fields)
                 placed = await asyncio.to_thread(service.files.place, file)
-                stored = service.files.add(placed, form.filename, INPUT_PURPOSE, kept_s)
+                stored = service.files.add(placed, form.filename, INPUT_PURPOSE, kept_s, tenant)
         except UploadError as error:
             raise RequestError(error.status, str(error), error.param) from None
         except ClientDisconnect:
             raise RequestError(400, "the client left before the upload was complete") from None
         return _json(stored.as_json())
 
-    @app.get("/v1/files", dependencies=client)
+    @app.get("/v1/files")
     async def list_files(
+        tenant: Tenant,
         after: str | None = None,
         limit: Annotated[int, Query(ge=1, le=10000)] = 10000,
         order: Literal["asc", "desc"] = "desc",
         purpose: str | None = None,
     ) -> Response:
         """Files, the newest first, behind the id `after`."""
-        page = service.files.page(_cursor(after, service.files.may_have_given), limit + 1, purpose, order == "asc")
+        cursor = _cursor(after, service.files.may_have_given)
+        page = service.files.page(tenant, cursor, limit + 1, purpose, order == "asc")
         return _json(_page([stored.as_json() for stored in page], limit))
 
-    @app.get("/v1/files/{file_id}", dependencies=client)
-    async def retrieve_file(file_id: str) -> Response:
+    @app.get("/v1/files/{file_id}")
+    async def retrieve_file(file_id: str, tenant: Tenant) -> Response:
         """One file's description."""
-        return _json(find(file_id).as_json())
+        return _json(find(file_id, tenant).as_json())
 
-    @app.get("/v1/files/{file_id}/content", dependencies=client)
-    async def file_content(request: Request, file_id: str) -> Response:
+    @app.get("/v1/files/{file_id}/content")
+    async def file_content(request: Request, file_id: str, tenant: Tenant) -> Response:
         """A file's bytes, streamed; ranges are understood."""
-        stored = find(file_id)
+        stored = find(file_id, tenant)
         held = service.files.bytes
         if isinstance(held, FolderBytes):
             path = held.path(stored.file_id)
@@ -177,10 +184,10 @@ def _add_file_routes(app: FastAPI, service: BatchService, max_file_bytes: int, c
             raise RequestError(404, f"no file {file_id!r}", "file_id") from None
         return _stream(opened, stored, request.headers.get("range"))
 
-    @app.delete("/v1/files/{file_id}", dependencies=client)
-    async def delete_file(file_id: str) -> Response:
+    @app.delete("/v1/files/{file_id}")
+    async def delete_file(file_id: str, tenant: Tenant) -> Response:
         """Remove a file. A file that a batch is still read from stays: 409."""
-        find(file_id)
+        find(file_id, tenant)
         if service.batches.is_validating(file_id):
             raise RequestError(409, f"file {file_id!r} is being read by a batch; try again when it is validated")
         await asyncio.to_thread(service.files.delete, file_id)
@@ -202,15 +209,15 @@ async def _read_batch(request: Request) -> NewBatch:
         raise RequestError(400, "the body is not valid JSON") from None
 
 
-def _add_batch_routes(app: FastAPI, service: BatchService, client: list[Any]) -> None:
+def _add_batch_routes(app: FastAPI, service: BatchService) -> None:
     def no_batch(batch_id: str) -> RequestError:
         return RequestError(404, f"no batch {batch_id!r}", "batch_id")
 
-    @app.post("/v1/batches", dependencies=client)
-    async def create_batch(request: Request) -> Response:
+    @app.post("/v1/batches")
+    async def create_batch(request: Request, tenant: Tenant) -> Response:
         """Accept a batch: once this is answered it is not lost."""
         new = await _read_batch(request)
-        stored = service.files.find(new.input_file_id)
+        stored = service.files.find(new.input_file_id, tenant)
         if stored is None:
             raise RequestError(404, f"no file {new.input_file_id!r}", "input_file_id")
         if stored.purpose != INPUT_PURPOSE:
@@ -227,25 +234,28 @@ def _add_batch_routes(app: FastAPI, service: BatchService, client: list[Any]) ->
         )
         return _json(entry.as_json())
 
-    @app.get("/v1/batches", dependencies=client)
-    async def list_batches(after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20) -> Response:
+    @app.get("/v1/batches")
+    async def list_batches(
+        tenant: Tenant, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
+    ) -> Response:
         """Batches, the newest first, behind the id `after`."""
-        page = service.page(_cursor(after, lambda batch_id: service.find(batch_id) is not None), limit + 1)
+        cursor = _cursor(after, lambda batch_id: service.find(batch_id, tenant) is not None)
+        page = service.page(cursor, limit + 1, tenant)
         return _json(_page([entry.as_json() for entry in page], limit))
 
-    @app.get("/v1/batches/{batch_id}", dependencies=client)
-    async def retrieve_batch(batch_id: str) -> Response:
+    @app.get("/v1/batches/{batch_id}")
+    async def retrieve_batch(batch_id: str, tenant: Tenant) -> Response:
         """Return where a batch stands."""
-        entry = service.find(batch_id)
+        entry = service.find(batch_id, tenant)
         if entry is None:
             raise no_batch(batch_id)
         return _json(entry.as_json())
 
-    @app.post("/v1/batches/{batch_id}/cancel", dependencies=client)
-    async def cancel_batch(batch_id: str) -> Response:
+    @app.post("/v1/batches/{batch_id}/cancel")
+    async def cancel_batch(batch_id: str, tenant: Tenant) -> Response:
         """Send nothing more, abort what is in flight; what is finished goes to the output file."""
         try:
-            entry = service.cancel(batch_id)
+            entry = service.cancel(batch_id, tenant)
         except EventRefusedError as error:
             raise RequestError(409, str(error)) from None
         if entry is None:

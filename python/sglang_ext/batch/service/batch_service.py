@@ -12,8 +12,9 @@ import logging
 import secrets
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -38,6 +39,7 @@ from sglang_ext.batch.service.leases import LEASE_S, Holders, LeaseLostError, Le
 from sglang_ext.batch.service.metrics import RequestOutcome, ServiceReading
 from sglang_ext.batch.service.validation import read_lines
 from sglang_ext.batch.store import BatchStore, Job, LineResult, StoredResult
+from sglang_ext.types import DEFAULT_TENANT, TenantLimits
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -49,8 +51,8 @@ FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
 CLOSED_AT_ONCE = 500
 
 
-# Batches whose requests are sent at a time. Each holds some of its requests in memory; more would not be faster, as all
-# share what may be in flight.
+# Batches whose requests are sent at a time, and one more for each tenant that has no other. Each holds some of its
+# requests in memory; more would not be faster, as all share what may be in flight.
 MAX_RUNNING = 16
 
 
@@ -73,7 +75,8 @@ class _Exported(NamedTuple):
 class BatchService:
     """Files, batches and what drives them. All methods belong to one event loop.
 
-    `bytes_of` holds the files' bytes; their rows and the batches' are in the store's own database.
+    `bytes_of` holds the files' bytes; their rows and the batches' are in the store's own database. `limits_of` returns
+    the limits of a tenant, of which the weight counts here.
     """
 
     def __init__(
@@ -84,10 +87,12 @@ class BatchService:
         limits: ServiceLimits,
         now_s: Callable[[], float] = time.time,
         lease_s: float = LEASE_S,
+        limits_of: Callable[[str], TenantLimits] = TenantLimits,
     ) -> None:
         self._store = store
         self._dispatcher = dispatcher
         self._limits = limits
+        self._limits_of = limits_of
         self._now_s = now_s
         self._database = store.database.second()  # an accepted batch outlives the machine's power
         self._ids = IdSource()
@@ -101,9 +106,10 @@ class BatchService:
         self._work: dict[str, asyncio.Task[None]] = {}
         self._doing: dict[str, BatchWork] = {}
         self._retry_s: dict[str, float] = {}
-        self._validating = asyncio.Semaphore(VALIDATING_AT_ONCE)
+        # Each tenant has one input there at most: tenants take turns.
+        self._validators = ThreadPoolExecutor(VALIDATING_AT_ONCE, "batch-input")
+        self._validating: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._outcomes: Counter[RequestOutcome] = Counter()
-        self._slots = asyncio.Semaphore(MAX_RUNNING)
         self._background: list[asyncio.Task[None]] = []
 
     # -- what clients ask for ------------------------------------------------------------------------------------------
@@ -117,7 +123,8 @@ class BatchService:
         metadata: dict[str, str] | None = None,
         output_expires_after_s: int | None = None,
     ) -> BatchEntry:
-        """Accept a batch; it is durable when this returns. ValueError for a window that cannot be."""
+        """Accept a batch of the file's tenant; it is durable when this returns. ValueError for a window that cannot
+        be."""
         now = int(self._now_s())
         entry = BatchEntry(
             batch_id=self._ids.make("batch_"),
@@ -127,25 +134,29 @@ class BatchService:
             lifecycle=BatchLifecycle(created_at=now, expires_at=now + parse_completion_window(completion_window)),
             metadata=metadata,
             output_expires_after_s=output_expires_after_s,
+            tenant=source.tenant,
         )
         self.batches.put(entry)
         self._take(entry.batch_id)
         return entry
 
-    def find(self, batch_id: str) -> BatchEntry | None:
-        """A batch with its counts of now."""
+    def find(self, batch_id: str, tenant: str = DEFAULT_TENANT) -> BatchEntry | None:
+        """A tenant's batch with its counts of now."""
         entry = self.batches.find(batch_id)
-        return None if entry is None else self._counted(entry)
+        return None if entry is None or entry.tenant != tenant else self._counted(entry)
 
-    def page(self, after: str | None, limit: int) -> list[BatchEntry]:
-        """Up to `limit` batches behind the id `after`, the newest first, with their counts of now."""
-        return [self._counted(entry) for entry in self.batches.page(after, limit)]
+    def page(self, after: str | None, limit: int, tenant: str = DEFAULT_TENANT) -> list[BatchEntry]:
+        """Up to `limit` batches of a tenant behind the id `after`, the newest first, with their counts of now."""
+        return [self._counted(entry) for entry in self.batches.page(tenant, after, limit)]
 
-    def cancel(self, batch_id: str) -> BatchEntry | None:
-        """Cancel a batch: its work ends at once. None for an unknown one; EventRefusedError when it is too late."""
+    def cancel(self, batch_id: str, tenant: str = DEFAULT_TENANT) -> BatchEntry | None:
+        """Cancel a tenant's batch: its work ends at once.
+
+        None where it has none of this id; EventRefusedError when it is too late.
+        """
         with self._database.transaction():
             entry = self.batches.find_to_change(batch_id)
-            if entry is None:
+            if entry is None or entry.tenant != tenant:
                 return None
             lifecycle = entry.lifecycle.advance(BatchEvent.CANCEL, self._now_s())
             is_changed = lifecycle is not entry.lifecycle
@@ -202,6 +213,7 @@ class BatchService:
         with contextlib.suppress(StoreError):  # else they end by themselves
             self._leases.give_up_all()
         self._database.close()
+        await asyncio.to_thread(self._validators.shutdown)
 
     def _take(self, batch_id: str) -> None:
         """Work on a batch if no other dispatcher does."""
@@ -234,6 +246,7 @@ class BatchService:
                 entry.batch_id,
                 entry.tenant,
                 entry.lifecycle.work is BatchWork.RUN and entry.lifecycle.due_event(1, now_s) is None,
+                self._limits_of(entry.tenant).weight,
             )
             for entry in entries.values()
         ]
@@ -258,7 +271,8 @@ class BatchService:
         sending = sum(doing is BatchWork.RUN for doing in self._doing.values())
         is_due = entry.lifecycle.due_event(1, self._now_s()) is not None
         others = self._holders.dispatchers > 1 and sending > 0
-        return entry.lifecycle.work is BatchWork.RUN and not is_due and (others or sending >= MAX_RUNNING)
+        is_full = sending >= MAX_RUNNING  # a tenant that has no other is let in by `choose_batches`
+        return entry.lifecycle.work is BatchWork.RUN and not is_due and (others or is_full)
 
     async def _drive(self, batch_id: str) -> None:
         """Do what the batch's state asks for until it asks for nothing."""
@@ -317,8 +331,8 @@ class BatchService:
     # -- the work of each state ----------------------------------------------------------------------------------------
 
     async def _validate(self, entry: BatchEntry) -> None:
-        async with self._validating:
-            problems = await self._in_thread(partial(self._read_lines, entry))
+        async with self._validating[entry.tenant]:
+            problems = await self._in_thread(partial(self._read_lines, entry), self._validators)
         if not problems:
             self._advance(entry, BatchEvent.LINES_VALID)
             return
@@ -346,7 +360,7 @@ class BatchService:
 
     async def _run(self, entry: BatchEntry) -> None:
         job = self._job(entry)
-        running = asyncio.create_task(self._send(job))
+        running = asyncio.create_task(self._dispatcher.run_job(job.id, entry.tenant))
         try:
             while entry.lifecycle.due_event(self._job(entry).remaining, self._now_s()) is None:
                 await asyncio.wait([running], timeout=POLL_S)
@@ -362,10 +376,6 @@ class BatchService:
             raise RuntimeError("the job is done, and requests are left")
         self._advance(entry, event)
 
-    async def _send(self, job: Job) -> None:
-        async with self._slots:
-            await self._dispatcher.run_job(job.id)
-
     async def _write_files(self, entry: BatchEntry) -> None:
         """Requests without a result get an error, and output and error file are written. Nothing is in flight."""
         job = self._store.find_job(entry.batch_id)
@@ -379,7 +389,7 @@ class BatchService:
                     for placed, kind in ((exported.output, "output"), (exported.errors, "error")):
                         if placed is not None:
                             name = f"{entry.batch_id}_{kind}.jsonl"
-                            self.files.add(placed, name, OUTPUT_PURPOSE, entry.output_expires_after_s)
+                            self.files.add(placed, name, OUTPUT_PURPOSE, entry.output_expires_after_s, entry.tenant)
                     self._advance(
                         replace(
                             entry,
@@ -444,10 +454,13 @@ class BatchService:
             raise LeaseLostError(entry.batch_id)
         return job
 
-    async def _in_thread(self, work: Callable[[Callable[[], bool]], T]) -> T:
-        """Run `work` in a thread; when cancelled, signal it to stop, and return only when it has stopped."""
+    async def _in_thread(self, work: Callable[[Callable[[], bool]], T], threads: ThreadPoolExecutor | None = None) -> T:
+        """Run `work` in a thread, of `threads` where they are given.
+
+        When cancelled, signal it to stop, and return only when it has stopped.
+        """
         stopped = threading.Event()
-        thread = asyncio.ensure_future(asyncio.to_thread(work, stopped.is_set))
+        thread = asyncio.get_running_loop().run_in_executor(threads, work, stopped.is_set)
         try:
             return await asyncio.shield(thread)
         except asyncio.CancelledError:

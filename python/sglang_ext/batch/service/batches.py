@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import orjson
 
 from sglang_ext.batch.database import Database
 from sglang_ext.batch.decide.batch_lifecycle import BatchLifecycle, BatchStatus
+from sglang_ext.types import DEFAULT_TENANT
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS service_batches (
@@ -18,6 +20,7 @@ CREATE TABLE IF NOT EXISTS service_batches (
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS service_batches_by_status ON service_batches (status);
 """
+_TENANTS_INDEX = "CREATE INDEX IF NOT EXISTS service_batches_by_tenant ON service_batches (tenant, batch_id)"
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class BatchEntry:
     totals: RequestTotals = RequestTotals()
     output_file_id: str | None = None
     error_file_id: str | None = None
-    tenant: str = ""
+    tenant: str = DEFAULT_TENANT
 
     @property
     def status(self) -> BatchStatus:
@@ -90,11 +93,8 @@ class BatchEntry:
         }
 
 
-def _encoded(entry: BatchEntry) -> bytes:
-    return orjson.dumps(entry)
-
-
-def _decoded(description: bytes) -> BatchEntry:
+def _decoded(row: Sequence[Any]) -> BatchEntry:
+    description, tenant = row
     fields: dict[str, Any] = orjson.loads(description)
     lifecycle = fields["lifecycle"]
     return BatchEntry(
@@ -103,6 +103,7 @@ def _decoded(description: bytes) -> BatchEntry:
             "lifecycle": BatchLifecycle(**lifecycle | {"status": BatchStatus(lifecycle["status"])}),
             "problems": tuple(LineProblem(**problem) for problem in fields["problems"]),
             "totals": RequestTotals(**fields["totals"]),
+            "tenant": tenant,
         }
     )
 
@@ -113,45 +114,50 @@ class BatchTable:
     def __init__(self, database: Database) -> None:
         self._database = database
         database.create(_SCHEMA)
+        database.add_column("service_batches", "tenant", f"TEXT NOT NULL DEFAULT '{DEFAULT_TENANT}'")
+        database.create(_TENANTS_INDEX)
 
     def put(self, entry: BatchEntry) -> None:
         """Insert or replace a batch's row."""
         self._database.execute(
-            "INSERT INTO service_batches VALUES (?, ?, ?) ON CONFLICT (batch_id)"
-            " DO UPDATE SET status = excluded.status, description = excluded.description",
+            "INSERT INTO service_batches (batch_id, status, description, tenant) VALUES (?, ?, ?, ?)"
+            " ON CONFLICT (batch_id) DO UPDATE SET status = excluded.status, description = excluded.description",
             entry.batch_id,
             entry.status.value,
-            _encoded(entry),
+            orjson.dumps(entry),
+            entry.tenant,
         )
 
     def find(self, batch_id: str) -> BatchEntry | None:
         """The batch of this id."""
-        row = self._database.row("SELECT description FROM service_batches WHERE batch_id = ?", batch_id)
-        return None if row is None else _decoded(row[0])
+        row = self._database.row("SELECT description, tenant FROM service_batches WHERE batch_id = ?", batch_id)
+        return None if row is None else _decoded(row)
 
     def find_to_change(self, batch_id: str) -> BatchEntry | None:
         """Within a transaction: the batch of this id, which no other changes before its end."""
-        statement = f"SELECT description FROM service_batches WHERE batch_id = ?{self._database.for_update}"
+        statement = f"SELECT description, tenant FROM service_batches WHERE batch_id = ?{self._database.for_update}"
         row = self._database.row(statement, batch_id)
-        return None if row is None else _decoded(row[0])
+        return None if row is None else _decoded(row)
 
-    def page(self, after: str | None, limit: int) -> list[BatchEntry]:
-        """Up to `limit` batches, the newest first, behind the id `after`."""
+    def page(self, tenant: str, after: str | None, limit: int) -> list[BatchEntry]:
+        """Up to `limit` batches of a tenant, the newest first, behind the id `after`."""
         rows = self._database.rows(
-            "SELECT description FROM service_batches WHERE batch_id < ? ORDER BY batch_id DESC LIMIT ?",
+            "SELECT description, tenant FROM service_batches WHERE tenant = ? AND batch_id < ?"
+            " ORDER BY batch_id DESC LIMIT ?",
+            tenant,
             "~" if after is None else after,  # behind every id
             limit,
         )
-        return [_decoded(row[0]) for row in rows]
+        return [_decoded(row) for row in rows]
 
     def open(self) -> list[BatchEntry]:
         """Every batch that is not over, the oldest first."""
         ended = [status.value for status in BatchStatus if status.is_terminal]
         places = ", ".join("?" * len(ended))
         rows = self._database.rows(
-            f"SELECT description FROM service_batches WHERE status NOT IN ({places}) ORDER BY batch_id", *ended
+            f"SELECT description, tenant FROM service_batches WHERE status NOT IN ({places}) ORDER BY batch_id", *ended
         )
-        return [_decoded(row[0]) for row in rows]
+        return [_decoded(row) for row in rows]
 
     def count_by_status(self) -> dict[BatchStatus, int]:
         """Return how many batches have each status; all statuses are there."""

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_ext.batch.runner import JobRunner
+from sglang_ext.types import DEFAULT_TENANT
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +36,8 @@ class Dispatcher:
         """Return how many may be there now."""
         return self._runner.progress.cap if self._runner else 0
 
-    async def run_job(self, job: int) -> None:
-        """Send the requests of a ready job; returns when each of them has a result in the store.
+    async def run_job(self, job: int, tenant: str = DEFAULT_TENANT) -> None:
+        """Send the requests of a tenant's ready job; returns when each of them has a result in the store.
 
         Cancelled, it gives up what is in flight and is over when nothing of the job is. StoreError when results cannot
         be written.
@@ -44,7 +45,7 @@ class Dispatcher:
         runner = self._runner_now()
         end = self._ends[job] = asyncio.get_running_loop().create_future()
         try:
-            runner.add_job(job, on_end=self._on_end)
+            runner.add_job(job, tenant=tenant, on_end=self._on_end)
             await asyncio.shield(end)
         except asyncio.CancelledError:
             runner.cancel_job(job)

@@ -18,6 +18,7 @@ from typing import IO, Any, NamedTuple
 from sglang_ext.batch.database import Database
 from sglang_ext.batch.object_storage import StorageError
 from sglang_ext.batch.service.file_bytes import FileBytes
+from sglang_ext.types import DEFAULT_TENANT
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS service_files (
@@ -29,6 +30,7 @@ CREATE TABLE IF NOT EXISTS service_files (
     expires_at INTEGER
 ) WITHOUT ROWID
 """
+_COLUMNS = "file_id, filename, purpose, size_bytes, created_at, expires_at, tenant"
 _ABANDONED_S = 24 * 3600  # what is older and has no row is no file that another process writes
 
 
@@ -60,6 +62,7 @@ class StoredFile:
     size_bytes: int
     created_at: int
     expires_at: int | None
+    tenant: str
 
     def as_json(self) -> dict[str, Any]:
         """OpenAI's file object."""
@@ -94,6 +97,7 @@ class FileStore:
         self._ids = ids
         self._now_s = now_s
         database.create(_SCHEMA)
+        database.add_column("service_files", "tenant", f"TEXT NOT NULL DEFAULT '{DEFAULT_TENANT}'")
         # Another process that shares the store may be writing what has no row yet.
         bytes_of.remove_unknown(self._known, time.time() - _ABANDONED_S if database.is_shared else None)
 
@@ -106,7 +110,14 @@ class FileStore:
         self.bytes.place(file, placed.file_id, is_stopped)
         return placed
 
-    def add(self, placed: PlacedFile, filename: str, purpose: str, expires_after_s: int | None = None) -> StoredFile:
+    def add(
+        self,
+        placed: PlacedFile,
+        filename: str,
+        purpose: str,
+        expires_after_s: int | None = None,
+        tenant: str = DEFAULT_TENANT,
+    ) -> StoredFile:
         """Make a placed file known."""
         now = int(self._now_s())
         stored = StoredFile(
@@ -116,23 +127,27 @@ class FileStore:
             placed.size_bytes,
             now,
             None if expires_after_s is None else now + expires_after_s,
+            tenant,
         )
         self._database.execute(
-            "INSERT INTO service_files VALUES (?, ?, ?, ?, ?, ?)",
+            f"INSERT INTO service_files ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?)",
             placed.file_id,
             filename,
             purpose,
             stored.size_bytes,
             now,
             stored.expires_at,
+            tenant,
         )
         return stored
 
-    def find(self, file_id: str) -> StoredFile | None:
-        """The file of this id, None where there is none (any more)."""
+    def find(self, file_id: str, tenant: str = DEFAULT_TENANT) -> StoredFile | None:
+        """The tenant's file of this id, None where there is none (any more)."""
         row = self._database.row(
-            "SELECT * FROM service_files WHERE file_id = ? AND (expires_at IS NULL OR expires_at > ?)",
+            f"SELECT {_COLUMNS} FROM service_files"
+            " WHERE file_id = ? AND tenant = ? AND (expires_at IS NULL OR expires_at > ?)",
             file_id,
+            tenant,
             self._now_s(),
         )
         return None if row is None else StoredFile(*row)
@@ -141,14 +156,17 @@ class FileStore:
         """Return whether this is the id of a file, which may be deleted by now: a list goes on behind it."""
         return self._ids.has_form("file-", file_id)
 
-    def page(self, after: str | None, limit: int, purpose: str | None, is_ascending: bool) -> list[StoredFile]:
-        """Up to `limit` files behind the id `after`, the newest first unless `is_ascending`."""
+    def page(
+        self, tenant: str, after: str | None, limit: int, purpose: str | None, is_ascending: bool
+    ) -> list[StoredFile]:
+        """Up to `limit` files of a tenant behind the id `after`, the newest first unless `is_ascending`."""
         order, compare = ("ASC", ">") if is_ascending else ("DESC", "<")
         wanted: list[tuple[str, object]] = [("(expires_at IS NULL OR expires_at > ?)", self._now_s())]
+        wanted += [("tenant = ?", tenant)]
         wanted += [("purpose = ?", purpose)] if purpose is not None else []
         wanted += [(f"file_id {compare} ?", after)] if after is not None else []
         rows = self._database.rows(
-            f"SELECT * FROM service_files WHERE {' AND '.join(clause for clause, _ in wanted)}"
+            f"SELECT {_COLUMNS} FROM service_files WHERE {' AND '.join(clause for clause, _ in wanted)}"
             f" ORDER BY file_id {order} LIMIT ?",
             *(value for _, value in wanted),
             limit,

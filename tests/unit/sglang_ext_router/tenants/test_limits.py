@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from sglang_ext import key_hashes
 from sglang_ext_router.config import RouterConfig
 from sglang_ext_router.decide.admission import AdmissionQueue
 from sglang_ext_router.decide.budgets import Bucket
 from sglang_ext_router.decide.fair_admission import FairAdmissionQueue
-from sglang_ext_router.http import api_keys
 from sglang_ext_router.observe.metrics import RouterMetrics
 from sglang_ext_router.tenants.accounts import LONELY_AFTER_S, Tenants
 from support.raw_client import Reply, request_bytes
@@ -51,6 +51,29 @@ async def test_a_tenants_key_is_a_clients_key_and_no_more(tmp_path: Path) -> Non
         assert (await served.ask("POST", "/flush_cache", headers=bearer("a"))).status == 401
         assert {request.header("authorization") for request in served.decode[0].requests} == {"Bearer client"}
         assert shown(await ask(served, "a")) == {}
+
+
+async def test_a_tenant_that_may_sends_for_others(tmp_path: Path) -> None:
+    path = tenants_file(tmp_path, a={"requests_per_minute": 2}, b={}, service={"sends_for_others": True})
+    async with cluster(tenants_file=path, api_key="client") as served:
+        tenants = served.router.tenants
+        assert tenants is not None
+
+        async def asked_for(key: str, tenant: str) -> tuple[int, str | None]:
+            answer = await ask(served, key, **{"x-sglang-ext-tenant": tenant})
+            return answer.status, shown(answer).get("limit-requests")
+
+        assert await asked_for("service", "a") == (200, "2")
+        assert await asked_for("a", "a") == (200, "2")
+        assert await asked_for("service", "a") == (429, "2")
+        assert await asked_for("service", "b") == (200, None)
+        for key, tenant in (("a", "b"), ("b", "a"), ("client", "b"), ("service", "c"), ("service", "")):
+            assert (await asked_for(key, tenant))[0] == 403
+        assert (await asked_for("nobody", "a"))[0] == 401
+        assert (await served.ask("GET", "/v1/models", headers={"x-sglang-ext-tenant": "b"})).status == 401
+        rows = await tenants.read_usage("2000-01-01", "9999-01-01", None, 0.0)
+        assert {(key.tenant, count.requests) for key, count in rows} == {("a", 2), ("b", 1)}
+        assert all(request.header("x-sglang-ext-tenant") is None for request in served.decode[0].requests)
 
 
 async def test_requests_per_minute(tmp_path: Path) -> None:
@@ -223,7 +246,7 @@ async def test_the_highest_priority_of_a_tenant(tmp_path: Path) -> None:
 async def test_the_file_is_read_again_and_a_bad_one_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(api_keys, "RELOAD_INTERVAL_S", 0.02)
+    monkeypatch.setattr(key_hashes, "RELOAD_INTERVAL_S", 0.02)
     path = tenants_file(tmp_path, a={"requests_per_minute": 100})
     async with cluster(tenants_file=path) as served:
         tenants = served.router.tenants
@@ -254,7 +277,7 @@ async def test_a_tenant_that_is_removed_meanwhile(tmp_path: Path) -> None:
         await served.decode[0].received(1)
         Path(path).write_text(tenants_text(b={}))
         assert served.router.tenants is not None
-        served.router.tenants._watched._checked_s = -9.0
+        served.router.tenants._keys._watched._checked_s = -9.0
         served.router.tenants.reload(served.router.loop.time())
         assert served.router.tenants.find(b"a") is None
         assert (await client.reply()).status == 200

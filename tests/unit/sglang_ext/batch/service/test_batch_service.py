@@ -22,10 +22,12 @@ from sglang_ext.batch.service import batch_service
 from sglang_ext.batch.service.api import build_app
 from sglang_ext.batch.service.batch_service import MAX_RUNNING, BatchService, ServiceLimits
 from sglang_ext.batch.service.batches import BatchEntry, BatchTable
+from sglang_ext.batch.service.client_keys import ClientKeys
 from sglang_ext.batch.service.dispatcher import Dispatcher
 from sglang_ext.batch.service.file_bytes import FolderBytes
 from sglang_ext.batch.service.files import FileStore, PlacedFile, StoredFile
 from sglang_ext.batch.store import BatchStore, LineResult
+from sglang_ext.types import DEFAULT_TENANT
 from support.batch_service import chat_line, jsonl, parse_jsonl
 from support.event_loops import guarded_runner, on_loop, within_limit
 from support.examples import examples
@@ -59,7 +61,7 @@ class ObedientDispatcher(Dispatcher):
     async def close(self) -> None:
         assert not self.running
 
-    async def run_job(self, job: int) -> None:
+    async def run_job(self, job: int, tenant: str = DEFAULT_TENANT) -> None:
         assert job not in self.running
         assert self.store.job(job).is_ready
         self.running.add(job)
@@ -161,10 +163,12 @@ class Bench:
     def check_disk(self) -> None:
         """Every file has a row, every row a file, and the store holds no request any more."""
         on_disk = {path.name for path in (self.folder / "files").iterdir()}
-        known = {stored.file_id for stored in self.service.files.page(None, 10_000, None, False)}
+        known = {stored.file_id for stored in self.service.files.page(DEFAULT_TENANT, None, 10_000, None, False)}
         assert on_disk == known
-        entries = self.service.batches.page(None, 1000)
-        outputs = {stored.file_id for stored in self.service.files.page(None, 10_000, "batch_output", False)}
+        entries = self.service.batches.page(DEFAULT_TENANT, None, 1000)
+        outputs = {
+            stored.file_id for stored in self.service.files.page(DEFAULT_TENANT, None, 10_000, "batch_output", False)
+        }
         assert outputs <= {one for entry in entries for one in (entry.output_file_id, entry.error_file_id)}
         with sqlite3.connect(self.store.database.name) as database:
             for table in ("jobs", "lines", "queue", "results"):
@@ -200,7 +204,7 @@ async def test_output_files_are_deleted_when_their_time_is_over(tmp_path: Path) 
     assert bench.service.files.delete_expired() == 0
     bench.time_s += 1
     assert bench.service.files.find(entry.output_file_id) is None  # at once, whenever it is swept
-    assert bench.service.files.page(None, 10, "batch_output", False) == []
+    assert bench.service.files.page(DEFAULT_TENANT, None, 10, "batch_output", False) == []
     assert bench.service.files.delete_expired() == 1
     assert bench.service.files.find(source.file_id)
     await bench.finish_all()
@@ -268,9 +272,9 @@ async def test_results_that_come_while_the_window_ends_complete_the_batch(
 ) -> None:
     run_job = ObedientDispatcher.run_job
 
-    async def last_moment(self: ObedientDispatcher, job: int) -> None:
+    async def last_moment(self: ObedientDispatcher, job: int, tenant: str) -> None:
         try:
-            await run_job(self, job)
+            await run_job(self, job, tenant)
         except asyncio.CancelledError:
             self.store.finish([LineResult(one.id, True, 200, "r", None, REPLY) for one in self.store.lease(job, 100)])
             raise
@@ -292,7 +296,7 @@ async def test_results_that_come_while_the_window_ends_complete_the_batch(
 @on_loop
 async def test_a_full_disk_is_told_as_507(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(tmp_path)
-    app = build_app(bench.service, "", 1000)
+    app = build_app(bench.service, ClientKeys(), 1000)
 
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -313,7 +317,7 @@ async def test_a_full_disk_is_told_as_507(tmp_path: Path, monkeypatch: pytest.Mo
         new = {"input_file_id": source, "endpoint": "/generate", "completion_window": "1h"}
         reply = await client.post("/v1/batches", json=new)
         assert reply.status_code == 507
-        assert bench.service.batches.page(None, 10) == []
+        assert bench.service.batches.page(DEFAULT_TENANT, None, 10) == []
     await bench.close()
 
 
@@ -322,7 +326,7 @@ async def test_a_full_disk_is_told_as_507(tmp_path: Path, monkeypatch: pytest.Mo
 async def test_a_file_that_is_being_read_stays(tmp_path: Path) -> None:
     bench = Bench(tmp_path, is_eager=True)
     await bench.service.start()
-    app = build_app(bench.service, "", 1000)
+    app = build_app(bench.service, ClientKeys(), 1000)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://service") as client:
         batch_id = bench.create(20_000)
         source = bench.entry(batch_id).input_file_id
@@ -480,7 +484,7 @@ def die_at(step: int, ending: str, folder: Path) -> bool:
         bench.time_s += 3600 if ending == "expired" else 0
         await bench.service.start()
         await bench.finish_all()
-        entries = bench.service.batches.page(None, 10)
+        entries = bench.service.batches.page(DEFAULT_TENANT, None, 10)
         assert {entry.batch_id for entry in entries} >= set(bench.accepted)
         for entry in entries:
             bench.sent.setdefault(entry.batch_id, {f"r{i}" for i in range(4)})  # killed before it was acknowledged
