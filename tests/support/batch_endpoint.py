@@ -45,7 +45,7 @@ class BatchEndpoint:
         if tenant in self.refusals:
             status, code = self.refusals[tenant]
             error = {"message": "refused", "type": "rate_limit_error", "code": code}
-            return web.json_response({"error": error}, status=status, headers={"Retry-After": "1"})
+            return web.json_response({"error": error}, status=status, headers={"Retry-After": "0.05"})
         self.in_flight += 1
         self.in_flight_of[tenant] += 1
         self.most_in_flight_of[tenant] = max(self.most_in_flight_of[tenant], self.in_flight_of[tenant])
