@@ -9,10 +9,15 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
+import socket
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -38,21 +43,131 @@ def _run(*command: str | Path) -> None:
     assert done.returncode == 0, command
 
 
+@dataclass(frozen=True)
+class PostgresServer:
+    """A server that runs."""
+
+    folder: Path
+    port: int
+
+    @property
+    def url(self) -> str:
+        """Return the URL of a database that was empty."""
+        return f"postgresql://batches@127.0.0.1:{self.port}/postgres"
+
+    def start(self) -> None:
+        options = f"-p {self.port} -c listen_addresses=127.0.0.1 -c unix_socket_directories={self.folder}"
+        data, log = self.folder / "data", self.folder / "log"
+        _run("pg_ctl", "start", "--wait", "--pgdata", data, "--log", log, "--options", options)
+
+    def stop(self, mode: str = "immediate") -> None:
+        """Stop: at once, as a crash does, or `fast`, which ends connections first."""
+        _run("pg_ctl", "stop", "--wait", "--mode", mode, "--pgdata", self.folder / "data")
+
+
 @contextmanager
-def postgres_server() -> Iterator[str]:
-    """Serve until the block ends; yields the URL of an empty database."""
+def running_postgres() -> Iterator[PostgresServer]:
+    """Serve until the block ends."""
     folder = Path(tempfile.mkdtemp(prefix="postgres-"))
-    port = free_port()
+    server = PostgresServer(folder, free_port())
     try:
         if os.getuid() == 0:
             shutil.chown(folder, "nobody")
-        data = folder / "data"
-        _run("initdb", "--pgdata", data, "--username", "batches", "--auth", "trust", "--no-sync")
-        options = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories={folder}"
-        _run("pg_ctl", "start", "--wait", "--pgdata", data, "--log", folder / "log", "--options", options)
+        _run("initdb", "--pgdata", folder / "data", "--username", "batches", "--auth", "trust", "--no-sync")
+        server.start()
         try:
-            yield f"postgresql://batches@127.0.0.1:{port}/postgres"
+            yield server
         finally:
-            _run("pg_ctl", "stop", "--wait", "--mode", "immediate", "--pgdata", data)
+            server.stop()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def postgres_server() -> Iterator[str]:
+    """Serve until the block ends; yields the URL of an empty database."""
+    with running_postgres() as server:
+        yield server.url
+
+
+class Cut(Enum):
+    """The moment at which a connection breaks."""
+
+    BEFORE = "before"  # the server gets the commit
+    AFTER = "after"  # it has carried it out; the client does not see its answer
+
+
+class CommitCutter:
+    """A proxy to a server that breaks connections at commits.
+
+    `decide` is asked at each commit, with all that the client has sent of the transaction.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self.decide: Callable[[bytes], Cut | None] = lambda sent: None
+        self.cuts: Counter[Cut] = Counter()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+
+    @property
+    def url(self) -> str:
+        return f"postgresql://batches@127.0.0.1:{self.port}/postgres?sslmode=disable&gssencmode=disable"
+
+    def serve(self) -> None:
+        """Accept connections until `close`."""
+        with suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                try:
+                    server = socket.create_connection(("127.0.0.1", self._target))
+                except OSError:
+                    client.close()
+                    continue
+                is_cut = threading.Event()
+                for pump in (self._to_server, self._to_client):
+                    threading.Thread(target=pump, args=(client, server, is_cut), daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _to_server(self, client: socket.socket, server: socket.socket, is_cut: threading.Event) -> None:
+        sent = b""
+        with suppress(OSError):
+            while data := client.recv(1 << 20):
+                sent = data if b"BEGIN" in data else sent + data
+                if b"COMMIT" in data and (cut := self.decide(sent)):
+                    self.cuts[cut] += 1
+                    if cut is Cut.BEFORE:
+                        break
+                    is_cut.set()
+                server.sendall(data)
+        _end(client, server)
+
+    def _to_client(self, client: socket.socket, server: socket.socket, is_cut: threading.Event) -> None:
+        with suppress(OSError):
+            while data := server.recv(1 << 20):
+                if is_cut.is_set():
+                    break
+                client.sendall(data)
+        _end(client, server)
+
+
+def _end(*sockets: socket.socket) -> None:
+    for each in sockets:
+        with suppress(OSError):
+            each.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def commit_cutter(server: PostgresServer) -> Iterator[CommitCutter]:
+    """A proxy to a server until the block ends."""
+    cutter = CommitCutter(server.port)
+    thread = threading.Thread(target=cutter.serve, daemon=True)
+    thread.start()
+    try:
+        yield cutter
+    finally:
+        cutter.close()
+        thread.join(10)

@@ -16,7 +16,17 @@ from types import ModuleType
 from typing import Any
 
 _CACHE_KIB = 32 * 1024
-_CONNECT_S = 10
+# A server or a network that is gone is noticed within a minute, by both ends: a transaction of a client that is gone or
+# stands still holds locks that long, and who waits for a lock tries again after a while.
+_CONNECTION = {
+    "connect_timeout": 10,
+    "keepalives_idle": 20,
+    "keepalives_interval": 10,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 50_000,
+}
+_SETTINGS = "-c idle_in_transaction_session_timeout=60s -c lock_timeout=15s"
+_REPEATABLE = ("SELECT", "BEGIN")  # statements by themselves that may be sent again if a connection is lost
 _POSTGRES_SCHEMA = "sglang_ext_batch"
 _POSTGRES_TYPES = (
     ("INTEGER PRIMARY KEY AUTOINCREMENT", "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY"),
@@ -38,6 +48,13 @@ class StoreFullError(StoreError):
 
 class ConflictError(StoreError):
     """A row with this key is there already."""
+
+
+class CommitUnknownError(StoreError):
+    """The connection was lost while a transaction was committed: it may have taken effect, now or a little later.
+
+    A transaction that locks a row which that one had changed begins when its outcome is known.
+    """
 
 
 class Database(ABC):
@@ -139,13 +156,16 @@ class Database(ABC):
             try:
                 yield
                 if self._depth == 1:
-                    self._run("COMMIT", ())
+                    self._commit()
             except BaseException:
                 if self._depth == 1:
                     self._roll_back()
                 raise
             finally:
                 self._depth -= 1
+
+    def _commit(self) -> None:
+        self._run("COMMIT", ())
 
     @abstractmethod
     def _begin(self) -> None: ...
@@ -253,7 +273,7 @@ class PostgresDatabase(Database):
 
     def _connect(self) -> None:
         self._connection = self._psycopg.connect(
-            self._url, autocommit=True, connect_timeout=_CONNECT_S, options=f"-c search_path={_POSTGRES_SCHEMA}"
+            self._url, autocommit=True, options=f"-c search_path={_POSTGRES_SCHEMA} {_SETTINGS}", **_CONNECTION
         )
 
     def create(self, schema: str) -> None:
@@ -286,7 +306,14 @@ class PostgresDatabase(Database):
     def _run(self, statement: str, values: Sequence[Any]) -> Any:
         if self._connection.closed and not self._depth:
             self._connect()
-        return self._connection.execute(statement.replace("?", "%s"), _storable(values))
+        statement = statement.replace("?", "%s")
+        try:
+            return self._connection.execute(statement, _storable(values))
+        except self._psycopg.OperationalError:
+            if self._depth or not self._connection.closed or not statement.startswith(_REPEATABLE):
+                raise
+        self._connect()
+        return self._connection.execute(statement, _storable(values))
 
     def _run_many(self, statement: str, rows: Iterable[Sequence[Any]]) -> int:
         with self._connection.cursor() as cursor:
@@ -296,6 +323,14 @@ class PostgresDatabase(Database):
 
     def _begin(self) -> None:
         self._run("BEGIN", ())
+
+    def _commit(self) -> None:
+        try:
+            self._run("COMMIT", ())
+        except self._psycopg.OperationalError as error:
+            if self._connection.closed:
+                raise CommitUnknownError(f"{self.name}: lost during a commit: {_one_line(error)}") from error
+            raise
 
     def _roll_back(self) -> None:
         try:

@@ -19,7 +19,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from sglang_ext import __version__
-from sglang_ext.batch.database import StoreError
+from sglang_ext.batch.database import StoreError, StoreFullError
 from sglang_ext.batch.decide.batch_lifecycle import EventRefusedError, parse_completion_window
 from sglang_ext.batch.object_storage import StorageError
 from sglang_ext.batch.service.batch_service import BatchService
@@ -292,7 +292,9 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(StoreError)
     async def on_store(_: Request, error: Exception) -> Response:
         logger.error("a request failed: %s", error)
-        return _json_error(507, f"the service's store: {error}")
+        if isinstance(error, StoreFullError):
+            return _json_error(507, f"the service's store: {error}")
+        return _json_error(503, "the service's store cannot be reached; try again")
 
     @app.exception_handler(Exception)
     async def on_bug(_: Request, error: Exception) -> Response:

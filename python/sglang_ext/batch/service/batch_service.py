@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-from sglang_ext.batch.database import StoreError
+from sglang_ext.batch.database import CommitUnknownError, StoreError
 from sglang_ext.batch.decide.batch_lifecycle import (
     BatchEvent,
     BatchLifecycle,
@@ -110,6 +110,7 @@ class BatchService:
         self._validators = ThreadPoolExecutor(VALIDATING_AT_ONCE, "batch-input")
         self._validating: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._outcomes: Counter[RequestOutcome] = Counter()
+        self._in_doubt: dict[str, list[PlacedFile]] = {}  # files of a batch that may have a row
         self._background: list[asyncio.Task[None]] = []
 
     # -- what clients ask for ------------------------------------------------------------------------------------------
@@ -136,8 +137,12 @@ class BatchService:
             output_expires_after_s=output_expires_after_s,
             tenant=source.tenant,
         )
-        self.batches.put(entry)
-        self._take(entry.batch_id)
+        try:
+            self.batches.put(entry)
+        except StoreError:  # a client that is answered with an error makes another
+            if self.batches.find(entry.batch_id) is None:
+                raise
+        self._take_soon(entry.batch_id)
         return entry
 
     def find(self, batch_id: str, tenant: str = DEFAULT_TENANT) -> BatchEntry | None:
@@ -164,7 +169,7 @@ class BatchService:
                 entry = replace(entry, lifecycle=lifecycle)
                 self.batches.put(entry)
         if is_changed and not self._stop_work(batch_id):
-            self._take(batch_id)  # unless another dispatcher has it, which sees the new state
+            self._take_soon(batch_id)  # unless another dispatcher has it, which sees the new state
         return self._counted(entry)
 
     def _counted(self, entry: BatchEntry) -> BatchEntry:
@@ -192,12 +197,7 @@ class BatchService:
 
     async def start(self) -> None:
         """Go on with every open batch."""
-        jobs = self._store.jobs()  # before the batches: another dispatcher may begin some
-        entries = self.batches.open()
-        open_ids = {entry.batch_id for entry in entries}
-        for job in jobs:
-            if job.name not in open_ids:  # it ended, and the service before its lines were removed
-                await asyncio.to_thread(self._store.delete_job, job.id)
+        await self._drop_ended_jobs()
         self._take_turn()
         self._background = [asyncio.create_task(self._sweep()), asyncio.create_task(self._take_turns())]
         if self._drivers:
@@ -219,6 +219,11 @@ class BatchService:
         """Work on a batch if no other dispatcher does."""
         if batch_id not in self._drivers and self._leases.take(batch_id):
             self._drivers[batch_id] = asyncio.create_task(self._drive(batch_id))
+
+    def _take_soon(self, batch_id: str) -> None:
+        """Work on a batch if no other dispatcher does, now or, where the store cannot be reached, in a later turn."""
+        with contextlib.suppress(StoreError):
+            self._take(batch_id)
 
     async def _take_turns(self) -> None:
         """Renew leases, see what other dispatchers have changed, and take batches that no one has."""
@@ -293,6 +298,8 @@ class BatchService:
                     work.result()
             if entry:
                 logger.info("%s: %s, %s", batch_id, entry.status.value, entry.totals)
+                if entry.status.is_terminal:
+                    await self._drop_job(batch_id)
             self._leases.give_up(batch_id)
         except (LeaseLostError, StoreError) as error:
             logger.warning("%s: left: %r", batch_id, error)
@@ -300,6 +307,7 @@ class BatchService:
             self._work.pop(batch_id, None)
             self._doing.pop(batch_id, None)
             self._retry_s.pop(batch_id, None)
+            self._in_doubt.pop(batch_id, None)  # what has no row is removed at a start
             self._drivers.pop(batch_id, None)
 
     async def _do(self, entry: BatchEntry) -> None:
@@ -337,7 +345,6 @@ class BatchService:
             self._advance(entry, BatchEvent.LINES_VALID)
             return
         self._advance(replace(entry, problems=tuple(problems)), BatchEvent.LINES_INVALID)
-        await self._drop_job(entry)
 
     def _read_lines(self, entry: BatchEntry, is_stopped: Callable[[], bool]) -> list[LineProblem]:
         earlier = self._store.find_job(entry.batch_id)
@@ -399,11 +406,16 @@ class BatchService:
                         ),
                         BatchEvent.FILES_WRITTEN,
                     )
+            except CommitUnknownError:
+                files = [placed for placed in (exported.output, exported.errors) if placed is not None]
+                self._in_doubt.setdefault(entry.batch_id, []).extend(files)
+                raise
             except BaseException:
                 await asyncio.to_thread(self._discard, [exported.output, exported.errors])
                 raise
+            # This transaction came behind any other that was in doubt, and none has ended the batch.
+            await asyncio.to_thread(self._discard, self._in_doubt.pop(entry.batch_id, []))
             self._outcomes.update(exported.outcomes)
-        await self._drop_job(entry)
 
     def _export(self, entry: BatchEntry, job: Job, is_stopped: Callable[[], bool]) -> _Exported:
         code = "batch_cancelled" if entry.status is BatchStatus.CANCELLING else "batch_expired"
@@ -435,10 +447,18 @@ class BatchService:
                 with contextlib.suppress(OSError, StorageError):  # `tidy` tries again
                     self.files.bytes.remove(file.file_id)
 
-    async def _drop_job(self, entry: BatchEntry) -> None:
-        job = self._store.find_job(entry.batch_id)
+    async def _drop_job(self, batch_id: str) -> None:
+        job = self._store.find_job(batch_id)
         if job is not None:
             await asyncio.to_thread(self._store.delete_job, job.id)
+
+    async def _drop_ended_jobs(self) -> None:
+        """Remove the lines of batches that have ended, which a killed or disconnected service has left."""
+        jobs = self._store.jobs()  # before the batches: another dispatcher may begin some
+        open_ids = {entry.batch_id for entry in self.batches.open()}
+        for job in jobs:
+            if job.name not in open_ids and job.name not in self._drivers:
+                await asyncio.to_thread(self._store.delete_job, job.id)
 
     def _advance(self, entry: BatchEntry, event: BatchEvent) -> None:
         """Write down the batch's next state, and with it what `entry` says that is new."""
@@ -475,6 +495,7 @@ class BatchService:
                 if count:
                     logger.info("deleted %d files whose time was over", count)
                 await asyncio.to_thread(self.files.bytes.tidy)
+                await self._drop_ended_jobs()
             except (OSError, StoreError, StorageError) as error:
                 logger.warning("expired files: %s", error)
             await asyncio.sleep(SWEEP_S)
