@@ -100,12 +100,12 @@ class Cut(Enum):
 class CommitCutter:
     """A proxy to a server that breaks connections at commits.
 
-    `decide` is asked at each commit, with all that the client has sent of the transaction.
+    `decide` is asked at each commit, with all statements of the transaction.
     """
 
     def __init__(self, port: int) -> None:
         self._target = port
-        self.decide: Callable[[bytes], Cut | None] = lambda sent: None
+        self.decide: Callable[[str], Cut | None] = lambda statements: None
         self.cuts: Counter[Cut] = Counter()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
@@ -119,31 +119,30 @@ class CommitCutter:
         with suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
-                try:
-                    server = socket.create_connection(("127.0.0.1", self._target))
-                except OSError:
-                    client.close()
-                    continue
-                is_cut = threading.Event()
-                for pump in (self._to_server, self._to_client):
-                    threading.Thread(target=pump, args=(client, server, is_cut), daemon=True).start()
+                threading.Thread(target=self._relay, args=(client,), daemon=True).start()
 
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
 
-    def _to_server(self, client: socket.socket, server: socket.socket, is_cut: threading.Event) -> None:
-        sent = b""
-        with suppress(OSError):
-            while data := client.recv(1 << 20):
-                sent = data if b"BEGIN" in data else sent + data
-                if b"COMMIT" in data and (cut := self.decide(sent)):
-                    self.cuts[cut] += 1
-                    if cut is Cut.BEFORE:
-                        break
-                    is_cut.set()
-                server.sendall(data)
-        _end(client, server)
+    def _relay(self, client: socket.socket) -> None:
+        with client, suppress(OSError), socket.create_connection(("127.0.0.1", self._target)) as server:
+            is_cut = threading.Event()
+            answers = threading.Thread(target=self._to_client, args=(client, server, is_cut), daemon=True)
+            answers.start()
+            read = _StatementReader()
+            with suppress(OSError):
+                while data := client.recv(1 << 20):
+                    if read.ends_transaction(data) and (cut := self.decide("\n".join(read.transaction))):
+                        self.cuts[cut] += 1
+                        if cut is Cut.BEFORE:
+                            break
+                        is_cut.set()
+                    server.sendall(data)
+            if not is_cut.is_set():
+                _end(server)
+            _end(client)
+            answers.join()
 
     def _to_client(self, client: socket.socket, server: socket.socket, is_cut: threading.Event) -> None:
         with suppress(OSError):
@@ -152,6 +151,42 @@ class CommitCutter:
                     break
                 client.sendall(data)
         _end(client, server)
+
+
+class _StatementReader:
+    """Reads what a client sends: the statements of its latest transaction, also where they were prepared before."""
+
+    def __init__(self) -> None:
+        self.transaction: list[str] = []
+        self._prepared: dict[bytes, str] = {}
+        self._left = b""
+        self._head_bytes = 0  # of a message before its length: the first has no type
+
+    def ends_transaction(self, data: bytes) -> bool:
+        """Take the next bytes; return whether a commit is among them."""
+        self._left += data
+        has_commit = False
+        while len(self._left) >= self._head_bytes + 4:
+            end = self._head_bytes + int.from_bytes(self._left[self._head_bytes : self._head_bytes + 4], "big")
+            if len(self._left) < end:
+                break
+            kind, body = self._left[: self._head_bytes], self._left[self._head_bytes + 4 : end]
+            self._left, self._head_bytes = self._left[end:], 1
+            statement = self._statement(kind, body)
+            if statement is not None:
+                if statement == "BEGIN":
+                    self.transaction = []
+                self.transaction.append(statement)
+                has_commit |= statement == "COMMIT"
+        return has_commit
+
+    def _statement(self, kind: bytes, body: bytes) -> str | None:
+        first, _, rest = body.partition(b"\0")
+        if kind == b"Q":
+            return first.decode()
+        if kind == b"P":
+            self._prepared[first] = rest.partition(b"\0")[0].decode()
+        return self._prepared[rest.partition(b"\0")[0]] if kind == b"B" else None
 
 
 def _end(*sockets: socket.socket) -> None:

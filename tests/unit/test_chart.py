@@ -18,6 +18,7 @@ import pytest
 import yaml
 
 from sglang_ext import __version__
+from sglang_ext_router.length_classes_file import read_length_classes
 from support import manifests
 from support.chart import CHART, ROOT, default_values, merged, needs_helm, render, values_schema
 from support.custom_kinds import DEFINITIONS, SPECS, check_custom_kinds, read_definitions
@@ -97,6 +98,23 @@ ACCEPTED: dict[str, Document] = {
     "a controller that advises": {"router": {"controller": "advise"}},
     "TLS": {"router": {"tls": {"secret": "certificate"}, "service": {"type": "LoadBalancer", "port": 443}}},
     "tenants": {"router": {"tenants": {"secret": "our-tenants", "maxConcurrentRequests": 200}}},
+    "length classes": {
+        "router": {
+            "lengthClasses": {
+                "prefill": [
+                    {"name": "s", "max_tokens": 256, "ttft_s": 0.5},
+                    {"name": "m", "max_tokens": 4096},
+                    {"name": "l"},
+                ],
+                "decode": [{"name": "few", "max_tokens": 2048}, {"name": "many"}],
+            }
+        },
+        "pools": {
+            "prefill": {"role": "prefill", "contextLengthRange": "0-4096"},
+            "large": {"role": "prefill", "contextLengthRange": "4097-10000000"},
+            "decode": {"role": "decode", "contextLengthRange": "0-2048"},
+        },
+    },
     "all keys": {"keys": {"api": "a", "admin": "b", "worker": "c", "huggingFace": "hf"}},
     "no coordinator": {"coordinator": {"enabled": False}},
     "CPU engines and a coordinator": {
@@ -672,6 +690,23 @@ def test_what_the_values_say_reaches_the_programs(results: dict[str, Document]) 
     assert mounts["usage"]["mountPath"] == "/var/lib/sglang-ext"
     assert volumes["tenants"]["secret"]["secretName"] == "our-tenants"
     assert "emptyDir" in volumes["usage"]
+    divided = results["length classes"]["documents"]
+    classes = read_length_classes(manifests.router_configuration(the(divided, "router")).length_classes)
+    assert [(spec.name, spec.max_tokens, spec.ttft_s) for spec in classes.prefill] == [
+        ("s", 256, 0.5),
+        ("m", 4096, 0.0),
+        ("l", None, 0.0),
+    ]
+    assert [spec.max_tokens for spec in classes.decode] == [2048, None]
+    labels = {
+        (document["kind"], document["metadata"]["labels"]["sglang-ext.io/pool"]): document["metadata"]["labels"]
+        for document in divided
+        if "sglang-ext.io/pool" in document["metadata"].get("labels", {})
+    }
+    ranges = {
+        pool: each.get("llm-d.ai/context-length-range") for (kind, pool), each in labels.items() if kind == "Service"
+    }
+    assert ranges == {"prefill": "0-4096", "large": "4097-10000000", "decode": "0-2048"}
     keyed = the(results["all keys"]["documents"], "worker", "decode")
     assert "--api-key=$(SGLANG_EXT_WORKER_API_KEY)" in keyed.container["args"]
     cpu = results["CPU engines and a coordinator"]["documents"]

@@ -371,7 +371,10 @@ def _router(
 
 
 def _with_urls(given: str | Mapping[str, Any], instances: Sequence[Program]) -> str:
-    """Return length classes as JSON with URLs for the names of instances; the path of a file that holds no mapping."""
+    """Return length classes as JSON with URLs for the names of instances; the path of a file that holds no mapping.
+
+    ConfigError for a name that is neither an instance's nor a URL.
+    """
     if isinstance(given, Mapping):
         content = copy.deepcopy(dict(given))
     else:
@@ -386,6 +389,10 @@ def _with_urls(given: str | Mapping[str, Any], instances: Sequence[Program]) -> 
         for entry in entries if isinstance(entries, list) else ():
             for key in ("instances", "worker_ids"):
                 if isinstance(entry, dict) and isinstance(entry.get(key), list):
+                    for name in map(str, entry[key]):
+                        if name not in urls and "://" not in name:
+                            problem = f"no instance is called {name}: there are {', '.join(urls)}"
+                            raise ConfigError("router.length_classes", problem)
                     entry[key] = [urls.get(str(name), name) for name in entry[key]]
     return json.dumps(content, default=str)
 

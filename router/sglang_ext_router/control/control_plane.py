@@ -80,6 +80,7 @@ class NewWorker(BaseModel):
     bootstrap_port: Annotated[int, Field(strict=True, gt=0, lt=65536)] | None = None
     revision: Annotated[str, Field(max_length=MAX_LABEL_CHARACTERS)] | None = None
     topology: Annotated[str, Field(max_length=4 * MAX_LABEL_CHARACTERS)] = ""
+    context_length_range: Annotated[str, Field(pattern=r"^[0-9]{1,9}-[0-9]{1,9}$")] | None = None
 
 
 class Drain(BaseModel):
@@ -431,7 +432,11 @@ def build_app(router: Router) -> FastAPI:
             raise HTTPException(400, f"bootstrap_port: a {new.role} instance has none")
         if registry.find(url) is not None:
             raise HTTPException(409, f"{url} is a worker already")
-        address = WorkerAddress(url, new.role, new.bootstrap_port, new.revision, new.topology)
+        token_range: tuple[int, int] | None = None
+        if new.context_length_range is not None:
+            first, _, last = new.context_length_range.partition("-")
+            token_range = min(int(first), int(last)), max(int(first), int(last))
+        address = WorkerAddress(url, new.role, new.bootstrap_port, new.revision, new.topology, token_range)
         refusal = await router.prober.refusal(address)
         if refusal is not None:
             raise HTTPException(409, f"{url}: {refusal}")

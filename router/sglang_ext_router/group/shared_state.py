@@ -27,7 +27,11 @@ if TYPE_CHECKING:
     from sglang_ext_router.router import Router
 
 # As JSON: url, counter, origin, role or null when removed, bootstrap port or null, draining, revision or null, topology
-WireEntry = tuple[str, int, int, str | None, int | None, bool, str | None, str]
+# and, where there is one, the range of tokens.
+WireEntry = (
+    tuple[str, int, int, str | None, int | None, bool, str | None, str]
+    | tuple[str, int, int, str | None, int | None, bool, str | None, str, tuple[int, int]]
+)
 logger = logging.getLogger(__name__)
 REMEMBER_REMOVED_S = 3600.0
 MAX_COUNTER = 1 << 53  # of changes of one instance: far more than there can be, and one more can be sent, too
@@ -114,7 +118,8 @@ def _wire_entry(url: str, entry: Entry) -> WireEntry:
     if address is None:
         return url, entry.counter, entry.origin, None, None, entry.is_draining, None, ""
     role, port = address.role.value, address.bootstrap_port
-    return url, entry.counter, entry.origin, role, port, entry.is_draining, address.revision, address.topology
+    fields = url, entry.counter, entry.origin, role, port, entry.is_draining, address.revision, address.topology
+    return fields if address.token_range is None else (*fields, address.token_range)
 
 
 def _read_entry(
@@ -126,13 +131,15 @@ def _read_entry(
     is_draining: bool,
     revision: str | None = None,
     topology: str = "",
+    token_range: Sequence[int] | None = None,
 ) -> tuple[str, Entry]:
     if type(url) is not str or not 0 <= _whole(counter) < MAX_COUNTER:
         raise ValueError(f"change {counter!r} of {url!r}")
     if not isinstance(revision, str | None) or type(topology) is not str:
         raise TypeError(f"{revision!r} is no revision, or {topology!r} no topology")
     bootstrap_port = None if port is None else _whole(port)
-    address = None if role is None else WorkerAddress(url, Role(role), bootstrap_port, revision, topology)
+    ends = None if token_range is None else (_whole(token_range[0]), _whole(token_range[1]))
+    address = None if role is None else WorkerAddress(url, Role(role), bootstrap_port, revision, topology, ends)
     return url, Entry(counter, _whole(origin), address, bool(is_draining))
 
 

@@ -98,6 +98,27 @@ async def test_the_nearest_class_helps_out_unless_it_may_not() -> None:
 
 
 @pytest.mark.slow
+async def test_an_instance_that_is_added_serves_the_classes_of_its_range() -> None:
+    async with router_of_three(pool_spill=False, admin_api_key="admin") as (router, engines):
+        extra = ScriptedEngine(Role.BOTH)
+        await extra.start()
+        try:
+            admin = {"Authorization": "Bearer admin"}
+            new = {"url": extra.url, "role": "both", "context_length_range": "101-1000"}
+            assert (await router.ask("POST", "/workers", new, admin)).status == 202
+            await router.until_ready(6)
+            router.router.set_draining(router.worker(engines[1].url), True)
+            for tokens, prefill in ((100, engines[0]), (101, extra), (1000, extra), (1001, engines[2])):
+                answer = await router.ask("POST", "/generate", request_of(tokens))
+                assert answer.headers[PREFILL] == prefill.url
+            for text in ("100", "1-", "-1", "a-b", 7):
+                answer = await router.ask("POST", "/workers", {**new, "context_length_range": text}, admin)
+                assert answer.status == 400
+        finally:
+            await extra.stop()
+
+
+@pytest.mark.slow
 async def test_streams_are_counted_by_their_objective() -> None:
     async with router_of_three() as (router, engines):
         for engine in engines[3:]:

@@ -243,7 +243,9 @@ sglang-ext.io/role: {{ .pool.role }}
 {{- if ne .pool.role "plain" }}
 llm-d.ai/role: {{ ternary "decode" "prefill" (eq .pool.role "decode") }}
 {{- end }}
-{{- if eq .pool.role "prefill-short" }}
+{{- if .pool.contextLengthRange }}
+llm-d.ai/context-length-range: {{ .pool.contextLengthRange | quote }}
+{{- else if eq .pool.role "prefill-short" }}
 llm-d.ai/context-length-range: "0-{{ $boundary }}"
 {{- else if eq .pool.role "prefill-long" }}
 llm-d.ai/context-length-range: "{{ add $boundary 1 }}-10000000"

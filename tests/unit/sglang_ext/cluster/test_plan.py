@@ -483,3 +483,15 @@ def test_length_classes_name_instances_of_the_cluster(tmp_path: Path) -> None:
         cluster(RouterSettings(port=0, length_classes=str(file)), both=PoolConfig(count=2), decode=PoolConfig())
     )
     assert str(file) in plan.router.command
+
+
+def test_length_classes_with_an_unknown_instance_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(
+        "model: m\npools: {both: {count: 2}, decode: {}}\nrouter:\n  port: 0\n  length_classes:\n"
+        "    prefill: [{name: a, max_tokens: 9, instances: [both-2]}, {name: b}]\n"
+    )
+    with pytest.raises(
+        ConfigError, match=r"^router\.length_classes: no instance is called both-2: there are both-0, both-1, decode-0$"
+    ):
+        plan_of(load_cluster(file))

@@ -41,11 +41,13 @@ async def test_a_change_made_at_one_is_made_at_all(tmp_path: Path) -> None:
         extra = ScriptedEngine(Role.DECODE)
         await extra.start()
         try:
-            answer = await running[0].ask("POST", "/workers", {"url": extra.url, "role": "decode"}, ADMIN)
+            new = {"url": extra.url, "role": "decode", "context_length_range": "1-500"}
+            answer = await running[0].ask("POST", "/workers", new, ADMIN)
             assert answer.status == 202
             for one in running:
                 await until(lambda one=one: one.router.registry.find(extra.url) is not None, 2.0)  # type: ignore[misc]
                 await one.until_ready(3)
+                assert one.worker(extra.url).token_range == (1, 500)
             name = engines[1].url.removeprefix("http://")
             await running[1].ask("POST", f"/workers/{name}/drain", {"drain": True}, ADMIN)
             for one in running:

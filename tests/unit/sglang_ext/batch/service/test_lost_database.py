@@ -1,4 +1,4 @@
-"""PostgreSQL is lost, at a commit or at any moment: every line is answered once, and no file that a row names is gone."""
+"""PostgreSQL is lost, at a commit or at any moment: every line is answered once, and every file of a row is there."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def test_a_lost_commit_of_a_batchs_end_loses_no_file_and_leaves_none(cut: Cut, t
         service.client(**PATIENT) as client,
     ):
 
-        def decide(sent: bytes) -> Cut | None:
-            is_end = b"INSERT INTO service_files" in sent and b"INSERT INTO service_batches" in sent
+        def decide(statements: str) -> Cut | None:
+            is_end = "INSERT INTO service_files" in statements and "INSERT INTO service_batches" in statements
             return cut if is_end and not cutter.cuts else None
 
         cutter.decide = decide
@@ -103,11 +103,11 @@ def test_commits_that_are_lost_at_random(batches: int, tmp_path: Path) -> None:
         with both(tmp_path, endpoint.url, cutter.url) as (first, second):
             with first.client() as client:
                 ids = create(client, requests, batches)
-            cutter.decide = lambda sent: draw.choice(list(Cut)) if draw.random() < 0.05 else None
+            cutter.decide = lambda statements: draw.choice(list(Cut)) if draw.random() < 0.05 else None
             with second.client(**PATIENT) as client:
                 for batch_id in ids:
                     wait_batch(client, batch_id, timeout_s=300)
-                cutter.decide = lambda sent: None
+                cutter.decide = lambda statements: None
                 print(f"seed {seed}: {cutter.cuts}")
                 for batch_id in ids:
                     check(client, batch_id, requests)
@@ -138,9 +138,7 @@ def test_clients_are_answered_with_503_while_the_server_is_away(tmp_path: Path) 
     with (
         running_postgres() as server,
         batch_endpoint() as endpoint,
-        running_service(
-            tmp_path, endpoint.url, "--store", server.url, "--files", str(tmp_path / "files")
-        ) as service,
+        running_service(tmp_path, endpoint.url, "--store", server.url, "--files", str(tmp_path / "files")) as service,
         service.client() as client,
     ):
         (batch_id,) = create(client, 60, 1)
