@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sglang_ext.types import PRIORITIES
 from sglang_ext_router.request.prompt import BadRequestError
 from sglang_ext_router.request.request_body import (
-    PRIORITIES,
     ROUTER_FIELDS,
     RequestHints,
     body_end,

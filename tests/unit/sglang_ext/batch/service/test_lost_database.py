@@ -7,12 +7,14 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from sglang_ext.batch.database import CommitUnknownError, PostgresDatabase, StoreError
 from support.batch_endpoint import batch_endpoint
 from support.batch_service import RunningService, chat_line, jsonl, parse_jsonl, running_service, wait_batch
 from support.postgres import Cut, commit_cutter, needs_postgres, running_postgres
@@ -103,7 +105,8 @@ def test_commits_that_are_lost_at_random(batches: int, tmp_path: Path) -> None:
         with both(tmp_path, endpoint.url, cutter.url) as (first, second):
             with first.client() as client:
                 ids = create(client, requests, batches)
-            cutter.decide = lambda statements: draw.choice(list(Cut)) if draw.random() < 0.05 else None
+            commits = count(draw.randrange(8))
+            cutter.decide = lambda statements: None if next(commits) % 8 else draw.choice(list(Cut))
             with second.client(**PATIENT) as client:
                 for batch_id in ids:
                     wait_batch(client, batch_id, timeout_s=300)
@@ -151,3 +154,36 @@ def test_clients_are_answered_with_503_while_the_server_is_away(tmp_path: Path) 
         server.start()
         # At the first request: what was lost meanwhile is not the client's.
         assert client.batches.retrieve(batch_id).status == "completed"
+
+
+def test_a_connection_that_was_lost_is_made_again() -> None:
+    """At once for what changes nothing; what may have been carried out is the caller's to repeat."""
+    with running_postgres() as server:
+        database = PostgresDatabase(server.url)
+
+        def lose() -> None:
+            server.stop("fast")
+            server.start()
+
+        def add_and_lose() -> None:
+            with database.transaction():
+                database.execute("INSERT INTO numbers VALUES (4)")
+                lose()
+
+        try:
+            database.create("CREATE TABLE IF NOT EXISTS numbers (number INTEGER NOT NULL)")
+            lose()
+            assert database.rows("SELECT number FROM numbers") == []
+            lose()
+            with database.transaction():
+                database.execute("INSERT INTO numbers VALUES (1)")
+            lose()
+            with pytest.raises(StoreError) as error:
+                database.execute("INSERT INTO numbers VALUES (2)")
+            assert not isinstance(error.value, CommitUnknownError)
+            database.execute("INSERT INTO numbers VALUES (3)")
+            with pytest.raises(CommitUnknownError):
+                add_and_lose()
+            assert database.rows("SELECT number FROM numbers ORDER BY number") == [(1,), (3,)]
+        finally:
+            database.close()

@@ -16,9 +16,10 @@ from sglang_ext.laps.sglang.request_hints import (
     generate_contract_error,
     handle_request,
 )
+from sglang_ext.types import PRIORITIES
 from sglang_ext_router.request.prepared_request import _slo_seconds
 from sglang_ext_router.request.prompt import BadRequestError
-from sglang_ext_router.request.request_body import PRIORITIES, CleanBody, HintField, RequestHints
+from sglang_ext_router.request.request_body import CleanBody, HintField, RequestHints
 
 WRONG = {"sglang_ext_ttft_slo_ms": -5}
 RIGHT = {"sglang_ext_ttft_slo_ms": 250.5, "sglang_ext_priority": "low"}
