@@ -32,5 +32,7 @@ class ClientKeys:
 
     def limits_of(self, tenant: str) -> TenantLimits:
         """Return the limits of a tenant; one that is not in the file (any more) has the usual ones."""
-        limits = None if self._tenants is None else self._tenants.limits.get(tenant)
-        return TenantLimits(tenant) if limits is None else limits
+        if self._tenants is None:
+            return TenantLimits(tenant)
+        self._tenants.reload(time.monotonic())
+        return self._tenants.limits.get(tenant) or TenantLimits(tenant)
