@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from sglang_ext.batch.decide.tenant_shares import TenantShares
+from sglang_ext.batch.decide.line_order import TenantShares
 from sglang_ext.batch.endpoint import Answer
 from sglang_ext.batch.lines import BatchLine
 from sglang_ext.batch.store import LeasedLine

@@ -3,10 +3,13 @@
 An engine's prefix cache holds what it computed last. Lines that begin alike therefore leave together, however far
 apart they are in the input. The order is a key of a few bytes per line, so that a store can keep it in an index:
 digests of the prompt's first 64, 256, 1024, … bytes, the shortest first. Two prompts with the same first 1024 bytes
-have the first three digests in common, so sorting by the key puts them side by side.
+have the first three digests in common, so sorting by the key puts them side by side. `TenantShares`
+says whose lines are next where several tenants have some.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from xxhash import xxh3_64_digest
 
@@ -44,3 +47,34 @@ def token_ranges(length_boundary_tokens: int | None) -> dict[LengthClass | None,
         raise ValueError(f"length_boundary_tokens must be at least 0, got {length_boundary_tokens}")
     first_long = length_boundary_tokens + 1
     return {LengthClass.SHORT: (0, first_long), LengthClass.LONG: (first_long, None)}
+
+
+class TenantShares:
+    """Weighted fair queueing: tenants get work in proportion to their weights. Work is in any unit, the same for all.
+
+    Each tenant has a virtual time, the work that it has had for its weight, and the one that is furthest behind is next
+    (start-time fair queueing: Goyal, Vin, Cheng, SIGCOMM 1996). A tenant that had nothing to send goes on from the
+    present: a pause saves nothing up.
+    """
+
+    __slots__ = ("_now", "_times")
+
+    def __init__(self) -> None:
+        self._now = 0.0  # at which the latest work began
+        self._times: dict[str, float] = {}
+
+    def choose(self, tenants: Iterable[str]) -> str:
+        """Return whose work is next; the first of several that are equally far behind."""
+        return min(tenants, key=self._start)
+
+    def charge(self, tenant: str, work: float, weight: float) -> None:
+        """Record that work of a tenant begins."""
+        self._now = start = self._start(tenant)
+        self._times[tenant] = start + work / weight
+
+    def correct(self, tenant: str, work: float, weight: float) -> None:
+        """Record that work which began earlier was larger than charged by so much."""
+        self._times[tenant] = self._times.get(tenant, self._now) + work / weight
+
+    def _start(self, tenant: str) -> float:
+        return max(self._now, self._times.get(tenant, 0.0))

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.batch.decide.tenant_shares import TenantShares
+from sglang_ext.batch.decide.line_order import TenantShares
 from support.examples import examples
 
 MAX_WORK = 1000
