@@ -25,7 +25,6 @@ DEFAULTS: dict[str, Any] = {
     "chunked_prefill_size": 512,
     "pp_size": 1,
     "dp_size": 1,
-    "enable_dp_attention": False,
     "dcp_size": 1,
     "attn_cp_size": 1,
     "pp_async_batch_depth": 0,
@@ -57,7 +56,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "disaggregation_decode_allocation_policy": "prefill_complete"
     },
     "--dp-size 2": {"dp_size": 2},
-    "--dp-size 2 --enable-dp-attention": {"dp_size": 2, "enable_dp_attention": True},
     "--enable-dynamic-chunking --pp-size 2": {"enable_dynamic_chunking": True, "pp_size": 2},
     "--enable-hierarchical-cache": {"enable_hierarchical_cache": True},
     "--enable-hierarchical-cache --hicache-mem-layout page_first": {

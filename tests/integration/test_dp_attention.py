@@ -1,7 +1,7 @@
 """Data-parallel ranks: replicas, and ranks that compute only attention apart (`--enable-dp-attention`).
 
 The forward passes of the latter are in step: a rank without a batch takes part with an idle one. LAPS decides on each
-rank. The KV of replicas goes to those of decode over the handshake.
+rank. KV goes from each rank of prefill to each of decode, over both transfers that run on a CPU.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import pytest
 from sglang_ext.types import Role
 from support.engines import FLEET, Engine, EngineSpec, Reply
 from support.handshake_process import wait_until
+from support.memory import check_whole
 from support.model_families import family, family_greedy
 from support.pd import with_room
 from support.reference import random_prompt
@@ -26,6 +27,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.full]
 PAGES = ("--page-size", "16", "--max-total-tokens", "8192")
 TOGETHER = ("--tp", "2", "--dp-size", "2", "--enable-dp-attention")
 APART = ("--dp-size", "2")
+DIVIDED = ("--tp", "2")
 TCP, HANDSHAKE = "sglang_ext_tcp", "handshake"
 CHUNK_TOKENS = 64
 LAPS = ("--laps-boundary-tokens", "64", "--set", "laps.min_chunk_tokens=16")
@@ -43,13 +45,16 @@ class Setting(NamedTuple):
     transfer: str
 
     def __str__(self) -> str:
-        kinds = {TOGETHER: "together", APART: "apart", (): "one"}
+        kinds = {TOGETHER: "together", APART: "apart", DIVIDED: "divided", (): "one"}
         return f"{self.architecture}, {kinds[self.prefill]} to {kinds[self.decode]}, {self.transfer}"
 
 
 SETTINGS = (
     Setting("Qwen3MoeForCausalLM", TOGETHER, (), TCP),
-    Setting("DeepseekV3ForCausalLM", TOGETHER, (), TCP),
+    Setting("DeepseekV3ForCausalLM", TOGETHER, TOGETHER, TCP),
+    Setting("Qwen3MoeForCausalLM", TOGETHER, TOGETHER, HANDSHAKE),
+    Setting("DeepseekV3ForCausalLM", TOGETHER, TOGETHER, HANDSHAKE),
+    Setting("Qwen3MoeForCausalLM", TOGETHER, DIVIDED, HANDSHAKE),
     Setting("LlamaForCausalLM", APART, APART, HANDSHAKE),
 )
 
@@ -57,22 +62,37 @@ SETTINGS = (
 class Deployment(NamedTuple):
     """A prefill instance of two ranks, a decode instance, and what the model's tokens are."""
 
-    architecture: str
+    setting: Setting
     prefill: Engine
     decode: Engine
     threads: ThreadPoolExecutor
 
-    def expected(self, prompt: Sequence[int]) -> list[int]:
-        return family_greedy(self.architecture, prompt, NEW_TOKENS, has_cache=True)
+    @property
+    def decode_ranks(self) -> int:
+        return 2 if "--dp-size" in self.setting.decode else 1
 
-    def send(self, prompt: Sequence[int], rank: int, rid: str | None = None) -> Future[Reply]:
-        """Start a request whose prefill runs on this rank; the reply is that of decode."""
-        parameters = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+    def expected(self, prompt: Sequence[int]) -> list[int]:
+        return family_greedy(self.setting.architecture, prompt, NEW_TOKENS, has_cache=True)
+
+    def send(
+        self,
+        prompt: Sequence[int],
+        rank: int,
+        rid: str | None = None,
+        *,
+        decode_rank: int | None = None,
+        new_tokens: int = NEW_TOKENS,
+    ) -> Future[Reply]:
+        """Start a request whose prefill runs on this rank, and its decode on the same one or on another, where decode
+        has several; the reply is that of decode."""
+        parameters = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
         body: dict[str, Any] = {"input_ids": list(prompt), "sampling_params": parameters}
         if rid is not None:
             body["rid"] = rid
         paired = with_room({**body, "disagg_prefill_dp_rank": rank}, self.prefill)
         self.threads.submit(self.prefill.post, "/generate", {**paired, "routed_dp_rank": rank}, REPLY_LIMIT_S)
+        if self.decode_ranks > 1:
+            paired["routed_dp_rank"] = rank if decode_rank is None else decode_rank
         return self.threads.submit(self.decode.post, "/generate", paired, REPLY_LIMIT_S)
 
     def ranks(self) -> list[dict[str, Any]]:
@@ -99,7 +119,7 @@ def deployment(request: pytest.FixtureRequest) -> Iterator[Deployment]:
         EngineSpec(Role.DECODE, arguments=(*setting.decode, *PAGES), worker_options=options),
     )
     with ThreadPoolExecutor(48) as threads:
-        yield Deployment(setting.architecture, *engines, threads)
+        yield Deployment(setting, *engines, threads)
     for engine in engines:
         engine.stop()
 
@@ -113,7 +133,9 @@ def prompts_of(*lengths_tokens: int) -> list[tuple[int, ...]]:
 
 def test_both_ranks_serve_short_and_long_prompts(deployment: Deployment) -> None:
     prompts = prompts_of(20, LONG_TOKENS, 7, 50, 300, 64, 33, LONG_TOKENS, 5, 90)
-    replies = [deployment.send(prompt, number % 2) for number, prompt in enumerate(prompts)]
+    replies = [
+        deployment.send(prompt, number % 2, decode_rank=number // 2 % 2) for number, prompt in enumerate(prompts)
+    ]
     deployment.check_right(prompts, replies)
     assert all(rank["decisions"]["batches"] for rank in deployment.ranks())
 
@@ -157,6 +179,28 @@ def test_aborts_on_one_rank_leave_the_other_alone(deployment: Deployment) -> Non
     )
     again = prompts_of(20, 21)
     deployment.check_right(again, [deployment.send(prompt, rank) for rank, prompt in enumerate(again)])
+
+
+def running(engine: Engine) -> list[int]:
+    """Return how many requests each rank of an instance runs."""
+    loads = sorted(engine.get("/v1/loads").body["loads"], key=lambda load: int(load["dp_rank"]))
+    return [load["num_running_reqs"] for load in loads]
+
+
+def test_aborts_at_decode_leave_the_other_rank_alone(deployment: Deployment) -> None:
+    last = deployment.decode_ranks - 1
+    prompts = prompts_of(20, 50, 300)
+    expected = [deployment.expected(prompt) for prompt in prompts]
+    aborted = deployment.send(prompts_of(30)[0], 1, "aborted-at-decode", decode_rank=last, new_tokens=1900)
+    wait_until(lambda: running(deployment.decode)[last] == 1, 60)
+    replies = [deployment.send(prompt, 0, decode_rank=0) for prompt in prompts]
+    assert [reply.result().body["output_ids"] for reply in replies] == expected  # in step with the rank that goes on
+    deployment.decode.post("/abort_request", {"rid": "aborted-at-decode"})
+    assert aborted.result().body["meta_info"]["finish_reason"]["type"] == "abort"
+    wait_until(lambda: not any(running(deployment.decode)), 30)
+    again = prompts_of(20, 21)
+    deployment.check_right(again, [deployment.send(prompt, rank) for rank, prompt in enumerate(again)])
+    check_whole(deployment.decode, ranks=deployment.decode_ranks)
 
 
 def test_the_router_chooses_the_rank(deployment: Deployment) -> None:

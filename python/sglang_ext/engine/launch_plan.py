@@ -193,6 +193,9 @@ def _cpu_flags(worker: WorkerOptions, model: ModelFacts | None) -> Iterable[str]
     # sleeps holds all up, for a second where the request is for another.
     if "--enable-dp-attention" not in worker.engine_arguments:
         yield "--sleep-on-idle"
+    else:
+        # By default ranks of a decode instance exchange logits by an operator that SGLang has for CUDA alone.
+        yield "--no-enable-tp-lm-head-all-to-all"
     yield from (CHUNK_FLAG, str(CPU_CHUNK_TOKENS))
     yield from ("--max-running-requests", str(CPU_MAX_RUNNING_REQUESTS))
     yield from ("--max-total-tokens", str(_cpu_kv_tokens(worker.kv_memory_mib, model)))

@@ -151,7 +151,6 @@ def conflict(server_args: Any, *, has_staging_buffer: bool) -> str | None:
     return _first(
         (server_args.attn_cp_size > 1, "--attn-cp-size", "a rank holds every token of its heads"),
         (server_args.dcp_size > 1, "--dcp-size", "a decode rank holds every token of its heads"),
-        (server_args.enable_dp_attention, "--enable-dp-attention", "not tried with ranks that compute together"),
         (server_args.enable_hisparse, "--enable-hisparse", "KV goes to the device's pool"),
         (
             server_args.speculative_algorithm not in (None, *WITH_DRAFT_KV),

@@ -75,6 +75,14 @@ def test_ranks_that_compute_together_never_sleep() -> None:
     assert "--sleep-on-idle" not in build_launch(replace(SHORT, engine_arguments=ranks), CPU).argv
 
 
+def test_ranks_that_compute_together_exchange_logits_without_an_operator_for_cuda() -> None:
+    off = "--no-enable-tp-lm-head-all-to-all"
+    decode = replace(SHORT, role=Role.DECODE, engine_arguments=("--tp", "2", "--dp-size", "2", "--enable-dp-attention"))
+    assert off in build_launch(decode, CPU).argv
+    assert off not in build_launch(decode, CUDA).argv
+    assert off not in build_launch(replace(decode, engine_arguments=("--tp", "2")), CPU).argv
+
+
 def test_a_host_cache_on_a_cpu_is_copied_without_a_kernel() -> None:
     worker = replace(SHORT, engine_arguments=("--enable-hierarchical-cache", "--hicache-ratio", "4"))
     argv = build_launch(worker, CPU).argv

@@ -116,7 +116,6 @@ def test_no_time_limit_overrules_what_the_handshake_knows(tmp_path: Path, capsys
 FITTING = {
     "attn_cp_size": 1,
     "dcp_size": 1,
-    "enable_dp_attention": False,
     "enable_hisparse": False,
     "speculative_algorithm": None,
     "kv_cache_dtype": "fp8_e4m3",
@@ -130,7 +129,6 @@ FITTING = {
     [
         ("attn_cp_size", 2, "--attn-cp-size"),
         ("dcp_size", 2, "--dcp-size"),
-        ("enable_dp_attention", True, "--enable-dp-attention"),
         ("enable_hisparse", True, "--enable-hisparse"),
         ("speculative_algorithm", "STANDALONE", "--speculative-algorithm STANDALONE"),
         ("kv_cache_dtype", "mxfp8", "--kv-cache-dtype mxfp8"),
