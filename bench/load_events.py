@@ -29,7 +29,6 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import msgspec
-import orjson
 import uvloop
 import zmq
 
@@ -40,6 +39,7 @@ from sglang_ext_router.instances.load_events import LOAD_TOPIC, SUPPLEMENT_TOPIC
 from sglang_ext_router.instances.probe import Prober
 from sglang_ext_router.instances.registry import WorkerRegistry
 from sglang_ext_router.instances.workers import SchedulerLoad, Worker
+from support.instance_stand_in import CAPACITY_TOKENS, InstanceStandIn
 from support.result import BenchmarkRun, benchmark_parser, progress
 
 SETTLED_S = 6.0
@@ -47,7 +47,6 @@ SLICE_S = 0.02  # in which the publishers send what is due
 IN_FLIGHT = 4
 REPLY_INTERVAL_S = 0.3
 BUSY_REPORTS_PER_S, IDLE_REPORTS_PER_S = 5.0, 1.0
-CAPACITY_TOKENS = 1 << 20
 MS = 1000.0
 
 
@@ -60,11 +59,9 @@ def is_busy(number: int) -> bool:
 
 
 class Instances:
-    """Stand-ins at loopback addresses of their own, and the requests that came to all of them, by path."""
+    """Stand-ins at loopback addresses of their own, which answer, and publish their load where they shall."""
 
     def __init__(self, count: int, publishes: bool) -> None:
-        self.count = count
-        self.asked: Counter[str] = Counter()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, count + 100)
         self._sockets: list[zmq.Socket[bytes]] = []
@@ -77,35 +74,7 @@ class Instances:
             else:
                 publisher.bind(f"tcp://{_address(number)}:{load_port}")
             self._sockets.append(publisher)
-        info = {
-            "served_model_name": "model",
-            "max_total_num_tokens": CAPACITY_TOKENS,
-            "context_length": 8192,
-            "disaggregation_mode": "prefill",
-            "disaggregation_bootstrap_port": 8998,
-            "sglang_ext": {"load_port": load_port},
-        }
-        rank = {
-            "num_running_reqs": 3,
-            "num_waiting_uncached_tokens": 9,
-            "num_used_tokens": 9,
-            "max_total_num_tokens": CAPACITY_TOKENS,
-        }
-        self._bodies = {b"/v1/loads?include=core": orjson.dumps({"loads": [rank]}), b"/server_info": orjson.dumps(info)}
-
-    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while True:
-            try:
-                head = await reader.readuntil(b"\r\n\r\n")
-            except (OSError, asyncio.IncompleteReadError):
-                writer.close()
-                return
-            path = head.split(b" ", 2)[1]
-            self.asked[path.partition(b"?")[0].decode()] += 1
-            body = self._bodies.get(path, b"{}")
-            writer.write(
-                b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body
-            )
+        self.http = InstanceStandIn({"sglang_ext": {"load_port": load_port}})
 
     async def publish(self) -> None:
         """Publish what is due, for ever."""
@@ -126,11 +95,10 @@ class Instances:
 
 async def _serve(link: Connection, count: int, publishes: bool) -> None:
     instances = Instances(count, publishes)
-    server = await asyncio.start_server(instances.answer, "0.0.0.0", 0, backlog=4096)
     publishing = asyncio.create_task(instances.publish())
-    link.send(server.sockets[0].getsockname()[1])
+    link.send(await instances.http.serve())
     while await asyncio.to_thread(link.recv):
-        link.send(dict(instances.asked))
+        link.send(dict(instances.http.asked))
     publishing.cancel()
 
 
@@ -179,7 +147,7 @@ async def measure(count: int, seconds: float, *, publishes: bool) -> Measured:
         known_s[worker.id] = loop.time()
         prober.take_published_load(worker, report)
 
-    events = LoadEvents(loop, take)
+    events = LoadEvents(loop, take, lambda worker: prober.check_now(worker))
     prober = Prober(
         config,
         registry,

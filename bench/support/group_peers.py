@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from sglang_ext_router.group.peers import INTERVAL_S, FrameCodes, greet, welcome
+from support.instance_stand_in import InstanceStandIn
 
 PREPARED = 8  # messages of each peer, sent in turn
 BLOCKS_PER_PROMPT = 32  # 8 KB
@@ -131,38 +132,8 @@ def run_peers(load: PeerLoad, pipe: Connection) -> None:
     asyncio.run(_run(load, pipe))
 
 
-async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, bodies: dict[bytes, bytes]) -> None:
-    while True:
-        try:
-            head = await reader.readuntil(b"\r\n\r\n")
-        except (OSError, asyncio.IncompleteReadError):
-            writer.close()
-            return
-        body = bodies.get(head.split(b" ", 2)[1], b"{}")
-        writer.write(
-            b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body) + body
-        )
-
-
 async def _serve(pipe: Connection) -> None:
-    rank = {
-        "num_running_reqs": 3,
-        "num_waiting_uncached_tokens": 9,
-        "num_used_tokens": 9,
-        "max_total_num_tokens": 99999,
-    }
-    info = {
-        "served_model_name": "model",
-        "max_total_num_tokens": 99999,
-        "context_length": 8192,
-        "disaggregation_mode": "prefill",
-        "disaggregation_bootstrap_port": 8998,
-    }
-    bodies = {b"/v1/loads?include=core": orjson.dumps({"loads": [rank]}), b"/server_info": orjson.dumps(info)}
-    server = await asyncio.start_server(
-        lambda reader, writer: _answer(reader, writer, bodies), "0.0.0.0", 0, backlog=4096
-    )
-    pipe.send(server.sockets[0].getsockname()[1])
+    pipe.send(await InstanceStandIn().serve())
     await asyncio.to_thread(pipe.recv)
 
 

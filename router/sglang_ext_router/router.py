@@ -112,7 +112,7 @@ class Router:
             tls=worker_tls,
         )
         self.kv_events = KvEvents(loop, self.planner.blocks)
-        self.load_events = LoadEvents(loop, self.prober.take_published_load)
+        self.load_events = LoadEvents(loop, self.prober.take_published_load, self.prober.check_now)
         self._token_checks = TokenChecks(loop, self.prober.ask, self._on_reading_changed)
         self.lease = _lease_holder(config, loop)
         may_act = (lambda: True) if self.lease is None else lambda: self.lease is not None and self.lease.is_leader

@@ -11,7 +11,7 @@ Pools = dict[str, dict[str, int]]
 
 
 def pools(engine: Engine, state: int = 0) -> Pools:
-    """Slots by pool, as the instance counts them: the first of its data-parallel ranks that has answered, or another."""
+    """Slots by pool, as the instance counts them, in the `state`-th answer of its data-parallel ranks."""
     reply = engine.get("/server_info")
     assert reply.status == 200, reply.body
     counted: Pools = reply.body["internal_states"][state][MEMORY_KEY]

@@ -52,10 +52,16 @@ _read_supplement = msgspec.msgpack.Decoder(LoadSupplement).decode
 class LoadEvents:
     """Takes in what instances publish of their load; it follows the instances that are given to `follow`."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, on_load: Callable[[Worker, SchedulerLoad], None]) -> None:
-        """`on_load` is called with each report."""
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        on_load: Callable[[Worker, SchedulerLoad], None],
+        on_closed: Callable[[Worker], None],
+    ) -> None:
+        """`on_load` is called with each report, `on_closed` when an instance has closed a connection."""
         self._loop = loop
         self._on_load = on_load
+        self._on_closed = on_closed
         self._followed: dict[int, _InstanceLoad] = {}  # by worker
 
     def follow(self, worker: Worker) -> None:
@@ -66,7 +72,7 @@ class LoadEvents:
             return
         self.forget(worker)
         if address is not None:
-            self._followed[worker.id] = _InstanceLoad(self._loop, worker, address, self._on_load)
+            self._followed[worker.id] = _InstanceLoad(self._loop, worker, address, self._on_load, self._on_closed)
 
     def forget(self, worker: Worker) -> None:
         """Follow an instance no more."""
@@ -90,12 +96,14 @@ class _InstanceLoad:
         worker: Worker,
         address: LoadAddress,
         on_load: Callable[[Worker, SchedulerLoad], None],
+        on_closed: Callable[[Worker], None],
     ) -> None:
         self.address = address
         self.is_back = asyncio.Event()
         self._loop = loop
         self._worker = worker
         self._on_load = on_load
+        self._on_closed = on_closed
         self._loads: list[LoadStat | None] = [None] * address.ranks
         self._awaiting_tokens: list[int | None] = [None] * address.ranks
         self._open: dict[int, PublisherConnection] = {}  # by rank
@@ -121,7 +129,8 @@ class _InstanceLoad:
             await connection.closed
             del self._open[rank]
             self._loads[rank] = self._awaiting_tokens[rank] = None
-            self._worker.on_load_unpublished()  # it may be gone: it is asked from now on
+            self._worker.on_load_unpublished()  # it is asked from now on
+            self._on_closed(self._worker)
 
     def _on_message(self, rank: int, parts: list[bytes]) -> None:
         try:

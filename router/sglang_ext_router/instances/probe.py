@@ -45,6 +45,7 @@ RETURN_S = 60.0  # for which an ejected instance may come back to the others of 
 REGISTRATION_TIMEOUT_S = 2.0  # for an instance that is being added to say what it is
 EXTENSION_KEY = "sglang_ext"
 MAX_EVENT_RANKS = 1024
+PUBLISHED_CHECK_INTERVALS = 2.0  # between health checks of an instance whose scheduler shows by itself that it works
 _ANY_HOST = frozenset({"*", "0.0.0.0", "::"})
 _MODES = {Role.DECODE: "decode", Role.PLAIN: "null"}  # of SGLang's --disaggregation-mode; of other roles prefill
 LAPS_PATH = "/laps"
@@ -130,7 +131,7 @@ class Prober:
                 task.cancel()
 
     def check_now(self, worker: Worker) -> None:
-        """A request saw the instance fail: do not wait for the next interval."""
+        """A request saw the instance fail, or it has closed a connection: do not wait for the next interval."""
         wake = self._wake.get(worker.id)
         if wake is not None:
             wake.set()
@@ -172,18 +173,19 @@ class Prober:
     async def _run(self, worker: Worker) -> None:
         config = self._config
         loop = asyncio.get_running_loop()
-        next_check_s = 0.0
+        checked_s = float("-inf")
         wake = self._wake[worker.id]
         # Not `while True`: a cancellation that meets a timeout of the HTTP client is lost in it.
         while self._wake.get(worker.id) is wake:
-            is_due = loop.time() >= next_check_s or wake.is_set() or not worker.is_healthy or worker.failed_checks > 0
+            is_due = loop.time() >= checked_s + self._check_interval_s(worker, loop.time())
+            is_due |= wake.is_set() or not worker.is_healthy or worker.failed_checks > 0
             wake.clear()
             was_healthy = worker.is_healthy
             if was_healthy and not worker.publishes_load(loop.time()):
                 await self._read_load(worker)
             if is_due:
                 await self._check(worker)
-                next_check_s = loop.time() + config.health_check_interval_secs
+                checked_s = loop.time()
             if worker.is_healthy and not was_healthy:
                 await self._read_load(worker)
             interval_s = config.load_poll_interval_secs
@@ -194,6 +196,15 @@ class Prober:
                     await wake.wait()
             except TimeoutError:
                 pass
+
+    def _check_interval_s(self, worker: Worker, now_s: float) -> float:
+        """Return the time between two health checks of an instance that passes them.
+
+        Published load shows what a check would, but for the server process; where that ends, so does the connection to
+        the publisher, and the instance is checked at once. Checks also read the role of an instance that can change it.
+        """
+        shows_life = worker.publishes_load(now_s) and not (worker.is_doubted or worker.can_switch_roles)
+        return self._config.health_check_interval_secs * (PUBLISHED_CHECK_INTERVALS if shows_life else 1.0)
 
     async def _check(self, worker: Worker) -> None:
         assert self._session is not None

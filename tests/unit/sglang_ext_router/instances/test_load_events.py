@@ -45,7 +45,10 @@ class Followed:
 
     def __init__(self, port: int, ranks: int, role: Role) -> None:
         self.reports: list[SchedulerLoad] = []
-        self.events = LoadEvents(asyncio.get_running_loop(), lambda _, report: self.reports.append(report))
+        self.closed: list[Worker] = []
+        self.events = LoadEvents(
+            asyncio.get_running_loop(), lambda _, report: self.reports.append(report), self.closed.append
+        )
         self.worker = Worker(1, WorkerAddress("http://127.0.0.1:1", role, None), RouterConfig())
         self.worker.set_ranks(ranks)
         self.worker.load_events = LoadAddress("127.0.0.1", port, ranks)
@@ -107,7 +110,9 @@ async def test_what_is_not_published_any_more_is_not_known(publisher: LoadPublis
         while worker.publishes_load(now_s):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert worker.fresh_queues(now_s) is None
+    assert followed.closed == [worker]
     await followed.events.stop()
+    assert followed.closed == [worker]  # nothing was closed by the instance
 
 
 def publishes(engine: ScriptedEngine, port: int) -> None:
@@ -174,6 +179,36 @@ async def test_an_instance_that_publishes_its_load_is_asked_for_its_health_only(
         # Nothing is published any more: it is asked.
         await served.until(lambda: worker.reported_running != 3, 10)
         await served.until(lambda: engine.liveness_checks > before[1], 10)
+
+
+async def test_an_instance_that_publishes_is_checked_half_as_often(publisher: LoadPublisher) -> None:
+    async with cluster(load_poll_interval_secs=0.05, health_check_interval_secs=0.4) as served:
+        (engine,), (other,) = served.short, served.long
+        worker = await published(served, engine, publisher)
+        async with heartbeats(publisher):
+            await served.until(lambda: worker.publishes_load(served.router.loop.time()))
+            before = engine.health_checks, other.health_checks
+            await served.until(lambda: other.health_checks >= before[1] + 12, 60)
+            assert 4 <= engine.health_checks - before[0] <= 8
+            worker.can_switch_roles = True
+            before = engine.health_checks, other.health_checks
+            await served.until(lambda: other.health_checks >= before[1] + 12, 60)
+            assert engine.health_checks - before[0] >= 10
+
+
+async def test_an_instance_that_ends_the_publishers_connection_is_checked_at_once(publisher: LoadPublisher) -> None:
+    async with cluster(health_check_interval_secs=3600) as served:
+        (engine,) = served.short
+        publishes(engine, publisher.port)
+        worker = served.worker(engine.url)
+        worker.has_info = False
+        served.router.prober.check_now(worker)
+        await published(served, engine, publisher)
+        engine.health_status = 503
+        await asyncio.sleep(0.3)
+        assert worker.is_healthy
+        publisher.stop()
+        await served.until(lambda: worker.failed_checks > 0)
 
 
 async def test_a_report_from_before_a_prefill_had_ended_does_not_count_it_as_others_work(
