@@ -38,7 +38,8 @@ SETTLED_S = 1.0
 SMALL = ("--page-size", str(PAGE_TOKENS), "--max-total-tokens", str(KV_TOKENS))
 
 
-HOST_TIER = ("--enable-hierarchical-cache", "--hicache-ratio", "2")
+# Of both, the device holds less: beginnings of the last dozen prompts are on the host, too.
+HOST_TIER = ("--enable-hierarchical-cache", "--hicache-ratio", "4", "--max-total-tokens", str(KV_TOKENS // 2))
 
 
 def publishing(options: tuple[str, ...] = (), further: tuple[str, ...] = ()) -> EngineSpec:
@@ -118,6 +119,7 @@ class FollowedEngine:
     params=[
         pytest.param(("off", ()), id="off"),
         pytest.param(("both", ()), id="both", marks=pytest.mark.full),
+        pytest.param(("off", HOST_TIER), id="host", marks=pytest.mark.full),
     ]
 )
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:

@@ -189,8 +189,9 @@ def fill_with_longs(
 
     The first one progresses by at least `min_chunk_tokens`, however little time is left. At most one started prefill
     is in a batch, and at most one is cut. A prefill is started only if the memory holds it and the rest of all that
-    are started, so that these can always end; a prefill that the batch ends needs room only for itself. `started`: all
-    that hold KV. Where none does, even a prompt larger than the memory is begun.
+    are started, so that these can always end; a prefill that the batch ends needs room only for itself. What is cached
+    of it counts as well: it counts as free as long as nothing holds it, or has to be loaded from the host. `started`:
+    all that hold KV. Where none does, even a prompt larger than the memory is begun.
     """
     left_s, tokens = room.left_s, min(room.tokens, room.free_kv_tokens)
     promised_tokens = sum([prefill.request.new_tokens for prefill in started])
@@ -213,7 +214,7 @@ def fill_with_longs(
         whole_s = max(min(room.whole_within * left_s, room.longest_s - added_s), _FIXED_WHOLE_WITHIN * left_s)
         if remaining_tokens > max_tokens or taken_s > whole_s:
             if not request.is_started and started:
-                promise_tokens = promised_tokens + new_tokens + remaining_tokens
+                promise_tokens = promised_tokens + new_tokens + remaining_tokens + cached_tokens
                 if parked > room.max_parked or promise_tokens > room.free_kv_tokens:
                     continue
             if max_tokens < room.page_tokens:

@@ -89,6 +89,7 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         self._aborted_while_parked: list[Any] = []
         self._waiting = WaitingRequests()
         self._uncounted: list[Any] = []  # requests that have come, and may still go to a pool
+        self._loading: dict[int, Any] = {}  # requests whose prefix is on its way from storage, by key
         self._held: list[Any] = []  # SGLang's queue, while it builds a batch of some of it
         self._started_tokens: int | None = None  # most of the started prefill in the batch that is built
         self._building_s = 0.0  # that SGLang took for building batches in this round
@@ -221,7 +222,9 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
             known = len(self.waiting_queue) - len(new)
             for request in self.waiting_queue[: min(known, _REMATCHED_REQUESTS)]:
                 entry = entry_of(request)
-                if entry is not None and prefill_tokens(request)[0] > _REMATCHED_TOKENS:
+                if entry is None or entry.key in self._loading:
+                    continue
+                if prefill_tokens(request)[0] > _REMATCHED_TOKENS:
                     # A prompt that shares its beginning with a prompt that has just been computed may be short now.
                     match_prefix(request, self.tree_cache)
                     reclassify(request, entry, laps.policy, now_s)
@@ -241,10 +244,35 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
             laps.put(request, entry, now_s)
             if not entry.is_counted:
                 self._uncounted.append(request)
+        self._take_loaded(laps, now_s)
         # SGLang may have ended the request in hand itself.
         parked = {entry.key for request in self._parked if (entry := entry_of(request)) is not None}
         for key in [key for key in laps.policy.queue.started if key not in parked]:
             laps.policy.remove(key)
+
+    def _take_loaded(self, laps: LapsInstance, now_s: float) -> None:
+        """Let the policy have the requests whose prefix has come from storage. Every rank asks SGLang alike."""
+        for key, request in list(self._loading.items()):
+            if key in self._waiting and not self.tree_cache.check_prefetch_progress(request.cache_request_handle):
+                continue
+            del self._loading[key]
+            entry = entry_of(request)
+            if key in self._waiting and entry is not None:
+                match_prefix(request, self.tree_cache)
+                reclassify(request, entry, laps.policy, now_s)
+                laps.put(request, entry, now_s)
+
+    def _set_loading_aside(self, laps: LapsInstance, left: Sequence[Any]) -> None:
+        """Take from the policy what SGLang has not run because its prefix is on its way from storage.
+
+        The policy would choose it again, and it would hold up everything that it goes before: even the started prefill
+        for whose memory on the host it may be waiting.
+        """
+        for request in left:
+            entry = entry_of(request)
+            if entry is not None and self.tree_cache.has_ongoing_prefetch(request.cache_request_handle):
+                self._loading[entry.key] = request
+                laps.policy.remove(entry.key)
 
     def _count_arrivals(self, laps: LapsInstance) -> None:
         """Inform the policy of the prefills that have come and stay here: what a pool computes is no work of its
@@ -323,6 +351,8 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
             still = set(map(id, left))
             self._waiting.take(waiting, [request for request in wanted if id(request) not in still])
             waiting.extend([request for request in left if request not in wanted])
+            if self.enable_hicache_storage:
+                self._set_loading_aside(laps, [request for request in wanted if id(request) in still])
         if next_plan.batch_to_run is None:
             # The started request found no room; it still is unfinished, and not the one in hand.
             self._park(laps)
@@ -343,7 +373,7 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         """
         built = {entry.key for request in batch.reqs if (entry := entry_of(request)) is not None}
         for key in planned.keys:
-            if key not in built and key in self._waiting:
+            if key not in built and key in self._waiting and key not in self._loading:
                 (request,) = self._waiting.requests([key])
                 entry = entry_of(request)
                 assert entry is not None

@@ -114,6 +114,10 @@ def test_memory_is_promised_to_those_that_were_started() -> None:
     started = queued(1, 3000, is_started=True)
     assert keys(fill(started, queued(2, 2000), room=ROOM._replace(free_kv_tokens=5000)))[1] == 2
     assert keys(fill(started, queued(2, 2000), room=ROOM._replace(free_kv_tokens=4999)))[1] == 1
+    # Its cached tokens are free only as long as it does not run, or lie on the host.
+    cached = queued(2, 2000, cached_tokens=600, total_tokens=2600)
+    assert keys(fill(started, cached, room=ROOM._replace(free_kv_tokens=5600)))[1] == 2
+    assert keys(fill(started, cached, room=ROOM._replace(free_kv_tokens=5599)))[1] == 1
     # One that this batch ends gives its KV away again.
     assert keys(fill(started, queued(2, 400), room=ROOM._replace(free_kv_tokens=3000)))[0] == (2,)
 
@@ -157,7 +161,7 @@ def test_what_holds_for_any_room(
         after = [one for one in queue if one.is_started and one not in chosen]
         if not parts.cut.request.is_started and any(one.is_started for one in queue):
             assert len(after) <= parked
-            promised = sum(one.new_tokens for one in after) + parts.cut.request.new_tokens
+            promised = sum(one.new_tokens for one in after) + parts.cut.request.total_tokens
             assert promised <= free
     # With room for a page, and nothing promised, one of them runs.
     can_start = not any(one.is_started for one in queue) and min(tokens, free) >= page
