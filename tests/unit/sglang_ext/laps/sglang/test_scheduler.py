@@ -208,6 +208,7 @@ def test_deciding_is_timed_and_building_a_batch_is_not(
         "chunked_req": None,
         "_waiting": SimpleNamespace(requests=lambda keys: [waiting] if keys else [], take=lambda *_: None),
         "page_size": 1,
+        "enable_hicache_storage": False,
     }
     for _ in range(2):
         ours.get_new_batch_prefill(engine, SimpleNamespace(batch_is_full=True))
@@ -451,3 +452,49 @@ def test_a_pool_of_windows_counts_where_a_batch_does_not_fit(
         full_evictable_size=lambda: of_all_layers[1], swa_evictable_size=lambda: of_windows[1]
     )
     assert engine._free_tokens() == free_tokens
+
+
+@pytest.mark.slow
+def test_a_prefill_whose_prefix_is_on_its_way_from_storage_is_set_aside(
+    schedulers: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang_ext.laps.sglang.instance import LapsInstance
+    from sglang_ext.laps.sglang.metrics import NoMetrics
+    from sglang_ext.laps.sglang.queued_request import LapsEntry, remember
+    from sglang_ext.laps.sglang.rank_agreement import SingleRankAgreement
+
+    ours, _ = schedulers
+    matched: list[Any] = []
+    monkeypatch.setattr("sglang_ext.laps.sglang.scheduler.match_prefix", lambda request, _: matched.append(request))
+    laps = LapsInstance(policy(), SingleRankAgreement(), NoMetrics())
+    requests = {}
+    for key in (1, 2):
+        waiting = SimpleNamespace(prefix_len=0, origin_input_ids=[1] * 900, output_ids=[], host_hit_length=0)
+        waiting.cache_request_handle = key
+        entry = LapsEntry(key, LengthClass.LONG, 900, 0.0, 100.0, PriorityClass.NORMAL)
+        remember(waiting, entry)
+        laps.put(waiting, entry, 0.0)
+        requests[key] = waiting
+    loading = {1}
+    engine = object.__new__(ours)
+    engine.__dict__ |= {
+        "_loading": {},
+        "_waiting": requests,
+        "tree_cache": SimpleNamespace(
+            has_ongoing_prefetch=loading.__contains__,
+            check_prefetch_progress=lambda handle: handle not in loading,
+        ),
+    }
+    engine._set_loading_aside(laps, list(requests.values()))
+    engine._take_loaded(laps, 1.0)
+    assert (1 in laps.policy.queue, 2 in laps.policy.queue) == (False, True)
+    loading.clear()
+    engine._take_loaded(laps, 2.0)
+    assert 1 in laps.policy.queue
+    assert matched == [requests[1]]
+    # One that goes meanwhile is forgotten.
+    loading.add(2)
+    engine._set_loading_aside(laps, [requests.pop(2)])
+    engine._take_loaded(laps, 3.0)
+    assert 2 not in laps.policy.queue
+    assert not engine._loading
