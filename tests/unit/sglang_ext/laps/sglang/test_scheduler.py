@@ -362,6 +362,7 @@ def test_tokens_are_pending_while_sglang_builds_a_batch_without_them(
     engine.token_to_kv_pool_allocator = SimpleNamespace(available_size=lambda: 1 << 20)
     engine._parked, engine._held, engine._aborted_while_parked, engine._next_key = [], [], [], 0
     engine._waiting, engine._uncounted, engine._started_tokens = WaitingRequests(), [], None
+    engine._loading, engine.enable_hicache_storage = {}, False
     engine._laps = LapsInstance(policy(boundary_tokens=256), SingleRankAgreement(), NoMetrics())
     monkeypatch.setattr("sglang.srt.mem_cache.common.match_kv_cache", lambda *_: None)
     built: list[tuple[int, int]] = []
