@@ -2,8 +2,10 @@
 corrected by what chunks really took.
 
 Before members know, a prior serves: whether two instances are worth it depends on ratios. One ratio corrects all sizes,
-because queue delays, which are real seconds, are compared with costs. It cannot separate a chunk's fixed cost from
-the cost of its tokens, as members can: how long a chunk may take depends on that.
+because queue delays, which are real seconds, are compared with costs, and the first chunk counts at once: what is
+believed before it may be far off, and a chunk cannot be interrupted. It cannot separate a chunk's fixed cost from the
+cost of its tokens, as members can, and how long a chunk may take depends on that: of a prior that is too fast only the
+cost of the tokens is corrected.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ def profiled_candidates(profile: EngineProfile, sizes: Sequence[int]) -> tuple[S
 class PoolCosts:
     """Costs that follow what chunks take: all sizes times the median of the last 15 ratios of measured to predicted.
 
-    Where members have measured what a batch costs, each size is corrected by its own ratios: what a ring of two adds to
+    A slow ratio to a prior is that of what a chunk takes beyond its fixed cost. Where members have measured what a batch costs, each size is corrected by its own ratios: what a ring of two adds to
     that is not known before, and a size that looks better than it is wastes instances.
     """
 
@@ -95,9 +97,20 @@ class PoolCosts:
     def candidates(self) -> tuple[SpCandidate, ...]:
         """The costs to plan with."""
         return tuple(
-            SpCandidate(candidate.size, _scaled(candidate.cost, self._scales[candidate.size]))
+            SpCandidate(candidate.size, self._scaled(candidate.cost, self._scales[candidate.size]))
             for candidate in self._candidates
         )
+
+    @property
+    def _is_guessed(self) -> bool:
+        """Return whether nothing but the prior and chunks says what a chunk costs."""
+        return self._is_prior and self._single is None
+
+    def _scaled(self, cost: SpCost | TabulatedCost, scale: float) -> SpCost | TabulatedCost:
+        if isinstance(cost, TabulatedCost):
+            return TabulatedCost(cost.prompt_tokens, tuple(duration_s * scale for duration_s in cost.duration_s))
+        fixed_s = cost.a_s * (min(1.0, scale) if self._is_guessed else scale)
+        return SpCost(fixed_s, cost.b_s_per_token * scale, cost.c_s_per_token2 * scale, cost.d_s_per_token2 * scale)
 
     def learn(self, instance: int, cost: MeasuredCost | None) -> bool:
         """A member reports what its batches cost; whether the costs to plan with have changed by a tenth or more."""
@@ -124,10 +137,15 @@ class PoolCosts:
     def observe(self, size: int, cached_tokens: int, new_tokens: int, duration_s: float) -> bool:
         """A chunk has taken this long; whether the costs to plan with have changed by a tenth or more."""
         cost = next((candidate.cost for candidate in self._candidates if candidate.size == size), None)
-        predicted_s = 0.0 if cost is None else cost.predict_s(cached_tokens, new_tokens)
+        if cost is None:
+            return False
+        predicted_s = cost.predict_s(cached_tokens, new_tokens)
         if not 0 < predicted_s < float("inf") or duration_s <= 0:
             return False
-        self._ratios.append((size, duration_s / predicted_s))
+        fixed_s = cost.predict_s(0, 0) if self._is_guessed and duration_s > predicted_s else 0.0
+        if predicted_s <= fixed_s:
+            return False
+        self._ratios.append((size, (duration_s - fixed_s) / (predicted_s - fixed_s)))
         scales = {size: self._scale_of(size) for size in self._scales}
         if all(1 / _LEAST_CHANGE < scales[size] / scale < _LEAST_CHANGE for size, scale in self._scales.items()):
             return False
@@ -139,18 +157,11 @@ class PoolCosts:
         own = [ratio for of_size, ratio in self._ratios if of_size == size]
         like = [ratio for of_size, ratio in self._ratios if self._single is None or (of_size > 1) == (size > 1)]
         ratios = own if self._single is not None and len(own) >= _LEAST_SAMPLES else like
-        return median(ratios[-_SAMPLES:]) if len(ratios) >= _LEAST_SAMPLES else 1.0
+        least_samples = 1 if self._is_guessed else _LEAST_SAMPLES
+        return median(ratios[-_SAMPLES:]) if len(ratios) >= least_samples else 1.0
 
 
 def _differ(one: SpCost, other: SpCost) -> bool:
     """Return whether a chunk's fixed cost, or all of a chunk of 2,048 tokens, differs by a tenth or more."""
     pairs = ((one.a_s, other.a_s), (one.predict_s(0, _USUAL_TOKENS), other.predict_s(0, _USUAL_TOKENS)))
     return any(not 1 / _LEAST_CHANGE < (first + 1e-9) / (second + 1e-9) < _LEAST_CHANGE for first, second in pairs)
-
-
-def _scaled(cost: SpCost | TabulatedCost, scale: float) -> SpCost | TabulatedCost:
-    if isinstance(cost, TabulatedCost):
-        return TabulatedCost(cost.prompt_tokens, tuple(duration_s * scale for duration_s in cost.duration_s))
-    return SpCost(
-        cost.a_s * scale, cost.b_s_per_token * scale, cost.c_s_per_token2 * scale, cost.d_s_per_token2 * scale
-    )

@@ -109,6 +109,26 @@ def test_what_members_measure_counts_instead_of_a_prior() -> None:
     assert costs.candidates[0].cost.predict_s(0, 0) == pytest.approx(0.04)
 
 
+def test_the_first_chunk_corrects_a_prior_that_is_too_fast_but_for_its_fixed_cost() -> None:
+    costs = PoolCosts(prior_candidates((1, 2)), is_prior=True)
+    one, two = (candidate.cost for candidate in prior_candidates((1, 2)))
+    assert costs.observe(2, 0, 1500, two.predict_s(0, 0) + 12 * (two.predict_s(0, 1500) - two.predict_s(0, 0)))
+    for cost, before in zip([candidate.cost for candidate in costs.candidates], (one, two), strict=True):
+        assert cost.predict_s(0, 0) == before.predict_s(0, 0)
+        expected_s = before.predict_s(0, 0) + 12 * (before.predict_s(500, 4000) - before.predict_s(0, 0))
+        assert cost.predict_s(500, 4000) == pytest.approx(expected_s)
+    assert costs.scale == pytest.approx(12)
+
+
+def test_a_machine_that_is_faster_than_the_prior_also_launches_faster() -> None:
+    costs = PoolCosts(prior_candidates((1,)), is_prior=True)
+    (before,) = (candidate.cost for candidate in prior_candidates((1,)))
+    assert costs.observe(1, 0, 4000, before.predict_s(0, 4000) / 4)
+    (after,) = (candidate.cost for candidate in costs.candidates)
+    for cached, new in ((0, 0), (0, 4000), (9000, 100)):
+        assert after.predict_s(cached, new) == pytest.approx(before.predict_s(cached, new) / 4)
+
+
 def test_each_size_has_a_ratio_of_its_own_where_members_have_measured() -> None:
     costs = PoolCosts(prior_candidates((1, 2, 4)), is_prior=True)
     costs.learn(0, MeasuredCost(0.04, 1e-3, 0.0))
