@@ -454,19 +454,31 @@ class Coordinator:
         if not self._room.fits_at_its_end(prefill, self._requests.values()):
             return self._wait_for_room(prefill, now_s)
         prefill.no_room_s = None
-        is_owner_alone = group == (prefill.offer.owner,) and not prefill.is_shared and prefill.offer.fits_owner
-        # By itself it joins the owner's own batches, which let short prefills in between and know nothing of kept rows.
-        is_owner_alone &= not prefill.prefix
-        alone_tokens, alone_s = self._schedule.cut(placement, computed, NO_SHORT_LOAD, chunk_s)
-        if is_owner_alone and alone_tokens == count_tokens(prefill.todo):
+        if self._is_best_at_owner(prefill, placement, now_s):
             orders = self._collect_to_owner(prefill, DeclineReason.ALONE_IS_BEST, now_s)
             if orders:
-                self._members[prefill.offer.owner].add_backlog(alone_s, now_s)
+                self._members[prefill.offer.owner].add_backlog(placement.compute_s, now_s)
             return orders
         if not self._members.are_ready(group):
             return []
         tokens, compute_s = self._schedule.cut(placement, computed, self._members.short_load(now_s), chunk_s)
         return self._order_chunk(prefill, tokens, compute_s, group, now_s)
+
+    def _is_best_at_owner(self, prefill: SharedPrefill, placement: Placement, now_s: float) -> bool:
+        """Return whether a prefill that one instance is to compute joins its owner's own batches.
+
+        They let short prefills in between, where chunks make them wait. That is worth waiting for an owner which is
+        free a little later than the chosen instance: for less time than the prompt takes. Own batches know nothing of
+        kept rows, nor of bounds to a chunk.
+        """
+        offer, computed = prefill.offer, prefill.offer.tokens - count_tokens(prefill.todo)
+        if len(placement.group) > 1 or prefill.is_shared or prefill.prefix or not offer.fits_owner:
+            return False
+        tokens, _ = self._schedule.cut(placement, computed, NO_SHORT_LOAD, self._settings.chunk_s)
+        if tokens < count_tokens(prefill.todo):
+            return False
+        owner_delay_s = self._members.snapshot(now_s).queue_delays_s[self._members.positions[offer.owner]]
+        return owner_delay_s <= placement.compute_s
 
     def _wait_for_room(self, prefill: SharedPrefill, now_s: float) -> list[Order]:
         """No group can hold it now, or its owner all of it."""

@@ -395,6 +395,7 @@ def test_others_are_computed_while_a_collection_waits() -> None:
     assert second.layout.group == (0,)
     assert one.done_together((1, 2), first.sequence, 1.0) == []
     one.join(3, 0, IDLE, 1.1)
+    one.report(1, MemberReport(10.0, 100_000), 1.1)
     assert chunk_of(one.offer(offer(3, owner=1, tokens=500), 1.2)).layout.group == (3,)
 
 
@@ -488,6 +489,24 @@ def test_a_prompt_that_is_best_alone_joins_its_owners_batches_however_long_it_is
     one = coordinator(1)
     one.report(0, MemberReport(0.0, 100_000, None, 2.0, 0.8), 0.0)
     assert one.offer(offer(tokens=4000), 0.0)[-1] == Decline(1, 0, DeclineReason.ALONE_IS_BEST)
+
+
+@pytest.mark.parametrize(("owner_delay_s", "joins"), [(0.5, True), (5.0, True), (6.0, False)])
+def test_a_prompt_for_one_instance_joins_its_owners_batches_where_that_is_free_soon(
+    owner_delay_s: float, joins: bool
+) -> None:
+    one_instance = schedule((1,))
+    one = Coordinator(one_instance, CoordinationSettings(layers=2))
+    for instance, backlog_s in ((0, owner_delay_s), (1, 0.0)):
+        one.join(instance, 0, MemberReport(backlog_s, 100_000, None, 2.0, 0.8), 0.0)
+    (cost,) = (candidate.cost for candidate in one_instance.planner.options.candidates)
+    assert 5.0 < cost.predict_s(0, 4000) < 6.0
+    orders = one.offer(offer(tokens=4000), 0.0)
+    if joins:
+        assert orders[-1] == Decline(1, 0, DeclineReason.ALONE_IS_BEST)
+        assert one.requests == ()
+    else:
+        assert chunk_of(orders).layout.group == (1,)
 
 
 def test_a_prompt_waits_for_the_first_member() -> None:
