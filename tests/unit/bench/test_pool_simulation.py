@@ -48,12 +48,15 @@ def test_the_next_turn_is_computed_behind_the_kept_rows() -> None:
 
 
 def test_the_next_turn_comes_as_long_after_its_answer_as_in_reality() -> None:
-    # In reality the first turn was answered after 0.1 s and the second came at once; here it takes two seconds.
-    turns = (answer(1, 1, 9000, 0.0, 0.1), answer(1, 2, 9200, 0.2))
-    ttfts_s = simulated(*turns)
-    assert ttfts_s[1, 1] > 2.0
-    alone_s = simulated(turns[0], turns[1]._replace(sent_s=60.0))[1, 2]
-    assert ttfts_s[1, 2] == pytest.approx(alone_s, abs=0.1), "it does not wait for the first"
+    # In reality the first turn was answered after 0.1 s and the second came 1.9 s later; here the first takes longer.
+    first, second = answer(1, 1, 9000, 0.0, 0.1), answer(1, 2, 9200, 2.0)
+    ttfts_s = simulated(first, second)
+    first_s = ttfts_s[1, 1]
+    assert first_s > 2.0
+    during_the_pause = simulated(first, second, answer(2, 1, 9000, first_s + 1.0))
+    assert during_the_pause[1, 2] > 1.5 * ttfts_s[1, 2], "it has come before the other prompt"
+    behind_the_answer = simulated(first, second, answer(2, 1, 9000, first_s + 1.9 + ttfts_s[1, 2]))
+    assert behind_the_answer[1, 2] == pytest.approx(ttfts_s[1, 2], abs=0.01)
 
 
 def test_every_request_is_simulated_once() -> None:
