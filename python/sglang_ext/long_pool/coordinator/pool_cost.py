@@ -75,8 +75,9 @@ def profiled_candidates(profile: EngineProfile, sizes: Sequence[int]) -> tuple[S
 class PoolCosts:
     """Costs that follow what chunks take: all sizes times the median of the last 15 ratios of measured to predicted.
 
-    A slow ratio to a prior is that of what a chunk takes beyond its fixed cost. Where members have measured what a batch costs, each size is corrected by its own ratios: what a ring of two adds to
-    that is not known before, and a size that looks better than it is wastes instances.
+    A ratio to a prior that is too fast is that of what a chunk takes beyond its fixed cost. Where members have measured
+    what a batch costs, each size is corrected by its own ratios: what a ring of two adds to that is not known before,
+    and a size that looks better than it is wastes instances.
     """
 
     def __init__(self, candidates: Sequence[SpCandidate], *, is_prior: bool = False) -> None:

@@ -28,6 +28,7 @@ import torch
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.utils import is_aborted, prepare_abort
 from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.schedule_batch import NextBatchPlan
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.common import match_kv_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
@@ -80,6 +81,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
 
     def init_load_inquirer(self) -> None:
         super().init_load_inquirer()
+        self._is_batch_next = False  # before the next chunk of the pool
         self._shared: dict[int, _Shared] = {}
         self._ending: dict[int, _Shared] = {}  # computed, and on their way to decode, without KV here
         self._at_decode: dict[int, _Shared] = {}  # the pool may still read their cached prefix here
@@ -137,29 +139,38 @@ class SequenceParallelScheduler(LengthAwareScheduler):
 
     # ---------------------------------------------------------------- a round
 
-    def get_new_batch_prefill(self, running_batch: Any) -> Any:
-        member = self._member
+    def get_new_batch_prefill(self, running_batch: Any) -> NextBatchPlan:
+        """Return the next batch, or none after a chunk of the pool: chunks and batches alternate.
+
+        SGLang takes in requests between two calls, so a batch behind a chunk has those that came meanwhile.
+        """
+        member, plan = self._member, NextBatchPlan(batch_to_run=None, running_batch=running_batch)
         if member is not None:
             for outcome in member.take_orders():
                 self._resume(outcome)
-            self._compute_shared(member)
             self._count_follow_ups(member)
             self._withdraw_failed(member)
             self._follow_ending(member)
-        plan = super().get_new_batch_prefill(running_batch)
+        if member is None or self._is_batch_next or not member.has_step:
+            plan = super().get_new_batch_prefill(running_batch)
         self._release_locks()
         if member is not None:
+            if plan.batch_to_run is None:
+                self._is_batch_next = self._compute_shared(member)
+            else:
+                self._is_batch_next = False
             self._report_load(member, plan.batch_to_run)
             self._report_transferred(member)
         return plan
 
-    def _compute_shared(self, member: PoolMember) -> None:
-        """Take part in the chunk that is due, if there is one. An own batch behind it does not begin before its end."""
+    def _compute_shared(self, member: PoolMember) -> bool:
+        """Take part in the chunk that is due; False where there is none. The next batch begins behind its end."""
         is_due = member.has_step
         for outcome in member.compute():
             self._resume(outcome)
         if is_due and self._laps is not None:
             self._laps.clock.record_idle()
+        return is_due
 
     def _count_follow_ups(self, member: PoolMember) -> None:
         """Count the short follow-ups that the pool computes here as arrivals of short prefills.

@@ -1,0 +1,62 @@
+"""Chunks of a pool and own batches of an instance, in turn."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("sglang_imported")
+
+
+def test_a_batch_behind_a_chunk_has_what_came_during_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # SGLang's, of what a CPU has not
+        from sglang.srt.managers.schedule_batch import NextBatchPlan
+
+        from sglang_ext.laps.sglang.scheduler import LengthAwareScheduler
+        from sglang_ext.long_pool.sglang.scheduler import SequenceParallelScheduler
+
+    ran: list[str] = []
+    queue: list[str] = []
+    steps: list[str] = []
+
+    def plan_batch(_: Any, running_batch: Any) -> NextBatchPlan:
+        batch = list(queue)
+        queue.clear()
+        return NextBatchPlan(batch_to_run=batch or None, running_batch=running_batch)
+
+    def compute() -> list[Any]:
+        ran.append(steps.pop(0))
+        return []
+
+    class Member:
+        take_orders = take_follow_ups = list
+        has_step = property(lambda _: bool(steps))
+
+    member: Any = Member()
+    member.compute = compute
+    scheduler: Any = SequenceParallelScheduler.__new__(SequenceParallelScheduler)
+    scheduler._member, scheduler._laps, scheduler._is_batch_next = member, None, False
+    scheduler._shared, scheduler._ending, scheduler._sending, scheduler._resumed = {}, {}, {}, []
+    monkeypatch.setattr(LengthAwareScheduler, "get_new_batch_prefill", plan_batch)
+    monkeypatch.setattr(SequenceParallelScheduler, "_report_load", lambda *_: None)
+
+    def round_of(*arrivals: str) -> None:
+        queue.extend(arrivals)
+        plan = SequenceParallelScheduler.get_new_batch_prefill(scheduler, None)
+        if plan.batch_to_run:
+            ran.append("+".join(plan.batch_to_run))
+
+    steps += ["chunk 1", "chunk 2", "chunk 3", "chunk 4"]
+    round_of("a")  # the chunk had been ordered before it came
+    round_of("b")  # which came during the chunk
+    round_of()
+    round_of()
+    round_of("c")
+    round_of("d")
+    assert ran == ["chunk 1", "a+b", "chunk 2", "chunk 3", "c", "chunk 4"]
+    round_of()
+    round_of("e")
+    assert ran[6:] == ["d", "e"]
