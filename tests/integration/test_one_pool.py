@@ -69,7 +69,7 @@ def test_short_and_long_prompts_on_the_same_instances() -> None:
                 assert reply.result() == greedy_reference(prompt, NEW_TOKENS)
         status = coordinator.status()
         assert any(len(chunk["members"]) == 2 for chunk in chunks(status))
-        assert all(one["outcome"] in ("streamed", "declined", "collected") for one in status["recent"])
+        assert {one["outcome"] for one in status["recent"]} <= {"streamed", "collected", "alone_is_best"}
         check_clean(pairs, free)
         for engine in prefill:
             engine.stop()
