@@ -467,9 +467,9 @@ class Coordinator:
     def _is_best_at_owner(self, prefill: SharedPrefill, placement: Placement, now_s: float) -> bool:
         """Return whether a prefill that one instance is to compute joins its owner's own batches.
 
-        They let short prefills in between, where chunks make them wait. That is worth waiting for an owner which is
-        free a little later than the chosen instance: for less time than the prompt takes. Own batches know nothing of
-        kept rows, nor of bounds to a chunk.
+        They let short prefills in between, where chunks make them wait. While short prefills arrive that is worth
+        waiting for an owner which is free a little later than the chosen instance: for less time than the prompt takes.
+        Own batches know nothing of kept rows, nor of bounds to a chunk.
         """
         offer, computed = prefill.offer, prefill.offer.tokens - count_tokens(prefill.todo)
         if len(placement.group) > 1 or prefill.is_shared or prefill.prefix or not offer.fits_owner:
@@ -477,8 +477,11 @@ class Coordinator:
         tokens, _ = self._schedule.cut(placement, computed, NO_SHORT_LOAD, self._settings.chunk_s)
         if tokens < count_tokens(prefill.todo):
             return False
-        owner_delay_s = self._members.snapshot(now_s).queue_delays_s[self._members.positions[offer.owner]]
-        return owner_delay_s <= placement.compute_s
+        owner = self._members.positions[offer.owner]
+        if placement.group == (owner,):
+            return True
+        has_shorts = self._members.short_load(now_s) != NO_SHORT_LOAD
+        return has_shorts and self._members.snapshot(now_s).queue_delays_s[owner] <= placement.compute_s
 
     def _wait_for_room(self, prefill: SharedPrefill, now_s: float) -> list[Order]:
         """No group can hold it now, or its owner all of it."""

@@ -491,14 +491,18 @@ def test_a_prompt_that_is_best_alone_joins_its_owners_batches_however_long_it_is
     assert one.offer(offer(tokens=4000), 0.0)[-1] == Decline(1, 0, DeclineReason.ALONE_IS_BEST)
 
 
-@pytest.mark.parametrize(("owner_delay_s", "joins"), [(0.5, True), (5.0, True), (6.0, False)])
+@pytest.mark.parametrize(
+    ("owner_delay_s", "short_per_s", "joins"),
+    [(0.5, 2.0, True), (5.0, 2.0, True), (6.0, 2.0, False), (0.5, 0.0, False)],
+)
 def test_a_prompt_for_one_instance_joins_its_owners_batches_where_that_is_free_soon(
-    owner_delay_s: float, joins: bool
+    owner_delay_s: float, short_per_s: float, joins: bool
 ) -> None:
     one_instance = schedule((1,))
     one = Coordinator(one_instance, CoordinationSettings(layers=2))
     for instance, backlog_s in ((0, owner_delay_s), (1, 0.0)):
-        one.join(instance, 0, MemberReport(backlog_s, 100_000, None, 2.0, 0.8), 0.0)
+        one.join(instance, 0, MemberReport(backlog_s, 100_000, None), 0.0)
+        one.report(instance, MemberReport(backlog_s, 100_000, None, short_per_s, 0.8), 0.0)
     (cost,) = (candidate.cost for candidate in one_instance.planner.options.candidates)
     assert 5.0 < cost.predict_s(0, 4000) < 6.0
     orders = one.offer(offer(tokens=4000), 0.0)
