@@ -35,7 +35,7 @@ class Hybrid(NamedTuple):
     """Layers of a model: parts by name, and how often each occurs in a group of layers that repeats."""
 
     name: str
-    products: tuple[tuple[int, int, int], ...]  # rows times [inputs, outputs], so many times
+    products: tuple[tuple[int, int, int], ...]  # inputs, outputs, and how often in a group
     attention: tuple[int, int, int, int]  # heads, KV heads, head size, layers
     recurrence: Callable[[], Work]
     recurrent_layers: int

@@ -59,7 +59,7 @@ keys and values rounded (`tests/integration/test_fp8_kv.py`); nothing here has b
 draft model of its own (Llama) and with the model's next-token layer (MTP: DeepSeek V3, GLM-4-MoE-lite), undivided and
 over both transfers with two queues; what the target accepts of them is the same as undivided, so their KV has arrived
 (`tests/integration/test_drafts.py`). On CPUs drafts are chains (`--speculative-eagle-topk 1`); where SGLang would
-verify them greedily there, whatever the temperature, tokens are drawn. `STANDALONE` is served undivided only.
+verify them greedily there at any temperature, tokens are drawn. `STANDALONE` is served undivided only.
 
 | SGLang's argument | on a CPU without AMX | handshake | long pool | prefill graphs (GPU) | all else, on a GPU |
 |---|---|---|---|---|---|

@@ -70,7 +70,7 @@ def verify_drafts(
 ) -> Any:
     """AROUND `eagle_sample`: the target's choices are drawn where requests are not greedy.
 
-    On a CPU SGLang keeps a draft that is the likeliest token, whatever the temperature. Here the target draws a token
+    On a CPU SGLang keeps a draft that is the likeliest token, at any temperature. Here the target draws a token
     behind each draft, from the distribution that the request asks for, and a draft that is the token drawn stays: what
     is generated has that distribution.
     """

@@ -1,7 +1,7 @@
 """Functions of `sgl_kernel` for speculative decoding with chains of drafts, in torch.
 
 A draft model proposes a chain of tokens per request; the target computes all of them at once, and the drafts that are
-its own choice stay. SGLang calls these functions on a CPU whatever attention it uses. Trees of drafts
+its own choice stay. SGLang calls these functions on a CPU with any attention. Trees of drafts
 (`--speculative-eagle-topk` above 1) are refused: `unserved_models` says so.
 """
 

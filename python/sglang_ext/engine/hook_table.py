@@ -277,7 +277,7 @@ HOOK_TABLE: tuple[Hook, ...] = (
     ),
     Hook(
         name="drawn-tokens",
-        why="on a CPU SGLang verifies drafts greedily, whatever the temperature; draws what a request asks for",
+        why="on a CPU SGLang verifies drafts greedily at any temperature; draws what a request asks for",
         kind=HookKind.AROUND,
         implementation="sglang_ext.cpu.draft_attention:verify_drafts",
         target="sglang.srt.speculative.eagle_worker_common.eagle_sample",

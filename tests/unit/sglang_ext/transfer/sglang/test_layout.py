@@ -104,7 +104,7 @@ def test_a_draft_s_rows_are_one_layer_behind_the_model_s(page_size: int) -> None
 
 
 def test_ranks_cut_a_draft_s_rows_as_the_model_s() -> None:
-    """Two ranks send to one: the second half of each row is the second rank's, whatever the heads of the draft."""
+    """Two ranks send to one: the second half of each row is the second rank's, for any number of heads of the draft."""
     one = pool_layout(with_draft(2, item_bytes=64), HeadLayout(4, 1, 4), rank=0)
     for rank in range(2):
         layout = pool_layout(with_draft(2), HeadLayout(4, 2, 4), rank)
