@@ -62,7 +62,7 @@ def state_space() -> Work:
 HYBRIDS = (
     Hybrid(
         "Qwen3-Next-80B-A3B",
-        # Of three layers queries, keys, values and gates, and the output; the same of one that attends; all experts.
+        # Queries, keys, values and gates, and the output, of three layers and of a layer that attends; all experts.
         ((2048, 12288, 3), (4096, 2048, 3), (2048, 9216, 1), (4096, 2048, 1), (2048, 11264, 4), (5632, 2048, 4)),
         (16, 2, 256, 1),
         gated_delta,

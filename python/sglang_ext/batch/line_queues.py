@@ -86,7 +86,7 @@ class LineQueues:
     ) -> tuple[JobQueue, LeasedLine] | None:
         """The next line of a class: of the tenant that is furthest behind its share.
 
-        Of a tenant's lines those that are sent again are first, then come those of the job that has the fewest in
+        A tenant's repeated lines are first, then come the lines of its job that has the fewest in
         flight. A tenant with `max_waiting` lines that wait to be sent again, which are in memory, has only those.
         `may_send` is asked with a tenant and how many of its requests are in flight.
         """

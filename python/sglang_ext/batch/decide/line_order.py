@@ -52,7 +52,7 @@ def token_ranges(length_boundary_tokens: int | None) -> dict[LengthClass | None,
 class TenantShares:
     """Weighted fair queueing: tenants get work in proportion to their weights. Work is in any unit, the same for all.
 
-    Each tenant has a virtual time, the work that it has had for its weight, and the one that is furthest behind is next
+    Each tenant has a virtual time, the work that it has had for its weight; the tenant that is furthest behind is next
     (start-time fair queueing: Goyal, Vin, Cheng, SIGCOMM 1996). A tenant that had nothing to send goes on from the
     present: a pause saves nothing up.
     """
@@ -73,7 +73,7 @@ class TenantShares:
         self._times[tenant] = start + work / weight
 
     def correct(self, tenant: str, work: float, weight: float) -> None:
-        """Record that work which began earlier was larger than charged by so much."""
+        """Record by how much `work` that began earlier was larger than what was charged."""
         self._times[tenant] = self._times.get(tenant, self._now) + work / weight
 
     def _start(self, tenant: str) -> float:

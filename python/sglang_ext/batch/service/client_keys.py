@@ -31,7 +31,7 @@ class ClientKeys:
         return self._tenants.find(given)
 
     def limits_of(self, tenant: str) -> TenantLimits:
-        """Return the limits of a tenant; one that is not in the file (any more) has the usual ones."""
+        """Return the limits of a tenant; a tenant that is not in the file (any more) has the usual ones."""
         if self._tenants is None:
             return TenantLimits(tenant)
         self._tenants.reload(time.monotonic())

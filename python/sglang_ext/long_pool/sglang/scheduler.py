@@ -142,7 +142,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
     def get_new_batch_prefill(self, running_batch: Any) -> NextBatchPlan:
         """Return the next batch, or none after a chunk of the pool: chunks and batches alternate.
 
-        SGLang takes in requests between two calls, so a batch behind a chunk has those that came meanwhile.
+        SGLang takes in requests between two calls, so a batch behind a chunk has the requests that came meanwhile.
         """
         member, plan = self._member, NextBatchPlan(batch_to_run=None, running_batch=running_batch)
         if member is not None:

@@ -157,7 +157,7 @@ def test_clients_are_answered_with_503_while_the_server_is_away(tmp_path: Path) 
 
 
 def test_a_connection_that_was_lost_is_made_again() -> None:
-    """At once for what changes nothing; what may have been carried out is the caller's to repeat."""
+    """A statement that changes nothing is repeated at once; the caller repeats any other."""
     with running_postgres() as server:
         database = PostgresDatabase(server.url)
 

@@ -124,7 +124,7 @@ def test_a_file_that_cannot_be_used_is_refused_at_the_start(tmp_path: Path, caps
 
 @pytest.mark.parametrize("store", ["sqlite", POSTGRES])
 def test_a_flood_of_one_tenant_does_not_hold_up_another(store: str, tmp_path: Path) -> None:
-    """More batches than are sent at a time, before the other's; none ends before the other's has come."""
+    """The flood has more batches than are sent at a time, and none ends before the other tenant's has come."""
     batches, lines = 20, 300
     with (
         tenants_service(tmp_path, "--max-in-flight", "8", store=store, flood={}, small={}) as (service, endpoint),
@@ -197,7 +197,7 @@ def test_no_more_in_flight_than_a_tenants_concurrency(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("status", "code"), [(429, "rate_limit_exceeded"), (403, "forbidden")])
 def test_a_tenant_that_the_endpoint_refuses_waits_by_itself(status: int, code: str, tmp_path: Path) -> None:
-    """Longer than a line is tried again: neither are its lines failed, nor is the endpoint taken to be down."""
+    """Its lines wait longer than a line is tried again, and do not fail; the endpoint is not taken to be down."""
     with (
         tenants_service(tmp_path, "--max-in-flight", "4", a={}, b={}) as (service, endpoint),
         service.client(api_key="a") as a,

@@ -493,7 +493,7 @@ def test_a_prefill_whose_prefix_is_on_its_way_from_storage_is_set_aside(
     engine._take_loaded(laps, 2.0)
     assert 1 in laps.policy.queue
     assert matched == [requests[1]]
-    # One that goes meanwhile is forgotten.
+    # A request that goes meanwhile is forgotten.
     loading.add(2)
     engine._set_loading_aside(laps, [requests.pop(2)])
     engine._take_loaded(laps, 3.0)

@@ -82,7 +82,7 @@ def test_fp8_travels_as_bytes_to_pools_of_its_type() -> None:
 
 
 def with_draft(entries: int, item_bytes: int = 32, page_size: int = 16) -> Any:
-    """As SGLang has it: K of two layers, then V, and behind them those of a draft model."""
+    """Make arguments as SGLang does: K of two layers, then V, and behind them the draft model's."""
     pools = arguments(page_size)
     pools.num_draft_entries = entries
     pools.kv_data_ptrs += [10_000 + 1000 * entry for entry in range(entries)]
