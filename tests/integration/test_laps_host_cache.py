@@ -57,27 +57,17 @@ def loaded_tokens(prefill: Prefill) -> int:
     return int(details.get("host", 0))
 
 
-def fill(pair: Pair, first_seed: int, prompts: int = PROMPTS) -> list[Prefill]:
-    """Send prompts one after the other, each of which must be exact."""
-    sent = []
-    for number in range(prompts):
-        prefill = pair.send(PROMPT_TOKENS, seed=first_seed + number)
-        assert prefill.is_exact()
-        sent.append(prefill)
-    return sent
-
-
 def test_tokens_are_exact_over_evictions_and_loads(pair: Pair) -> None:
-    assert all(loaded_tokens(prefill) == 0 for prefill in fill(pair, first_seed=100))
+    assert all(loaded_tokens(prefill) == 0 for prefill in pair.fill(PROMPTS, PROMPT_TOKENS, first_seed=100))
     for _ in range(2):
-        again = fill(pair, first_seed=100)
+        again = pair.fill(PROMPTS, PROMPT_TOKENS, first_seed=100)
         assert sum(map(loaded_tokens, again)) > PROMPTS * PROMPT_TOKENS / 2
 
 
 def test_a_prefill_runs_in_chunks_behind_a_prefix_from_the_host(pair: Pair) -> None:
     prefix = random_prompt(PREFIX_TOKENS, seed=1)
     assert pair.send(PREFIX_TOKENS + 8, seed=2, prefix=prefix).is_exact()
-    fill(pair, first_seed=200, prompts=4)  # which takes the prefix from the device
+    pair.fill(4, PROMPT_TOKENS, first_seed=200)  # which takes the prefix from the device
     work = pair.prefill.get("/laps?since=0").body["work"]
     long = pair.send(2 * PREFIX_TOKENS, seed=3, prefix=prefix)
     shorts = []
@@ -111,7 +101,7 @@ def test_aborted_prefills_leave_nothing_on_either_tier(pair: Pair) -> None:
     prefixes = [random_prompt(PREFIX_TOKENS, seed=10 + number) for number in range(2)]
     for number, prefix in enumerate(prefixes):
         assert pair.send(PREFIX_TOKENS + 8, seed=20 + number, prefix=prefix).is_exact()
-    fill(pair, first_seed=400, prompts=4)
+    pair.fill(4, PROMPT_TOKENS, first_seed=400)
     aborted = pair.send(2 * PREFIX_TOKENS, seed=30, prefix=prefixes[0], rid="aborted", priority="low")
     pair.wait_for(lambda status: status["long"]["requests"] >= 1 or aborted.replies.done())
     kept = pair.send(PREFIX_TOKENS + 400, seed=31, prefix=prefixes[1], priority="high")
@@ -122,4 +112,4 @@ def test_aborted_prefills_leave_nothing_on_either_tier(pair: Pair) -> None:
     aborted.replies.result(timeout=120)
     # What was loaded for the aborted one is whole, and used again.
     assert pair.send(PREFIX_TOKENS + 40, seed=33, prefix=prefixes[0]).is_exact()
-    fill(pair, first_seed=400, prompts=4)
+    pair.fill(4, PROMPT_TOKENS, first_seed=400)

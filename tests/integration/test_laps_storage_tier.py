@@ -68,33 +68,25 @@ def cached_tokens(prefill: Prefill, tier: str) -> int:
     return int(details.get(tier) or 0)
 
 
-def fill(pair: Pair, first_seed: int, prompts: int = PROMPTS) -> list[Prefill]:
-    """Send prompts one after the other, each of which must be exact."""
-    sent = []
-    for number in range(prompts):
-        prefill = pair.send(PROMPT_TOKENS, seed=first_seed + number)
-        assert prefill.is_exact()
-        sent.append(prefill)
-    return sent
-
-
 @pytest.mark.parametrize("policy", ["wait_complete", "best_effort"])
 def test_tokens_are_exact_over_evictions_and_loads_of_both_tiers(tmp_path: Path, policy: str) -> None:
     with running(tmp_path, policy) as pair:
-        assert all(cached_tokens(prefill, "storage") == 0 for prefill in fill(pair, first_seed=100))
+        assert all(
+            cached_tokens(prefill, "storage") == 0 for prefill in pair.fill(PROMPTS, PROMPT_TOKENS, first_seed=100)
+        )
         stored = PROMPTS * PROMPT_TOKENS // 16
         wait_until(lambda: sum(1 for _ in tmp_path.iterdir()) >= stored - PROMPTS, 60)
-        again = fill(pair, first_seed=100) + fill(pair, first_seed=100)
+        again = pair.fill(PROMPTS, PROMPT_TOKENS, first_seed=100) + pair.fill(PROMPTS, PROMPT_TOKENS, first_seed=100)
         if policy == "wait_complete":
             assert sum(cached_tokens(prefill, "storage") for prefill in again) > PROMPTS * PROMPT_TOKENS / 2
 
 
 def test_an_instance_that_starts_again_finds_what_is_stored(tmp_path: Path) -> None:
     with running(tmp_path, "wait_complete") as pair:
-        fill(pair, first_seed=200, prompts=2)
+        pair.fill(2, PROMPT_TOKENS, first_seed=200)
         wait_until(lambda: sum(1 for _ in tmp_path.iterdir()) >= 2 * (PROMPT_TOKENS // 16) - 2, 60)
     with running(tmp_path, "wait_complete") as pair:
-        found = [cached_tokens(prefill, "storage") for prefill in fill(pair, first_seed=200, prompts=2)]
+        found = [cached_tokens(prefill, "storage") for prefill in pair.fill(2, PROMPT_TOKENS, first_seed=200)]
         assert min(found) > PROMPT_TOKENS - 2 * 16
 
 
@@ -108,7 +100,7 @@ def test_a_prefill_waits_for_its_stored_prefix_while_others_run(tmp_path: Path) 
             prefixes = [random_prompt(PROMPT_TOKENS, seed=seed + number) for number in range(3)]
             for number, prefix in enumerate(prefixes):
                 assert pair.send(PROMPT_TOKENS + 8, seed=seed + 10 + number, prefix=prefix).is_exact()
-            fill(pair, first_seed=seed + 20)  # which takes the prefixes from both tiers
+            pair.fill(PROMPTS, PROMPT_TOKENS, first_seed=seed + 20)  # which takes the prefixes from both tiers
             longs = [
                 pair.send(2 * PROMPT_TOKENS, seed=seed + 30 + number, prefix=prefix, rid=f"long-{seed}-{number}")
                 for number, prefix in enumerate(prefixes)

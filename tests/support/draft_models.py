@@ -8,9 +8,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import os
 import shutil
-import tempfile
 import warnings
 from collections.abc import Sequence
 from functools import cache
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from support.model_families import family
+from support.tiny_model import built_once
 
 _REPLY_TOKENS = range(6, 14)
 _PREFERENCE = 6.0  # of these over others: a factor of their logits
@@ -46,19 +45,13 @@ def drafted(architecture: str) -> DraftedModel:
     source = inspect.getsource(inspect.getmodule(drafted))  # type: ignore[arg-type]
     original = family(architecture)
     key = hashlib.sha256((original.name + source).encode()).hexdigest()[:16]
-    folder = original.parent / f"drafted-{architecture}-{key}"
-    if not folder.is_dir():
-        scratch = Path(tempfile.mkdtemp(dir=folder.parent))
-        try:
-            shutil.copytree(original, scratch / "model")
-            _prefer_few_tokens(scratch / "model")
-            (_add_layer if DRAFTS[architecture] == LAYER else _add_model)(scratch)
-            os.rename(scratch, folder)
-        except OSError:
-            if not folder.is_dir():  # another process has built it meanwhile
-                raise
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+
+    def build(folder: Path) -> None:
+        shutil.copytree(original, folder / "model")
+        _prefer_few_tokens(folder / "model")
+        (_add_layer if DRAFTS[architecture] == LAYER else _add_model)(folder)
+
+    folder = built_once(original.parent / f"drafted-{architecture}-{key}", build)
     model = folder / "model"
     return DraftedModel(model, model if DRAFTS[architecture] == LAYER else folder / "draft")
 

@@ -82,6 +82,15 @@ class Pair:
         replies = self._threads.submit(send_both, self.prefill, self.decode, body)
         return Prefill(prompt, replies, self.shape)
 
+    def fill(self, prompts: int, length_tokens: int, first_seed: int) -> list[Prefill]:
+        """Send prompts one after the other, each of which must be exact."""
+        sent = []
+        for number in range(prompts):
+            prefill = self.send(length_tokens, seed=first_seed + number)
+            assert prefill.is_exact()
+            sent.append(prefill)
+        return sent
+
     def status(self) -> dict[str, Any]:
         """The prefill engine's `GET /laps`."""
         reply = self.prefill.get("/laps")

@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
-import os
 import shutil
-import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -15,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from support.tiny_model import tiny_model
+from support.tiny_model import built_once, tiny_model
 
 WINDOW = 32
 _VOCABULARY = 2048
@@ -229,18 +227,7 @@ def family(architecture: str) -> Path:
     """Folder with weights and a tokenizer; built on first use."""
     source = inspect.getsource(inspect.getmodule(family))  # type: ignore[arg-type]
     key = hashlib.sha256((architecture + source).encode()).hexdigest()[:16]
-    folder = tiny_model().parent / f"{architecture}-{key}"
-    if not folder.is_dir():
-        scratch = Path(tempfile.mkdtemp(dir=folder.parent))
-        try:
-            _build(architecture, scratch)
-            os.rename(scratch, folder)
-        except OSError:
-            if not folder.is_dir():  # another process has built it meanwhile
-                raise
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-    return folder
+    return built_once(tiny_model().parent / f"{architecture}-{key}", lambda scratch: _build(architecture, scratch))
 
 
 def _build(architecture: str, folder: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import shutil
 import sysconfig
 import tempfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -47,16 +48,21 @@ def tiny_model(shape: TinyModelShape = STANDARD_SHAPE) -> Path:
     key = hashlib.sha256((json.dumps(asdict(shape)) + source + sysconfig.get_python_version()).encode())
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "sglang-ext" / "test-models"
     folder = cache / key.hexdigest()[:16]
+    return built_once(folder, lambda scratch: _build(shape, scratch))
+
+
+def built_once(folder: Path, build: Callable[[Path], None]) -> Path:
+    """Return the folder, as `build` fills it in another place first: it is there whole, or not at all."""
     if folder.is_dir():
         return folder
-    cache.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=cache))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
-        _build(shape, scratch)
+        build(scratch)
         try:
             scratch.rename(folder)
         except OSError:
-            # Another process built the same model meanwhile.
+            # Another process built the same folder meanwhile.
             if not folder.is_dir():
                 raise
     finally:
