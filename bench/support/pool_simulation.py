@@ -19,7 +19,7 @@ from sglang_ext.planner.simulation.one_pool import OnePool, OnePoolOptions
 from sglang_ext.types import Role
 from support.conversations import Answer
 
-_BLOCK_TOKENS = 256
+_BLOCK_TOKENS = 32
 _KV_TOKENS = 1_000_000
 _CHUNK_TOKENS = 8192
 

@@ -25,7 +25,7 @@ class PoolSettings(NamedTuple):
     collects: bool = False  # all KV, wherever it fits, also where members send it straight to decode
     max_chunk_s: float | None = None  # predicted; longer ones are cut
     keeps_rows: bool = True  # of streamed prompts, as a prefix cache of the pool
-    block_tokens: int = 256  # of a prompt, that are found there or not; or the next multiple that is whole pages
+    block_tokens: int = 32  # of a prompt, that are found there or not; or the next multiple that is whole pages
     ttft_slo_s: float = 1.0  # of an announced prompt that brings none of its own, or
     slo_stretch: float = 5.0  # this many times its time on an idle pool if that is more
 
