@@ -143,6 +143,8 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
         laps.publish(laps.now_s(), lambda: self._snapshot(laps))
         if not self.waiting_queue and not self._parked:
             return super().get_new_batch_prefill(running_batch)
+        if self._gives_way():
+            return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
         plan, steps = laps.agreement.agree(lambda: laps.policy.choose(laps.now_s(), self._free_tokens()))
         for position, step in enumerate(steps):
             batch = None if plan is None else plan.batches[position]
@@ -151,6 +153,10 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
                 return next_plan
             running_batch = next_plan.running_batch
         return NextBatchPlan(batch_to_run=None, running_batch=running_batch)
+
+    def _gives_way(self) -> bool:
+        """Return whether something else runs before the next batch."""
+        return False
 
     def _free_tokens(self) -> int:
         allocator, tree = self.token_to_kv_pool_allocator, self.tree_cache

@@ -15,7 +15,7 @@ import select
 import time
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import NamedTuple
@@ -322,11 +322,21 @@ class PoolMember:
         step = self._steps.popleft()
         outcomes = self._run(step)
         if isinstance(step, ChunkOrder) and step.chunk.is_last and step.chunk.request in self._cached_tokens:
-            until_s = time.monotonic() + LONGEST_ROUND_TRIP_S
-            while not any(outcome.request == step.chunk.request for outcome in outcomes):
-                if not self.ranks.share(partial(self._wait_for_orders, until_s)):
-                    break
-                outcomes += self.take_orders()
+            request = step.chunk.request
+            outcomes += self._await(lambda come: any(outcome.request == request for outcome in (*outcomes, *come)))
+        return outcomes
+
+    def await_step(self) -> list[Outcome]:
+        """Wait for what the coordinator answers to an offer, but no longer than a round trip takes; what has become of
+        offered requests meanwhile."""
+        return self._await(lambda come: bool(self._steps or come))
+
+    def _await(self, is_enough: Callable[[list[Outcome]], bool]) -> list[Outcome]:
+        """Take orders until it is enough, but no longer than a round trip takes. On all ranks alike."""
+        outcomes: list[Outcome] = []
+        until_s = time.monotonic() + LONGEST_ROUND_TRIP_S
+        while not is_enough(outcomes) and self.ranks.share(partial(self._wait_for_orders, until_s)):
+            outcomes += self.take_orders()
         return outcomes
 
     def _wait_for_orders(self, until_s: float) -> bool:

@@ -82,6 +82,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
     def init_load_inquirer(self) -> None:
         super().init_load_inquirer()
         self._is_batch_next = False  # before the next chunk of the pool
+        self._has_offered = False  # in this round
         self._shared: dict[int, _Shared] = {}
         self._ending: dict[int, _Shared] = {}  # computed, and on their way to decode, without KV here
         self._at_decode: dict[int, _Shared] = {}  # the pool may still read their cached prefix here
@@ -146,6 +147,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         """
         member, plan = self._member, NextBatchPlan(batch_to_run=None, running_batch=running_batch)
         if member is not None:
+            self._has_offered = False
             for outcome in member.take_orders():
                 self._resume(outcome)
             self._count_follow_ups(member)
@@ -171,6 +173,19 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         if is_due and self._laps is not None:
             self._laps.clock.record_idle()
         return is_due
+
+    def _gives_way(self) -> bool:
+        """Return whether the coordinator has answered the offers of this round: a chunk is due, or a prompt is back.
+
+        An answer takes a round trip, and a batch that is begun meanwhile keeps the chunk waiting, on all its members.
+        """
+        member = self._member
+        if member is None or not self._has_offered:
+            return False
+        outcomes = member.await_step()
+        for outcome in outcomes:
+            self._resume(outcome)
+        return bool(outcomes) or member.has_step
 
     def _count_follow_ups(self, member: PoolMember) -> None:
         """Count the short follow-ups that the pool computes here as arrivals of short prefills.
@@ -258,6 +273,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         elif self._is_too_long(request):
             self.tree_cache.unlock(lock)
             return
+        self._has_offered = True
         number = member.offer(
             request.origin_input_ids[:tokens],
             cached_tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from array import array
@@ -94,6 +95,25 @@ def test_a_prompt_alone() -> None:
     torch.testing.assert_close(one.kv[REQUEST], kv_of(ids(30)), atol=1e-4, rtol=0)
     assert one.pool.free_tokens == POOL_TOKENS
     assert is_idle(one)
+
+
+@pytest.mark.parametrize("answer", ["step", "decline", "none"])
+def test_the_answer_to_an_offer_is_waited_for(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = member()
+    listening, waking = os.pipe()
+    monkeypatch.setattr(one.link, "wake_descriptor", listening, raising=False)
+    one.offer(ids(30), NO_KV)
+    assert not one.member.has_step
+    assert one.member.await_step() == [], "nothing has come"
+    if answer != "none":
+        is_step = answer == "step"
+        one.link.inbox.append(chunk(REQUEST, ids(30)) if is_step else Decline(REQUEST, 0, DeclineReason.ALONE_IS_BEST))
+        os.write(waking, b"x")
+    outcomes = one.member.await_step()
+    assert [type(outcome) for outcome in outcomes] == ([Declined] if answer == "decline" else [])
+    assert one.member.has_step == (answer == "step")
+    os.close(listening)
+    os.close(waking)
 
 
 def test_a_step_that_was_given_up_before_it_began_leaves_nothing() -> None:

@@ -60,3 +60,34 @@ def test_a_batch_behind_a_chunk_has_what_came_during_the_chunk(monkeypatch: pyte
     round_of()
     round_of("e")
     assert ran[6:] == ["d", "e"]
+
+
+@pytest.mark.parametrize("answer", ["chunk", "prompt", "nothing"])
+def test_a_batch_waits_for_the_answer_to_an_offer(answer: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # SGLang's, of what a CPU has not
+        from sglang_ext.long_pool.sglang.scheduler import SequenceParallelScheduler
+
+    resumed: list[str] = []
+
+    class Member:
+        asked = 0
+        has_step = False
+
+        def await_step(self) -> list[str]:
+            self.asked += 1
+            self.has_step = answer == "chunk"
+            return ["prompt"] if answer == "prompt" else []
+
+    class Scheduler(SequenceParallelScheduler):
+        def _resume(self, outcome: Any) -> None:
+            resumed.append(outcome)
+
+    member: Any = Member()
+    scheduler: Any = Scheduler.__new__(Scheduler)
+    scheduler._member, scheduler._has_offered = member, False
+    assert not scheduler._gives_way()
+    assert member.asked == 0, "nothing has been offered"
+    scheduler._has_offered = True
+    assert scheduler._gives_way() == (answer != "nothing")
+    assert (member.asked, resumed) == (1, ["prompt"] if answer == "prompt" else [])
