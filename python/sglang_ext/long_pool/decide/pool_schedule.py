@@ -208,33 +208,56 @@ class PoolSchedule:
         ones, and those behind kept rows for which nothing better is planned.
 
         Members compute a chunk and then a batch, in turn. There may be ordinary work at one of them all the time: the
-        group would never be idle as a whole, and the prefill would keep its KV there. It goes on in its turn, where
-        none waits that is before it in the order.
+        group would never be idle as a whole, and the prefill would keep its KV there. It goes on in its turn, and in
+        that of a prefill before it in the order only where it has ended before that one may begin.
         """
         placed = {placement.prompt: placement for placement in placements if placement.group}
-        starting = {at: placement.group for at, placement in placed.items() if placement.start_s == 0.0}
-        taken = {instance for group in starting.values() for instance in group}
-        costs = {candidate.size: candidate.cost for candidate in self.planner.options.candidates}
+        taken = {instance for placement in placed.values() if placement.start_s == 0.0 for instance in placement.group}
+        wanted_s = [math.inf] * len(snapshot.node_ids)  # when the first of those before may begin, by position
         continued: list[PlacedPrefill] = []
         for at, prefill in enumerate(ordered):
-            if at in starting:
+            place = placed.get(at)
+            if place is not None and place.start_s == 0.0:
                 continue
             group = tuple(holder.instance for holder in prefill.holders)
-            if not group or len(group) not in costs or not taken.isdisjoint(group):
-                break
-            begin_s = [begin_in_s[instance] for instance in group] if begin_in_s else [0.0]
-            compute_s = costs[len(group)].predict_s(prefill.cached_tokens, prefill.new_tokens)
-            if not prefill.is_started and max(begin_s) < math.inf:
-                idle_s = sum(max(begin_s) - one_s for one_s in begin_s)
-                here_s = max(begin_s) + compute_s + self.price * (len(group) * compute_s + idle_s)
-                if here_s > self._later_s(prefill, placed.get(at), snapshot):
-                    break
-            taken.update(group)
-            if max(begin_s) == math.inf:
+            begin_s = max([begin_in_s[instance] for instance in group] if begin_in_s else [0.0], default=math.inf)
+            chunk = None
+            if group and taken.isdisjoint(group):
+                if begin_s == math.inf:  # it is in a step, or waits for one
+                    taken.update(group)
+                    continue
+                chunk = self._chunk_at_holders(at, prefill, group, begin_in_s, place, snapshot)
+            if chunk is None or chunk.end_s > min(wanted_s[instance] for instance in group):
+                # It waits for its place; without one it takes whichever instance is idle first.
+                for instance in range(len(wanted_s)) if place is None else place.group:
+                    may_begin_s = snapshot.queue_delays_s[instance] if place is None else place.start_s
+                    wanted_s[instance] = min(wanted_s[instance], may_begin_s)
                 continue
-            placement = Placement(at, prefill.new_tokens, group, 0.0, compute_s, compute_s)
-            continued.append(PlacedPrefill(prefill.key, placement))
+            taken.update(group)
+            continued.append(PlacedPrefill(prefill.key, chunk._replace(end_s=chunk.compute_s)))
         return continued
+
+    def _chunk_at_holders(
+        self,
+        at: int,
+        prefill: PendingPrefill,
+        group: tuple[int, ...],
+        begin_in_s: Sequence[float],
+        place: Placement | None,
+        snapshot: PrefillSnapshot,
+    ) -> Placement | None:
+        """Return what a prefill computes next where it has KV, and ends then; None where it had better wait."""
+        costs = {candidate.size: candidate.cost for candidate in self.planner.options.candidates}
+        if len(group) not in costs:
+            return None
+        begins_s = [begin_in_s[instance] for instance in group] if begin_in_s else [0.0]
+        compute_s = costs[len(group)].predict_s(prefill.cached_tokens, prefill.new_tokens)
+        end_s = max(begins_s) + compute_s
+        if not prefill.is_started:
+            idle_s = sum(max(begins_s) - one_s for one_s in begins_s)
+            if end_s + self.price * (len(group) * compute_s + idle_s) > self._later_s(prefill, place, snapshot):
+                return None
+        return Placement(at, prefill.new_tokens, group, 0.0, compute_s, end_s)
 
     def _later_s(self, prefill: PendingPrefill, placed: Placement | None, snapshot: PrefillSnapshot) -> float:
         """Return when a prefill ends, from now, and what it costs others, where it waits for its place.

@@ -165,6 +165,16 @@ def test_who_begins_behind_kept_rows_does_not_wait_for_ordinary_work_either() ->
     assert one.turns(1.0, soon, [alone], 0.2, shorts, [0.0, 0.2, 0.0])[0].placement.start_s == 0.2
 
 
+@pytest.mark.parametrize(("tokens", "goes_on"), [(50, True), (500, False)])
+def test_who_ends_before_an_earlier_one_can_begin_does_not_wait_for_it(tokens: int, goes_on: bool) -> None:
+    shorts = ShortLoad(1.0, 0.4, 0.1)
+    snapshot = PrefillSnapshot([0] * 3, [0.3, 3.0, 0.3], [10**6] * 3)
+    follow_up = pending(0, tokens, 1.0, 9.0, cached_tokens=4000, holders=(Holder(0, 2000), Holder(1, 2000)))
+    before = pending(1, 5000, 1.0, 4.0)  # no instance is idle
+    turns = schedule(UrgencyOrder(deadline)).turns(1.0, snapshot, [follow_up, before], 3.6, shorts)
+    assert [turn.key for turn in turns if turn.placement.start_s == 0.0] == ([0] if goes_on else [])
+
+
 def test_one_long_prompt_is_no_full_pool() -> None:
     load = PoolLoad()
     load.record_arrival(0.0, 800.0)
