@@ -49,10 +49,11 @@ class _OfferError(Exception):
 
 
 class PoolAnswer(NamedTuple):
-    """Names of the member that shall get a prompt, and of all that are to compute it."""
+    """Names the member that shall get a prompt, and all that are to compute it, with the time of its first chunk."""
 
     instance: str
     members: list[str]
+    chunk_s: float
 
 
 class PoolOffers:
@@ -171,7 +172,8 @@ class PoolOffers:
         if worker is None:
             self.count(OfferOutcome.UNKNOWN)
             return None
-        return PoolPlace(worker, room, tuple(workers[one] for one in answer.members if one in workers) or (worker,))
+        members = tuple(workers[one] for one in answer.members if one in workers) or (worker,)
+        return PoolPlace(worker, room, members, answer.chunk_s)
 
     async def _name(self, ticket: dict[str, Any], limit_s: float) -> PoolAnswer:
         """Ask the coordinator. Raises _OfferError."""
@@ -202,7 +204,7 @@ def _read_names(body: bytes) -> PoolAnswer:
         raise _OfferError(OfferOutcome.INVALID) from None
     if not isinstance(answer, dict):
         raise _OfferError(OfferOutcome.INVALID)
-    name, members = answer.get("instance"), answer.get("members", [])
-    if not isinstance(name, str) or not isinstance(members, list):
+    name, members, chunk_s = answer.get("instance"), answer.get("members", []), answer.get("chunk_s", 0.0)
+    if not isinstance(name, str) or not isinstance(members, list) or type(chunk_s) not in (int, float):
         raise _OfferError(OfferOutcome.INVALID)
-    return PoolAnswer(name, [str(member) for member in members])
+    return PoolAnswer(name, [str(member) for member in members], max(0.0, chunk_s))

@@ -124,6 +124,7 @@ class RouterMetrics:
         self.plain = 0
         self.migrated = 0
         self.evicted = 0
+        self.taken_back = 0
         self.cached_tokens = 0
         self.prompt_tokens = 0
         self.decode_cached_tokens = 0
@@ -256,7 +257,8 @@ class RouterMetrics:
         yield (
             "events",
             "Prompts tokenised as their class was in doubt, or for their blocks; requests served in the other pool, "
-            "or that waited for one; streams that went on on other instances; requests that made room for urgent ones",
+            "or that waited for one; streams that went on on other instances; requests that made room for urgent ones, "
+            "or that a chunk would have delayed",
             ("event",),
             [
                 (("tokenised",), self.tokenised),
@@ -266,6 +268,7 @@ class RouterMetrics:
                 (("plain",), self.plain),
                 (("migrated",), self.migrated),
                 (("evicted",), self.evicted),
+                (("taken_back",), self.taken_back),
             ],
         )
         yield (

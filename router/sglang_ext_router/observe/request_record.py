@@ -39,6 +39,7 @@ class RequestRecord:
         self.is_offered = False  # to the coordinator of the long pool
         self.placed_s: float | None = None  # when the coordinator answered
         self.evictions = 0  # times that it made room for a more urgent request
+        self.is_taken_back = False  # from an instance that was about to compute a chunk
         self.queue_s = 0.0  # from its arrival until it was sent for the first time
         self.earlier: tuple[tuple[float, str], ...] = ()  # attempts that failed: when, and what
         # The latest attempt

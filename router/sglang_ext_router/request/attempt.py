@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from sglang_ext.long_pool.decide.late_binding import ends_much_sooner
+from sglang_ext.types import LengthClass
 from sglang_ext_router.decide.block_index import PromptKind
 from sglang_ext_router.decide.pd_actions import Leg
 from sglang_ext_router.instances.workers import RankLoad, Worker
@@ -383,6 +385,26 @@ class Attempt:
             if self._prefill_rank is not None:
                 self._prefill_rank.pending_tokens -= self._new_tokens
                 self._prefill_rank.released_tokens += self._new_tokens
+
+    def ends_sooner_elsewhere(self, place: PoolPlace, now_s: float) -> bool:
+        """Return whether it waits at a member of a place, and ends much sooner on an instance without the chunk.
+
+        What instances have begun is not known: it counts as begun once the wait that was predicted for it is over.
+        """
+        decision, passed_s = self.route.decision, now_s - self.started_s
+        if (
+            not self._is_prefilling
+            or self.route.prefill not in place.members
+            or decision.length_class is not LengthClass.SHORT
+            or passed_s >= decision.predicted_wait_s
+        ):
+            return False
+        request = self._request
+        here_s = self.predicted_s - passed_s + place.chunk_s
+        elsewhere_s = self._services.planner.soonest_end_s(
+            request.model, request.prompt, request.prompt_tokens, place.members, now_s
+        )
+        return ends_much_sooner(elsewhere_s, here_s)
 
     @property
     def is_prefilling(self) -> bool:

@@ -79,6 +79,7 @@ class RequestFlow:
     __slots__ = (
         "_asking",
         "_attempt",
+        "_avoided",
         "_charge",
         "_counted_tokens",
         "_excluded",
@@ -123,6 +124,7 @@ class RequestFlow:
         self._counted_tokens = 0  # of the longest prompt, by an instance that cannot hold it
         self._attempt: Attempt | None = None  # the latest
         self._excluded: tuple[set[int], set[int]] | None = None  # prefill and decode that have failed this request
+        self._avoided: Set[int] = frozenset()  # prefill instances that the next attempt goes to only without others
         self._timer: asyncio.TimerHandle | None = None
 
     # -- read -------------------------------------------------------------------------------------------
@@ -403,6 +405,23 @@ class RequestFlow:
             route = self.record.route
             is_used = route is not None and route.prefill.name == place.prefill.name
             services.pool_offers.count(OfferOutcome.NAMED if is_used else OfferOutcome.UNUSABLE)
+            if is_used and place.chunk_s:
+                for other in tuple(services.running):
+                    other.avoid_chunk(place, services.loop.time())
+
+    def avoid_chunk(self, place: PoolPlace, now_s: float) -> None:
+        """Go to another instance, if it waits where a chunk is about to run, and ends much sooner elsewhere."""
+        attempt, protocol, record = self._attempt, self._protocol, self.record
+        if attempt is None or protocol is None or protocol.phase is not RequestPhase.OPEN or record.is_taken_back:
+            return
+        if not attempt.ends_sooner_elsewhere(place, now_s):
+            return
+        record.is_taken_back = True
+        record.earlier = (*record.earlier, (now_s, f"taken back from {attempt.route.prefill.name}, which has a chunk"))
+        self._services.metrics.taken_back += 1
+        self._avoided = {worker.id for worker in place.members}
+        self._act(protocol.on_evicted())
+        self._act(protocol.on_instance_back(protocol.attempt))
 
     # -- attempts ---------------------------------------------------------------------------------------
 
@@ -431,6 +450,7 @@ class RequestFlow:
         record.attempts = number + 1
         request.prompt_tokens = max(request.prompt_tokens, self._counted_tokens)
         excluded = self._excluded or _NONE_EXCLUDED
+        avoided, self._avoided = self._avoided, frozenset()
         place, self._place = self._place, None
         try:
             if request.is_undivided:
@@ -442,7 +462,7 @@ class RequestFlow:
                     request.model,
                     prompt,
                     request.prompt_tokens,
-                    excluded[0],
+                    excluded[0] | avoided,
                     excluded[1],
                     now_s,
                     not request.scores.is_prefill_only,

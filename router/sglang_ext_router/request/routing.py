@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from math import inf
 from typing import NamedTuple
 
@@ -25,7 +25,13 @@ from sglang_ext_router.decide.pool_choice import (
     classify,
     is_in_doubt,
 )
-from sglang_ext_router.decide.prefill_choice import PredictedWait, choose_helper, predicted_wait_s, prefill_policy
+from sglang_ext_router.decide.prefill_choice import (
+    PredictedWait,
+    choose_helper,
+    predicted_end_s,
+    predicted_wait_s,
+    prefill_policy,
+)
 from sglang_ext_router.decide.prefix_index import BLOCK_BYTES, BLOCK_ENDS, PrefixIndex, RecentPrompts
 from sglang_ext_router.decide.session_hints import NO_SESSION, SessionHints
 from sglang_ext_router.decide.way_choice import PlainLoad, choose_plain, common_rate, way_costs_s
@@ -65,6 +71,7 @@ class PoolPlace(NamedTuple):
     prefill: Worker
     room: int
     members: tuple[Worker, ...]  # that are to compute the prompt together; the instance itself, where it is alone
+    chunk_s: float = 0.0  # how long its first chunk keeps the members from batches; 0: batches compute it
 
 
 class CapacityRefusal(NamedTuple):
@@ -251,6 +258,21 @@ class RoutePlanner:
         if route is None:
             raise NoInstanceError(model.lacks(PLAIN_KIND), PLAIN_KIND)
         return route
+
+    def soonest_end_s(
+        self, model: ModelPools, prompt: Prompt, prompt_tokens: int, avoided: Collection[Worker], now_s: float
+    ) -> float:
+        """Return how soon another prefill instance for short prompts would end this one; infinity without one."""
+        others = [
+            worker
+            for worker in self._usable(model.ready_prefill, set(), now_s)
+            if worker not in avoided
+            and worker.role.serves(LengthClass.SHORT)
+            and prompt_tokens <= worker.max_prompt_tokens
+        ]
+        cached = self._cached_tokens(prompt, prompt_tokens, others)
+        loads = [worker.prefill_load(tokens, now_s) for worker, tokens in zip(others, cached, strict=True)]
+        return min([predicted_end_s(load, prompt_tokens) for load in loads], default=inf)
 
     def _sooner_way(
         self,

@@ -419,7 +419,8 @@ class PoolProtocol:
                 room = room_of(order.ticket)
                 self.tickets.bind(room, now_s)
                 members = tuple(self._peers[instance].hello.name for instance in order.members)
-                self._events.bound.append(BoundPrompt(room, self._peers[order.owner].hello.name, members))
+                name = self._peers[order.owner].hello.name
+                self._events.bound.append(BoundPrompt(room, name, members, order.chunk_s))
             else:
                 if isinstance(order, Borrow):
                     self.history.record_borrow(order)

@@ -63,7 +63,8 @@ class TicketDesk:
             del self._waiting[ticket.room]
         if bound is None:
             return _error(TicketError(TicketProblem.NO_POOL, "the pool has lost its members"))
-        return web.json_response({"ticket": ticket.room, "instance": bound.name, "members": bound.members})
+        answer = {"ticket": ticket.room, "instance": bound.name, "members": bound.members, "chunk_s": bound.chunk_s}
+        return web.json_response(answer)
 
     def settle(self, bound: Iterable[BoundPrompt], unserved: Iterable[BootstrapRoom]) -> None:
         """Answer those whose turn has come, and those whose turn will not come."""

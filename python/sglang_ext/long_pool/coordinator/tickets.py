@@ -62,6 +62,7 @@ class BoundPrompt(NamedTuple):
     room: BootstrapRoom
     name: str  # of the member that shall get it
     members: tuple[str, ...] = ()  # names of the members that are to compute it; empty: not known
+    chunk_s: float = 0.0  # see `Bind`
 
 
 @dataclass(frozen=True, slots=True)

@@ -411,7 +411,15 @@ class Coordinator:
             return []
         else:
             owner = max(self._members, key=lambda instance: self._members[instance].report.free_kv_tokens)
-        return self._give(prompt, owner, members or (owner,), now_s)
+        return self._give(prompt, owner, members or (owner,), now_s, self._first_chunk_s(prompt, placement, now_s))
+
+    def _first_chunk_s(self, prompt: AnnouncedPrompt, placement: Placement, now_s: float) -> float:
+        """Return how long the first chunk of a prompt takes there; 0 where batches of one instance compute it."""
+        if not placement.group or (len(placement.group) == 1 and prompt.prefix is None):
+            return 0.0
+        shorts = self._members.short_load(now_s)
+        _, chunk_s = self._schedule.cut(placement, prompt.cached_tokens, shorts, self._settings.chunk_s)
+        return chunk_s
 
     def _bind_next(self, pending: Sequence[SharedPrefill], now_s: float) -> list[Order]:
         """While all instances compute, the prompt that comes next gets to one of them: it is there when the first ends.
@@ -437,9 +445,11 @@ class Coordinator:
         owner = self.members[delays_s.index(min(delays_s))]
         return self._give(prompt, owner, (owner,), now_s)
 
-    def _give(self, prompt: AnnouncedPrompt, owner: int, members: tuple[int, ...], now_s: float) -> list[Order]:
+    def _give(
+        self, prompt: AnnouncedPrompt, owner: int, members: tuple[int, ...], now_s: float, chunk_s: float = 0.0
+    ) -> list[Order]:
         prompt.owner, prompt.bound_s, prompt.no_room_s = owner, now_s, None
-        return [Bind(prompt.ticket.ticket, owner, members)]
+        return [Bind(prompt.ticket.ticket, owner, members, chunk_s)]
 
     def _start(self, prefill: SharedPrefill, placement: Placement, now_s: float) -> list[Order]:
         """The next chunk of a request, if its turn has come and all it needs is there."""

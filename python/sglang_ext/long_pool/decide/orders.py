@@ -74,6 +74,7 @@ class Bind(NamedTuple):
     ticket: int
     owner: int
     members: tuple[int, ...]  # that are to compute it, as it seems now
+    chunk_s: float = 0.0  # time of its first chunk, which no batch interrupts; 0: its owner's own batches compute it
 
 
 class RunChunk(NamedTuple):

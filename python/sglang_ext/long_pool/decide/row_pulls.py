@@ -123,7 +123,8 @@ class PullPlan(NamedTuple):
 
     target: int
     moved_tokens: int
-    cost_s: float  # when the prompt would end, from now, and what its instance's time costs others
+    end_s: float  # when the prompt would end, from now
+    cost_s: float  # that, and what its instance's time costs others
 
 
 def cheapest_pull(
@@ -151,7 +152,8 @@ def cheapest_pull(
         if not may_be or moved_tokens <= 0 or compute_s == math.inf:
             continue
         begin_s = max(free_in_s[position], pulls.predict_s(moved_tokens))
-        plan = PullPlan(position, moved_tokens, begin_s + (1 + price) * compute_s)
+        end_s = begin_s + compute_s
+        plan = PullPlan(position, moved_tokens, end_s, end_s + price * compute_s)
         if best is None or plan.cost_s < best.cost_s:
             best = plan
     return best

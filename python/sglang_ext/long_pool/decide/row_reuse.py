@@ -153,6 +153,8 @@ class RowReuse:
         placed_s = placement.end_s - placement.start_s
         if plan is None or plan.cost_s >= placement.end_s + price * len(placement.group) * placed_s:
             return []
+        if now_s + placement.end_s <= prompt.deadline_s < now_s + plan.end_s:
+            return []  # what others gain does not make it late
         parts = self.kept.parts(prefix)
         self.kept.lock(parts)
         order = self.pulls.begin(list(self._members)[plan.target], sorted(rows), parts, plan.moved_tokens, now_s)

@@ -8,7 +8,7 @@ cache.
 The coordinator and the queues are the serving ones. A turn of a member is at most one chunk and then one batch, as it
 is in an engine. A member that waits for its group computes batches that end before the others come. History that
 changes hands is hidden behind computing as far as the bandwidth allows; kept rows that are pulled share each instance's
-link, one pull after the other. Messages take no time.
+link, one pull after the other; they are asked for, sent and taken between a batch and a chunk. Messages take no time.
 
 A failed instance loses its caches, its queue and its part of shared prompts. What it had is announced or queued again.
 """
@@ -24,6 +24,7 @@ from sglang_ext.laps.decide.cost_model import IterationSample
 from sglang_ext.long_pool.decide.coordination_settings import CoordinationSettings
 from sglang_ext.long_pool.decide.coordinator import Coordinator
 from sglang_ext.long_pool.decide.kept_prompts import PromptBlocks, PromptText
+from sglang_ext.long_pool.decide.late_binding import ends_much_sooner
 from sglang_ext.long_pool.decide.on_time_order import OnTimeOptions, OnTimeOrder
 from sglang_ext.long_pool.decide.orders import (
     Bind,
@@ -195,6 +196,7 @@ class OnePool:
         self.group_s = 0.0  # of members in chunks
         self.chunks_by_size: dict[int, int] = {}
         self.pulled_prompts = self.pulled_tokens = 0
+        self.moved: set[int] = set()  # requests that left an instance which got a chunk
         self._is_recorded = is_recorded
         self.timeline: list[BusyInterval] = []
         self._plan_log = PlanLog(self.coordinator)
@@ -459,9 +461,11 @@ class OnePool:
     def _carry_out_one(self, order: Order) -> Sequence[Order]:
         now_s = self._loop.now_s
         match order:
-            case Bind(ticket, owner):
+            case Bind(ticket, owner, members, chunk_s):
                 shared = self._shared[self._tickets.pop(ticket)]
                 shared.owner, shared.ticket = owner, None
+                if chunk_s:
+                    self._take_back(members, chunk_s)
                 return self.coordinator.claim(ticket, self._offer(shared.request, owner), now_s)
             case RunChunk():
                 self._order(order)
@@ -480,7 +484,8 @@ class OnePool:
                     self._report_all()
                     return self.coordinator.plan(now_s)
             case Pull():
-                self._loop.schedule(now_s + self._move_s(self._pull_moves(order)), self._end_pull, order)
+                turn_s = max(map(self._turn_in_s, order.members))
+                self._loop.schedule(now_s + turn_s + self._move_s(self._pull_moves(order)), self._receive_pull, order)
             case DropKept():
                 self._share_room()
         return ()
@@ -497,6 +502,29 @@ class OnePool:
             self._queue(request._replace(cached_tokens=cached), member)
             self.coordinator.report(owner, self._report_of(member), self._loop.now_s)
         return ()
+
+    def _take_back(self, members: Sequence[int], chunk_s: float) -> None:
+        """Move short prompts that wait at these members, which get a chunk, where they end much sooner elsewhere."""
+        others = [member for member in self._members if member.is_alive and member.number not in members]
+        if not others:
+            return
+        for number in members:
+            member = self._members[number]
+            wait_s = self._busy_s(member) + chunk_s
+            for item in tuple(member.items):
+                is_short = item.new_tokens <= self._boundary_tokens
+                if item.start_s is not None or item.request.key in self.moved or not is_short:
+                    continue
+                cached = self._caches.cached_tokens(item.request, [other.number for other in others])
+                tokens = item.request.prompt_tokens
+                elsewhere_s, best = min(
+                    (self._busy_s(other) + self._queued_s(other) + self._item_s(tokens - held, held), at)
+                    for at, (other, held) in enumerate(zip(others, cached, strict=True))
+                )
+                if ends_much_sooner(elsewhere_s, wait_s + self._item_s(item.new_tokens, item.cached_tokens)):
+                    member.items.remove(item)
+                    self.moved.add(item.request.key)
+                    self._queue(item.request._replace(cached_tokens=cached[best]), others[best])
 
     # ---- chunks ----
 
@@ -559,6 +587,19 @@ class OnePool:
         sent = {source: sum(segment.tokens for segment in rows[source]) for source in order.sources}
         moves = [KvMove(source, order.target, 0, tokens, ()) for source, tokens in sent.items()]
         return [move for move in moves if move.source != order.target]
+
+    def _turn_in_s(self, number: int) -> float:
+        """Return how long the batch or chunk that runs at a member takes from now on: it follows orders behind that."""
+        member, end_s = self._members[number], 0.0
+        if member.batch is not None:
+            end_s = member.batch.end_s
+        elif member.chunk is not None and member.chunk.is_running:
+            end_s = member.chunk.end_s
+        return max(0.0, end_s - self._loop.now_s)
+
+    def _receive_pull(self, order: Pull) -> None:
+        """All rows have come; the target looks for them between a batch and a chunk."""
+        self._loop.schedule(self._loop.now_s + self._turn_in_s(order.target), self._end_pull, order)
 
     def _end_pull(self, order: Pull) -> None:
         self.pulled_prompts += 1

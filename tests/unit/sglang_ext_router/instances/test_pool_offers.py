@@ -4,82 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 
 from support.raw_client import RawClient, Reply, request_bytes
-from support.router_process import Cluster, cluster
+from support.router_process import Cluster
+from support.scripted_coordinator import Answer, offering
 from support.scripted_engine import hang, reply, status
 
 LONG = {"text": "long " * 3000}
 SHORT = {"text": "short"}
-STATUS = {"members": [], "former_members": [], "requests": [], "recent": []}
-
-Answer = Callable[[dict[str, Any]], Awaitable[web.StreamResponse]]
-
-
-class ScriptedCoordinator:
-    """Says at /status that all is well, and answers tickets as it is told."""
-
-    def __init__(self) -> None:
-        self.tickets: list[dict[str, Any]] = []
-        self.withdrawn: list[int] = []
-        self.turn = asyncio.Event()  # has come for all
-        self.turn.set()
-        self.name = "?"  # of the member that is named
-        self.members: list[str] = []  # names of the members that are to compute it
-        self.answer: Answer = self.named
-        self.is_well = True
-        self.recent: list[dict[str, Any]] = []
-        self.asked = 0
-
-    async def named(self, ticket: dict[str, Any]) -> web.StreamResponse:
-        await self.turn.wait()
-        return web.json_response({"ticket": ticket["ticket"], "instance": self.name, "members": self.members})
-
-    async def post(self, request: web.Request) -> web.StreamResponse:
-        ticket = await request.json()
-        self.tickets.append(ticket)
-        try:
-            return await self.answer(ticket)
-        except asyncio.CancelledError:
-            self.withdrawn.append(ticket["ticket"])
-            raise
-
-    async def get_status(self, _: web.Request) -> web.Response:
-        self.asked += 1
-        return web.json_response(STATUS | {"recent": self.recent}) if self.is_well else web.Response(status=500)
-
-    def ended(self, outcome: str) -> None:
-        """The prompt of the latest ticket has left the pool."""
-        ended = {"room": self.tickets[-1]["ticket"], "outcome": outcome, "times": {}, "steps": []}
-        self.recent = [ended]
-
-
-@asynccontextmanager
-async def offering(**options: Any) -> AsyncIterator[tuple[ScriptedCoordinator, Cluster]]:
-    """A coordinator, and a router with three long instances that has read its status; it names the last of them."""
-    coordinator = ScriptedCoordinator()
-    app = web.Application()
-    app.router.add_get("/status", coordinator.get_status)
-    app.router.add_post("/tickets", coordinator.post)
-    settings = {"long": 3, "length_boundary_tokens": 256, "load_poll_interval_secs": 0.02} | options
-    settings = {"health_check_timeout_secs": 30.0} | settings  # a test process that stands still loses nothing
-    async with (
-        TestServer(app) as server,
-        cluster(coordinator_url=f"http://127.0.0.1:{server.port}", **settings) as served,
-    ):
-        coordinator.name = f"127.0.0.1:{served.long[-1].port}"
-        monitor = served.router.long_pool
-        assert monitor is not None
-        await served.until(lambda: monitor.is_answering)
-        yield coordinator, served
-        coordinator.turn.set()
 
 
 def outcomes(served: Cluster) -> dict[str, int]:
@@ -169,6 +105,7 @@ def replying(code: int, body: bytes) -> Answer:
         (200, b"nonsense", "invalid"),
         (200, b"[1]", "invalid"),
         (200, b'{"instance": 3}', "invalid"),
+        (200, b'{"instance": "nowhere:1", "chunk_s": "1"}', "invalid"),
         (200, b'{"instance": "nowhere:1"}', "unknown_instance"),
     ],
 )

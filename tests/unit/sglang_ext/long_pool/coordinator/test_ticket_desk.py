@@ -79,7 +79,8 @@ def serve(test: Callable[[Served], Awaitable[None]]) -> None:
 def test_the_answer_names_a_member() -> None:
     async def test(served: Served) -> None:
         await served.join("host:1", IDLE)
-        assert await served.post(2**62) == (200, {"ticket": 2**62, "instance": "host:1", "members": ["host:1"]})
+        named = {"instance": "host:1", "members": ["host:1"], "chunk_s": 0.0}
+        assert await served.post(2**62) == (200, {"ticket": 2**62, **named})
 
     serve(test)
 
@@ -93,7 +94,7 @@ def test_it_comes_when_a_member_has_time() -> None:
         await asyncio.sleep(0.3)
         assert not asking.done()
         await served.join("host:2", IDLE)
-        assert await asking == (200, {"ticket": 5, "instance": "host:2", "members": ["host:2"]})
+        assert await asking == (200, {"ticket": 5, "instance": "host:2", "members": ["host:2"], "chunk_s": 0.0})
 
     serve(test)
 

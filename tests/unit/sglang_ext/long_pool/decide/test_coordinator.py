@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -31,8 +32,9 @@ from sglang_ext.long_pool.decide.orders import (
     RunChunk,
 )
 from sglang_ext.long_pool.decide.pool_members import PoolMembers
+from sglang_ext.long_pool.decide.pool_requests import AnnouncedPrompt
 from sglang_ext.long_pool.decide.pool_schedule import PlacedPrefill, PoolSchedule
-from sglang_ext.long_pool.decide.price_planner import PrefillSnapshot, PriceOptions, PricePlanner
+from sglang_ext.long_pool.decide.price_planner import Placement, PrefillSnapshot, PriceOptions, PricePlanner
 from sglang_ext.long_pool.decide.row_pulls import Pull
 from sglang_ext.long_pool.decide.sharding import (
     Interleaving,
@@ -576,10 +578,15 @@ def ticket(
     return PromptTicket(number, tokens, 0, arrival_s, deadline_s)
 
 
+def without_times(orders: Sequence[Order]) -> list[Order]:
+    """The orders, with no time of a first chunk."""
+    return [order._replace(chunk_s=0.0) if isinstance(order, Bind) else order for order in orders]
+
+
 def test_an_announced_prompt_is_given_to_an_instance_in_its_turn() -> None:
     one = coordinator(2)
     (bind,) = one.announce(ticket(), 0.0)
-    assert bind == Bind(-1, 0, (0, 1))
+    assert bind._replace(chunk_s=0.0) == Bind(-1, 0, (0, 1))
     # While it is on its way, its group is kept for it.
     assert one.announce(ticket(-2, arrival_s=0.1), 0.1) == []
     order = chunk_of(one.claim(-1, offer(1, tokens=4010), 0.2))
@@ -588,6 +595,19 @@ def test_an_announced_prompt_is_given_to_an_instance_in_its_turn() -> None:
     assert one.tickets == (-2,)
     one.done_together((0, 1), order.sequence, 3.0)
     assert one.tickets == (-2,)
+
+
+def test_a_turn_brings_the_time_of_the_first_chunk() -> None:
+    one = coordinator(2)
+    (bind,) = one.announce(ticket(), 0.0)
+    assert isinstance(bind, Bind)
+    assert bind.chunk_s == pytest.approx(2.802)
+    alone = coordinator(1)
+    assert alone.announce(ticket(), 0.0) == [Bind(-1, 0, (0,), 0.0)], "its own batches compute it"
+    cut = coordinator(2, chunk_s=0.5)
+    (bind,) = cut.announce(ticket(), 0.0)
+    assert isinstance(bind, Bind)
+    assert 0.0 < bind.chunk_s <= 0.5
 
 
 def test_a_claim_has_the_arrival_and_the_deadline_of_its_ticket() -> None:
@@ -646,7 +666,7 @@ def test_a_prompt_is_brought_to_an_instance_while_all_compute() -> None:
 
 def test_a_prompt_whose_instance_never_offers_it_is_forgotten() -> None:
     one = coordinator(2, bind_timeout_s=3.0)
-    assert one.announce(ticket(), 0.0) == [Bind(-1, 0, (0, 1))]
+    assert without_times(one.announce(ticket(), 0.0)) == [Bind(-1, 0, (0, 1))]
     assert one.plan(2.9) == []
     assert one.tickets == (-1,)
     one.plan(3.1)
@@ -657,15 +677,15 @@ def test_a_prompt_whose_instance_never_offers_it_is_forgotten() -> None:
 
 def test_a_withdrawn_prompt_makes_room_for_the_next() -> None:
     one = coordinator(2)
-    assert one.announce(ticket(-1), 0.0) == [Bind(-1, 0, (0, 1))]
+    assert without_times(one.announce(ticket(-1), 0.0)) == [Bind(-1, 0, (0, 1))]
     assert one.announce(ticket(-2, arrival_s=0.1), 0.1) == []
-    assert one.withdraw(-1, 0.2) == [Bind(-2, 0, (0, 1))]
+    assert without_times(one.withdraw(-1, 0.2)) == [Bind(-2, 0, (0, 1))]
     assert one.withdraw(-1, 0.3) == []
 
 
 def test_a_prompt_is_forgotten_with_the_instance_that_it_was_given_to() -> None:
     one = coordinator(2)
-    assert one.announce(ticket(), 0.0) == [Bind(-1, 0, (0, 1))]
+    assert without_times(one.announce(ticket(), 0.0)) == [Bind(-1, 0, (0, 1))]
     one.lose(0, 0.1)
     assert one.tickets == ()
 
@@ -1415,7 +1435,7 @@ def test_rows_of_a_busy_holder_are_pulled_to_an_instance_that_is_free() -> None:
     assert pull == Pull(-1, 0, (1,), (KeptPrefix(7, 4000),))
     assert one.plan(0.01) == [], "the prompt waits for its rows"
     assert one.kept.locked_on(1) == 4000
-    assert one.pulled(0, -1, 0.02) == [DropKept(7, (1,)), Bind(-1, 0, (0, 2))]
+    assert without_times(one.pulled(0, -1, 0.02)) == [DropKept(7, (1,)), Bind(-1, 0, (0, 2))]
     assert (one.kept.tokens_on(1), one.kept.tokens_on(0)) == (0, 4000)
 
 
@@ -1426,9 +1446,21 @@ def test_rows_of_several_holders_are_pulled_together_where_a_group_would_cost_ot
     assert pull == Pull(-1, 0, (0, 1), (KeptPrefix(7, 4000),))
 
 
+@pytest.mark.parametrize(("deadline_s", "is_pulled"), [(math.inf, True), (0.15, False), (0.05, True)])
+def test_a_pull_that_others_gain_by_makes_no_prompt_late(deadline_s: float, is_pulled: bool) -> None:
+    one = pool_that_keeps({0: (range(2000),), 1: (range(2000, 4000),)}, instances=2)
+    one._schedule.price = 50.0
+    ticket = follow_up()._replace(deadline_s=deadline_s)
+    prompt = AnnouncedPrompt.of(ticket, one._schedule.planner.options.candidates, CoordinationSettings(layers=2))
+    one._rows.match(prompt, [0.0, 0.0], 0.0)
+    in_place = Placement(0, 100, (0, 1), 0.0, 0.1, 0.1)  # on one instance it takes 0.19 s
+    orders = one._rows.pull(prompt, in_place, PrefillSnapshot([0, 0], [0.0, 0.0], [10**6] * 2), 0.0)
+    assert [type(order) for order in orders] == ([Pull] if is_pulled else [])
+
+
 def test_rows_are_used_in_place_where_their_only_holder_is_free() -> None:
     one = pool_that_keeps({1: (range(4000),)})
-    assert one.announce(follow_up(), 0.0) == [Bind(-1, 1, (1, 0, 2, 3))]
+    assert without_times(one.announce(follow_up(), 0.0)) == [Bind(-1, 1, (1, 0, 2, 3))]
 
 
 def test_a_slow_network_is_learned_from() -> None:

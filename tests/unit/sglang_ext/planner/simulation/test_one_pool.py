@@ -126,6 +126,16 @@ def test_members_of_a_group_wait_little_for_each_other() -> None:
     assert 0.0 < run.outcome.gang_wait_share <= 0.05
 
 
+@pytest.mark.slow
+def test_short_prompts_leave_members_that_get_a_chunk() -> None:
+    requests = mixture(400, 8.0, long_share=0.1)
+    run = Run(requests)
+    served = {one.request.key: one.request for one in run.outcome.served}
+    assert len(served) == len(run.outcome.served) == 400
+    assert run.pool.moved
+    assert all(served[key].new_tokens <= BOUNDARY for key in run.pool.moved)
+
+
 def test_it_is_laps_where_nothing_is_long() -> None:
     """One instance: with several a router chooses, and the two choose by different rules."""
     draws = Random(1)
