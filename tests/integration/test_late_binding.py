@@ -26,7 +26,7 @@ CHUNK_S = 60.0
 
 
 class NamingCoordinator:
-    """Names the instance that a test wants for each prompt. The long pool itself is none of this test."""
+    """Names the instance that a test wants for each prompt, in the place of a long pool's coordinator."""
 
     def __init__(self) -> None:
         self.name, self.chunk_s = "", 0.0
