@@ -34,7 +34,7 @@ class Scene(NamedTuple):
 
     def worker(self, engine: ScriptedEngine) -> Worker:
         """The router's record of an instance."""
-        return next(one for one in self.served.router.registry if one.name == f"127.0.0.1:{engine.port}")
+        return next(worker for worker in self.served.router.registry if worker.name == f"127.0.0.1:{engine.port}")
 
     async def bring_long(self, to: ScriptedEngine, members: tuple[ScriptedEngine, ...], chunk_s: float) -> RawClient:
         """Have a long prompt placed at an instance, which computes it with these members."""
@@ -68,7 +68,7 @@ def set_pending(worker: Worker, tokens: int) -> None:
 
 
 @asynccontextmanager
-async def scene(
+async def waiting_short(
     *, first_has: int = WAIT_TOKENS, second_has: int = 0, third_has: int = MANY_TOKENS, **fields: Any
 ) -> AsyncIterator[Scene]:
     """A short prompt has been sent to the first instance, which has `first_has` tokens to compute before it. The others
@@ -91,29 +91,29 @@ async def scene(
 
 
 async def test_it_leaves_an_instance_that_gets_a_chunk() -> None:
-    async with scene() as one:
-        one.second.script = reply({"text": "x"})
-        one.served.decode[0].plan(hang(), reply({"text": "x"}))  # the long prompt, and then the short one
-        sent_first = one.first.requests[0].rid
-        long = await one.bring_long(one.first, (one.first,), chunk_s=5.0)
-        assert (await one.short.reply()).status == 200
-        assert len(one.short_prompts(one.second)) == 1
-        await one.first.abort_of(sent_first)
-        await one.served.decode[0].abort_of(sent_first)
-        metrics = one.served.router.metrics
+    async with waiting_short() as scene:
+        scene.second.script = reply({"text": "x"})
+        scene.served.decode[0].plan(hang(), reply({"text": "x"}))  # the long prompt, and then the short one
+        sent_first = scene.first.requests[0].rid
+        long = await scene.bring_long(scene.first, (scene.first,), chunk_s=5.0)
+        assert (await scene.short.reply()).status == 200
+        assert len(scene.short_prompts(scene.second)) == 1
+        await scene.first.abort_of(sent_first)
+        await scene.served.decode[0].abort_of(sent_first)
+        metrics = scene.served.router.metrics
         assert (metrics.taken_back, metrics.evicted, metrics.retries, metrics.aborts) == (1, 0, {}, {})
-        shown = (await one.served.ask("GET", "/metrics")).body.decode()
+        shown = (await scene.served.ask("GET", "/metrics")).body.decode()
         assert 'sglang_ext_router_events_total{event="taken_back"} 1.0' in shown
         long.close()
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_both_legs_move_under_another_room(is_stream: bool) -> None:
-    async with scene(stream=is_stream) as one:
-        decode = one.served.decode[0]
-        long = await one.bring_long(one.first, (one.first,), chunk_s=5.0)
-        await one.served.until(lambda: len(one.short_prompts(one.second)) == 1 and len(decode.requests) == 3)
-        at_first, at_second = one.first.requests[0], one.second.requests[0]
+    async with waiting_short(stream=is_stream) as scene:
+        decode = scene.served.decode[0]
+        long = await scene.bring_long(scene.first, (scene.first,), chunk_s=5.0)
+        await scene.served.until(lambda: len(scene.short_prompts(scene.second)) == 1 and len(decode.requests) == 3)
+        at_first, at_second = scene.first.requests[0], scene.second.requests[0]
         rooms = [request.room for request in decode.requests]
         assert at_second.room == rooms[2]
         assert len({at_first.room, *rooms}) == 3
@@ -122,26 +122,26 @@ async def test_both_legs_move_under_another_room(is_stream: bool) -> None:
 
 
 async def test_it_goes_where_it_ends_later_but_for_the_chunk() -> None:
-    async with scene(first_has=6_000, second_has=20_000) as one:
-        long = await one.bring_long(one.first, (one.first,), chunk_s=60.0)
-        await one.served.until(lambda: len(one.short_prompts(one.second)) == 1)
+    async with waiting_short(first_has=6_000, second_has=20_000) as scene:
+        long = await scene.bring_long(scene.first, (scene.first,), chunk_s=60.0)
+        await scene.served.until(lambda: len(scene.short_prompts(scene.second)) == 1)
         long.close()
 
 
-async def no_chunk(one: Scene) -> RawClient:
-    return await one.bring_long(one.first, (one.first,), chunk_s=0.0)
+async def no_chunk(scene: Scene) -> RawClient:
+    return await scene.bring_long(scene.first, (scene.first,), chunk_s=0.0)
 
 
-async def a_chunk_elsewhere(one: Scene) -> RawClient:
-    return await one.bring_long(one.second, (one.second,), chunk_s=5.0)
+async def a_chunk_elsewhere(scene: Scene) -> RawClient:
+    return await scene.bring_long(scene.second, (scene.second,), chunk_s=5.0)
 
 
-async def a_chunk_of_both(one: Scene) -> RawClient:
-    return await one.bring_long(one.first, (one.first, one.second), chunk_s=5.0)
+async def a_chunk_of_both(scene: Scene) -> RawClient:
+    return await scene.bring_long(scene.first, (scene.first, scene.second), chunk_s=5.0)
 
 
-async def a_chunk(one: Scene) -> RawClient:
-    return await one.bring_long(one.first, (one.first,), chunk_s=5.0)
+async def a_chunk(scene: Scene) -> RawClient:
+    return await scene.bring_long(scene.first, (scene.first,), chunk_s=5.0)
 
 
 @pytest.mark.parametrize(
@@ -156,35 +156,35 @@ async def a_chunk(one: Scene) -> RawClient:
     ids=["no-chunk", "elsewhere", "nowhere-without", "hardly-sooner", "begun"],
 )
 async def test_it_stays(comes: Any, settings: dict[str, int]) -> None:
-    async with scene(**settings) as one:
-        long = await comes(one)
+    async with waiting_short(**settings) as scene:
+        long = await comes(scene)
         await asyncio.sleep(0.05)
-        assert [len(one.short_prompts(engine)) for engine in one.served.both] == [1, 0, 0]
-        assert one.served.router.metrics.taken_back == 0
+        assert [len(scene.short_prompts(engine)) for engine in scene.served.both] == [1, 0, 0]
+        assert scene.served.router.metrics.taken_back == 0
         long.close()
 
 
 async def test_it_moves_only_once() -> None:
-    async with scene(second_has=WAIT_TOKENS // 3) as one:
-        clients = [await one.bring_long(one.first, (one.first,), chunk_s=5.0)]
-        await one.served.until(lambda: len(one.short_prompts(one.second)) == 1)
-        set_pending(one.worker(one.second), WAIT_TOKENS)
-        set_pending(one.worker(one.first), 0)
-        clients.append(await one.bring_long(one.second, (one.second,), chunk_s=60.0))
+    async with waiting_short(second_has=WAIT_TOKENS // 3) as scene:
+        clients = [await scene.bring_long(scene.first, (scene.first,), chunk_s=5.0)]
+        await scene.served.until(lambda: len(scene.short_prompts(scene.second)) == 1)
+        set_pending(scene.worker(scene.second), WAIT_TOKENS)
+        set_pending(scene.worker(scene.first), 0)
+        clients.append(await scene.bring_long(scene.second, (scene.second,), chunk_s=60.0))
         await asyncio.sleep(0.05)
-        assert [len(one.short_prompts(engine)) for engine in one.served.both] == [1, 1, 0]
-        assert one.served.router.metrics.taken_back == 1
+        assert [len(scene.short_prompts(engine)) for engine in scene.served.both] == [1, 1, 0]
+        assert scene.served.router.metrics.taken_back == 1
         for client in clients:
             client.close()
 
 
 async def test_it_is_served_if_the_other_instance_fails() -> None:
-    async with scene() as one:
-        long = await one.bring_long(one.first, (one.first,), chunk_s=5.0)
-        await one.served.until(lambda: len(one.short_prompts(one.second)) == 1)
-        await one.served.until(lambda: len(one.served.decode[0].requests) == 3)
-        for engine in (one.first, one.served.decode[0]):
+    async with waiting_short() as scene:
+        long = await scene.bring_long(scene.first, (scene.first,), chunk_s=5.0)
+        await scene.served.until(lambda: len(scene.short_prompts(scene.second)) == 1)
+        await scene.served.until(lambda: len(scene.served.decode[0].requests) == 3)
+        for engine in (scene.first, scene.served.decode[0]):
             engine.script = reply({"text": "x"})
-        await one.second.stop()
-        assert (await one.short.reply()).status == 200
+        await scene.second.stop()
+        assert (await scene.short.reply()).status == 200
         long.close()
