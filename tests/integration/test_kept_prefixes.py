@@ -18,7 +18,7 @@ from support.served_pool import HANDSHAKE, check_clean, free_tokens, long_member
 
 pytestmark = pytest.mark.integration
 LONG = 900
-BLOCK_TOKENS = 256
+BLOCK_TOKENS = 32
 PAGE_TOKENS = 16
 STEP_TIMEOUT_S = 5.0  # of `long_member`
 PAGES = ("--page-size", str(PAGE_TOKENS))

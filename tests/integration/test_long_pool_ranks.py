@@ -28,7 +28,7 @@ LONG = 900
 # SGLang adds a fourth KV head, which means nothing, so that two ranks share them.
 SHAPE = TinyModelShape(hidden=48, heads=6, kv_heads=3)
 PAGE_TOKENS = 16
-BLOCK_TOKENS = 256
+BLOCK_TOKENS = 32
 PAGES = ("--page-size", str(PAGE_TOKENS))
 RANKS = ("--tp", "2")
 DECODE_RANKS = 3

@@ -116,11 +116,11 @@ def test_the_next_turn_is_computed_where_all_rows_have_come_to(tmp_path: Path, a
         status = pool.settle(lambda status: status["prompts_kept"] == 2)
         assert status["prompts_pulled"] == 1
         assert [len(step["members"]) for step in status["recent"][-1]["steps"]] == [1]
-        assert sorted(pool.kept_tokens()) == [0, (LONG + FOLLOW_UP) // 256 * 256]
+        assert sorted(pool.kept_tokens()) == [0, (LONG + FOLLOW_UP) // 32 * 32]
         # The third turn finds everything at one instance, and so does another one that goes on from the first.
         third = [*second, *random_prompt(FOLLOW_UP, seed=402)]
         tokens, cached_tokens = pool.ask(third).result()
-        assert (tokens, cached_tokens) == (greedy_reference(third, NEW_TOKENS), (LONG + FOLLOW_UP) // 256 * 256)
+        assert (tokens, cached_tokens) == (greedy_reference(third, NEW_TOKENS), (LONG + FOLLOW_UP) // 32 * 32)
         assert pool.is_exact([*first, *random_prompt(FOLLOW_UP, seed=403)])
         assert pool.settle()["prompts_pulled"] == 1
         check_clean(pool.pairs, free)
