@@ -172,10 +172,17 @@ class KvStreams:
         if stream is not None and not stream.is_closed:
             stream.restart(reason)
 
+    def cancel(self, request: int, reason: str) -> None:
+        """Send no more of a request or a pull, also where all of it has been computed."""
+        stream = self._streams.get(request)
+        if stream is not None:
+            stream.restart(reason)
+
     def abandon(self, reason: str) -> None:
-        """The same of all requests that are not done with; new requests have numbers of their own."""
-        for stream in self._streams.values():
-            if not stream.is_closed:
+        """Restart all requests that are not closed, and cancel all pulls, whose numbers are below 0: their target has
+        forgotten them, or never heard of them. New requests have numbers of their own."""
+        for request, stream in self._streams.items():
+            if not stream.is_closed or request < 0:
                 stream.restart(reason)
         self._ending += self._streams.values()
         self._streams = {}

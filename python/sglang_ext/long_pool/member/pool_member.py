@@ -390,6 +390,7 @@ class PoolMember:
         elif isinstance(order, DropKept):
             self.kept.drop(order.request)
             self._incoming.cancel(order.request)
+            self._streams.cancel(order.request, "the pull has been given up")
         elif isinstance(order, Decline):
             self._drop(order.request)
             if order.request in self._cached_tokens:

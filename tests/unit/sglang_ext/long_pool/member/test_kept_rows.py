@@ -15,6 +15,7 @@ from sglang_ext.long_pool.coordinator.pool_protocol import PoolProtocol
 from sglang_ext.long_pool.coordinator.pool_settings import PoolSettings
 from sglang_ext.long_pool.decide.coordinator import Coordinator
 from sglang_ext.long_pool.decide.kept_prompts import KeptPrefix
+from sglang_ext.long_pool.decide.orders import DropKept
 from sglang_ext.long_pool.decide.row_pulls import Pull
 from sglang_ext.long_pool.decide.sharding import Interleaving
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
@@ -24,7 +25,7 @@ from sglang_ext.long_pool.member.shard import HeldRows, KvPoolFullError
 from sglang_ext.long_pool.messages import PullFailed, PullOrder, Welcome
 from sglang_ext.transfer.decide.protocol import TransferOutcome
 from support.memory_pool import MemoryPool, Wires
-from support.streaming_pool import Decode, StreamingMember, check_kept
+from support.streaming_pool import OPTIONS, Decode, StreamingMember, check_kept
 from support.toy_engine import ToyPool, kv_of, logits_of
 
 MEMBERS = 3
@@ -230,6 +231,52 @@ def test_rows_for_a_coordinator_that_has_gone_are_freed_and_nobody_is_informed(m
         time.sleep(0.01)
     assert second.pool.free_tokens == 64
     assert not any(isinstance(message, PullFailed) for message in second.link.sent)
+
+
+@pytest.mark.parametrize("how", ["dropped", "coordinator gone"])
+def test_a_target_that_has_a_part_itself_frees_all_where_the_rest_does_not_come(make: Make, how: str) -> None:
+    first, second, _ = make(Wires(), 64, 4)
+    second.member.kept.add(1, HeldRows((range(16),), second.pool.allocate(16)), [])
+    pull = Pull(-1, second.instance, (first.instance, second.instance), (KeptPrefix(1, 32),))
+    second.link.inbox.append(PullOrder(pull, second.receivers))  # the first one does nothing
+    deadline_s = time.monotonic() + 20
+    second.turn()
+    while second.member._streams.is_sending and time.monotonic() < deadline_s:
+        second.turn()
+        time.sleep(0.01)
+    assert second.pool.free_tokens == 32
+    if how == "dropped":
+        second.link.inbox.extend([DropKept(-1, (second.instance,)), DropKept(1, (second.instance,))])
+    else:
+        second.link.welcome = Welcome(second.instance, 16 * "cd", 1.0)
+    second.turn()
+    while second.member.is_busy and time.monotonic() < deadline_s:
+        second.turn()
+        time.sleep(0.01)
+    assert len(second.pool._free) * second.pool.page_tokens == 64
+
+
+@pytest.mark.parametrize("how", ["given up", "coordinator gone"])
+def test_a_source_whose_target_never_gets_the_order_stops_sending(make: Make, how: str) -> None:
+    first, second, _ = make(Wires(), 64, 4)
+    first.member.kept.add(1, HeldRows((range(32),), first.pool.allocate(32)), [])
+    pull = Pull(-1, second.instance, (first.instance,), (KeptPrefix(1, 32),))
+    first.link.inbox.append(PullOrder(pull, second.receivers))
+    deadline_s = time.monotonic() + 0.5  # its endpoint and the target's have shaken hands by then
+    while time.monotonic() < deadline_s:
+        first.turn()
+        time.sleep(0.01)
+    assert (first.member.is_busy, first.pool.free_tokens) == (True, 32), "it waits for the target"
+    if how == "given up":
+        first.link.inbox.extend([DropKept(-1, (first.instance,)), DropKept(1, (first.instance,))])
+    else:
+        first.link.welcome = Welcome(first.instance, 16 * "cd", 1.0)
+    first.turn()
+    deadline_s = time.monotonic() + OPTIONS.stall_timeout_s / 2
+    while first.member.is_busy and time.monotonic() < deadline_s:
+        first.turn()
+        time.sleep(0.01)
+    assert len(first.pool._free) * first.pool.page_tokens == 64
 
 
 def test_rows_that_there_is_no_room_for_fail_at_once(make: Make) -> None:
