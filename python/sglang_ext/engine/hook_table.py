@@ -186,6 +186,13 @@ HOOK_TABLE: tuple[Hook, ...] = (
         target="sglang.srt.disaggregation.common.conn.CommonKVManager._on_heartbeat_success",
     ),
     Hook(
+        name="cleared-rooms",
+        why="a transfer thread asks for the status of a room that was just cleared, and ends; the room has failed",
+        kind=HookKind.AROUND,
+        implementation="sglang_ext.transfer.sglang.transfer_backends:room_status",
+        target="sglang.srt.disaggregation.common.conn.CommonKVManager.check_status",
+    ),
+    Hook(
         name="scoring-metadata",
         why="metadata for decode may not fit its buffer; left out for a request without a decode instance",
         kind=HookKind.AROUND,

@@ -1,4 +1,6 @@
-"""KV transfer backends: adds this project's, lets mooncake and nixl run without a GPU, and waits for them asleep."""
+"""KV transfer backends: adds this project's, lets mooncake and nixl run without a GPU, and waits for them asleep; a
+room that is cleared meanwhile does not end their threads.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from functools import cache, wraps
 from typing import Any
 
 import zmq
+from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.utils import KVClassType
 from sglang.srt.disaggregation.utils import TransferBackend as _StockTransferBackend
 
@@ -137,6 +140,21 @@ def _translated(stock: Callable[..., Any]) -> Callable[..., Any]:
 def host_kind(argument: Any) -> Any:
     """`DRAM` for `VRAM`, anything else unchanged."""
     return HOST_MEMORY if isinstance(argument, str) and argument == DEVICE_MEMORY else argument
+
+
+# ---------------------------------------------------------------- rooms
+
+
+def room_status(stock: Callable[..., KVPoll], manager: Any, bootstrap_room: int) -> KVPoll:
+    """AROUND `CommonKVManager.check_status(bootstrap_room)`.
+
+    A transfer thread looks whether a room is there before it asks for the status, and the scheduler clears rooms in the
+    meantime. The KeyError would end the thread, and the instances whose transfers it has would wait for ever.
+    """
+    try:
+        return stock(manager, bootstrap_room)
+    except KeyError:
+        return KVPoll.Failed
 
 
 # ---------------------------------------------------------------- waiting for transfers

@@ -176,3 +176,20 @@ def test_without_a_waker_waits_are_short(scheduler: Any, name: str, value: objec
 def test_others_do_not_wait(scheduler: Any, name: str, value: object) -> None:
     setattr(scheduler, name, value)
     assert at_most_s(scheduler) < 0.09
+
+
+def test_a_room_that_is_cleared_meanwhile_has_failed() -> None:
+    """SGLang's transfer threads look whether a room is there, then ask for its status."""
+    from sglang.srt.disaggregation.base import KVPoll
+    from sglang.srt.disaggregation.common.conn import CommonKVManager
+
+    from sglang_ext.transfer.sglang.transfer_backends import room_status
+
+    class ClearedOnceSeen(dict[int, Any]):
+        def __contains__(self, room: object) -> bool:
+            return self.pop(room, None) is not None  # type: ignore[call-overload]
+
+    manager = SimpleNamespace(request_status=ClearedOnceSeen({7: KVPoll.Success, 8: KVPoll.Success}))
+    assert room_status(CommonKVManager.check_status, manager, 8) == KVPoll.Success
+    assert 7 in manager.request_status
+    assert room_status(CommonKVManager.check_status, manager, 7) == KVPoll.Failed
