@@ -25,6 +25,7 @@ SPECS = {
 }
 PLACES = 2
 LOW_TOKENS = 1500
+URGENT = {"x-sgl-ttft-slo-ms": "2000"}  # half of which it waits for a place
 
 
 @pytest.fixture(params=list(SPECS))
@@ -57,10 +58,7 @@ def test_urgent_requests_do_not_wait_for_low_ones(router: RunningRouter) -> None
             for number in range(PLACES)
         ]
         time.sleep(0.5)
-        urgent = [
-            threads.submit(generate, router, 100 + number, 2, **{"x-sgl-ttft-slo-ms": "600"})
-            for number in range(PLACES)
-        ]
+        urgent = [threads.submit(generate, router, 100 + number, 2, **URGENT) for number in range(PLACES)]
         for request in urgent:
             request.result()
         urgent_s = time.monotonic() - began_s
