@@ -65,9 +65,6 @@ def test_urgent_requests_do_not_wait_for_low_ones(router: RunningRouter) -> None
         replies = [request.result() for request in low]
     assert [reply["output_ids"] for reply in replies] == alone
     assert all(reply["meta_info"]["cached_tokens"] > 100 for reply in replies)
-    assert router.metric("sglang_ext_router_events_total") >= 1
-    page, _ = router.call("GET", "/metrics")
-    evicted = [line for line in str(page.body).splitlines() if 'event="evicted"' in line]
-    assert float(evicted[0].rpartition(" ")[2]) >= 1
+    assert router.metric("sglang_ext_router_events_total", 'event="evicted"') >= 1
     assert urgent_s < time.monotonic() - began_s
     assert router.is_idle()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,6 +14,7 @@ import pytest
 
 from sglang_ext.types import Role
 from support.engines import FLEET, Engine, EngineSpec
+from support.handshake_process import wait_until
 from support.reference import greedy_reference, random_prompt
 from support.router_cli import RunningRouter, running_router
 
@@ -66,33 +66,13 @@ class NamingCoordinator:
             self._server.server_close()
 
 
-def generate(router: RunningRouter, prompt: list[int]) -> list[int]:
-    body = {
-        "input_ids": prompt,
-        "sampling_params": {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},
-    }
-    reply = router.post("/generate", body, timeout_s=120)
-    assert reply.status == 200, reply.body
-    tokens: list[int] = reply.body["output_ids"]
-    return tokens
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 30.0
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-
-
 def in_flight(router: RunningRouter, engine: Engine) -> int:
     count: int = router.workers()[engine.url]["in_flight"]
     return count
 
 
 def taken_back(router: RunningRouter) -> float:
-    lines = str(router.call("GET", "/metrics")[0].body).splitlines()
-    wanted = 'sglang_ext_router_events_total{event="taken_back"} '
-    return sum(float(line.removeprefix(wanted)) for line in lines if line.startswith(wanted))
+    return router.metric("sglang_ext_router_events_total", 'event="taken_back"')
 
 
 def test_a_short_prompt_leaves_an_instance_that_gets_a_chunk() -> None:
@@ -103,34 +83,34 @@ def test_a_short_prompt_leaves_an_instance_that_gets_a_chunk() -> None:
     with NamingCoordinator().running() as coordinator, ThreadPoolExecutor(20) as threads:
         arguments = ("--coordinator-url", coordinator.url, "--length-boundary-tokens", "256")
         with running_router([first, second, decode], *arguments, "--health-check-timeout-secs", "60") as router:
-            until(lambda: router.call("GET", "/pools")[0].body["long_pool"]["problem"] is None)
+            wait_until(lambda: router.call("GET", "/pools")[0].body["long_pool"]["problem"] is None)
             sent: dict[int, Future[list[int]]] = {}
 
             def send_long(engine: Engine, count: int) -> None:
                 coordinator.name = engine.url.removeprefix("http://")
                 there = in_flight(router, engine)
                 for seed in range(len(sent), len(sent) + count):
-                    sent[seed] = threads.submit(generate, router, random_prompt(LONG, seed=800 + seed))
-                until(lambda: in_flight(router, engine) == there + count)
+                    sent[seed] = threads.submit(router.greedy, random_prompt(LONG, seed=800 + seed), NEW_TOKENS)
+                wait_until(lambda: in_flight(router, engine) == there + count)
 
             decode.freeze()
             try:
                 send_long(second, AT_SECOND)
                 send_long(first, AT_FIRST)
                 short_prompt = random_prompt(SHORT, seed=799)
-                short = threads.submit(generate, router, short_prompt)
-                until(lambda: in_flight(router, first) == AT_FIRST + 1)
+                short = threads.submit(router.greedy, short_prompt, NEW_TOKENS)
+                wait_until(lambda: in_flight(router, first) == AT_FIRST + 1)
                 assert taken_back(router) == 0
                 coordinator.chunk_s = CHUNK_S
                 coordinator.name = first.url.removeprefix("http://")
                 seed = len(sent)
-                sent[seed] = threads.submit(generate, router, random_prompt(LONG, seed=800 + seed))
-                until(lambda: taken_back(router) == 1)
+                sent[seed] = threads.submit(router.greedy, random_prompt(LONG, seed=800 + seed), NEW_TOKENS)
+                wait_until(lambda: taken_back(router) == 1)
                 assert (in_flight(router, first), in_flight(router, second)) == (AT_FIRST + 1, AT_SECOND + 1)
             finally:
                 decode.thaw()
             assert short.result() == greedy_reference(short_prompt, NEW_TOKENS)
             for seed, tokens in sent.items():
                 assert tokens.result() == greedy_reference(random_prompt(LONG, seed=800 + seed), NEW_TOKENS)
-            until(router.is_idle)
+            wait_until(router.is_idle)
             assert taken_back(router) == 1

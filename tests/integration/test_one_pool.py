@@ -13,7 +13,7 @@ from support.engines import FLEET, EngineSpec
 from support.laps import Pair
 from support.long_pool import Coordinator
 from support.reference import greedy_reference, random_prompt
-from support.router_cli import RunningRouter, running_router
+from support.router_cli import running_router
 from support.served_pool import HANDSHAKE, check_clean, free_tokens
 
 pytestmark = pytest.mark.integration
@@ -28,17 +28,6 @@ def member(coordinator: Coordinator, name: str) -> EngineSpec:
         *("--laps-boundary-tokens", str(BOUNDARY_TOKENS), "--set", "cdsp.step_timeout_s=10"),
     )
     return EngineSpec(Role.BOTH, worker_options=options, name=name)
-
-
-def generate(router: RunningRouter, prompt: list[int]) -> list[int]:
-    body = {
-        "input_ids": prompt,
-        "sampling_params": {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},
-    }
-    reply = router.post("/generate", body, timeout_s=120)
-    assert reply.status == 200, reply.body
-    tokens: list[int] = reply.body["output_ids"]
-    return tokens
 
 
 def chunks(status: dict[str, Any]) -> list[dict[str, Any]]:
@@ -63,7 +52,7 @@ def test_short_and_long_prompts_on_the_same_instances() -> None:
                 prompts += [random_prompt(10 + 7 * k, seed=1200 + 10 * number + k) for k in range(4)]
             replies = []
             for prompt in prompts:
-                replies.append(threads.submit(generate, router, prompt))
+                replies.append(threads.submit(router.greedy, prompt, NEW_TOKENS))
                 time.sleep(0.02)
             for prompt, reply in zip(prompts, replies, strict=True):
                 assert reply.result() == greedy_reference(prompt, NEW_TOKENS)

@@ -38,21 +38,8 @@ def member(coordinator: Coordinator, number: int, *worker_options: str) -> Engin
     return EngineSpec(Role.LONG, worker_options=options, name=f"offered{number}")
 
 
-def generate(router: RunningRouter, prompt: list[int]) -> list[int]:
-    body = {
-        "input_ids": prompt,
-        "sampling_params": {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True},
-    }
-    reply = router.post("/generate", body, timeout_s=120)
-    assert reply.status == 200, reply.body
-    tokens: list[int] = reply.body["output_ids"]
-    return tokens
-
-
 def offered(router: RunningRouter, outcome: str) -> float:
-    lines = str(router.call("GET", "/metrics")[0].body).splitlines()
-    wanted = f'sglang_ext_router_pool_offers_total{{outcome="{outcome}"}} '
-    return sum(float(line.removeprefix(wanted)) for line in lines if line.startswith(wanted))
+    return router.metric("sglang_ext_router_pool_offers_total", f'outcome="{outcome}"')
 
 
 def is_complete(status: dict[str, Any]) -> bool:
@@ -68,7 +55,7 @@ def test_two_prompts_wait_for_their_turn_in_the_coordinator() -> None:
         arguments = ("--coordinator-url", coordinator.http_url, "--length-boundary-tokens", "256")
         with running_router(engines, *arguments) as router, ThreadPoolExecutor(2) as threads:
             prompts = [random_prompt(LONG + seed, seed=700 + seed) for seed in range(2)]
-            replies = [threads.submit(generate, router, prompt) for prompt in prompts]
+            replies = [threads.submit(router.greedy, prompt, NEW_TOKENS) for prompt in prompts]
             assert [one.result() for one in replies] == [greedy_reference(prompt, NEW_TOKENS) for prompt in prompts]
             assert offered(router, "named") == 2
 
@@ -91,7 +78,7 @@ def test_two_prompts_wait_for_their_turn_in_the_coordinator() -> None:
 
             coordinator.kill()  # what is offered no more is routed as ever
             prompt = random_prompt(LONG, seed=710)
-            assert generate(router, prompt) == greedy_reference(prompt, NEW_TOKENS)
+            assert router.greedy(prompt, NEW_TOKENS) == greedy_reference(prompt, NEW_TOKENS)
             assert offered(router, "away") == 1
         for engine in engines[:3]:
             engine.stop()
@@ -149,7 +136,7 @@ def test_decode_has_no_room_taken_for_a_prompt_that_waits_in_the_coordinator() -
             with held_turns(coordinator, 3, threads):
                 for seed in range(740, 750):
                     prompt = random_prompt(LONG, seed)
-                    reply = threads.submit(generate, router, prompt)
+                    reply = threads.submit(router.greedy, prompt, NEW_TOKENS)
                     used = used_while_waiting(coordinator, router, decode, 3, reply)
                     assert reply.result() == greedy_reference(prompt, NEW_TOKENS)
                     decode.wait_idle()
@@ -179,7 +166,7 @@ def test_a_prompt_larger_than_its_instance_is_sent_again_when_a_member_is_lost()
         with running_router(engines, *arguments) as router, ThreadPoolExecutor(1) as threads:
             prompt = random_prompt(1100, seed=720)
             with mortal.frozen_scheduler():
-                reply = threads.submit(generate, router, prompt)
+                reply = threads.submit(router.greedy, prompt, NEW_TOKENS)
                 coordinator.wait_for(
                     lambda status: any(len(step["members"]) == 3 for one in status["requests"] for step in one["steps"])
                 )
@@ -199,11 +186,11 @@ def test_the_next_turn_begins_behind_what_the_pool_has_kept() -> None:
         arguments = ("--coordinator-url", coordinator.http_url, "--length-boundary-tokens", "256")
         with running_router(engines, *arguments) as router:
             prompt = random_prompt(LONG, seed=730)
-            assert generate(router, prompt) == greedy_reference(prompt, NEW_TOKENS)
+            assert router.greedy(prompt, NEW_TOKENS) == greedy_reference(prompt, NEW_TOKENS)
             assert offered(router, "named") == 1
             coordinator.wait_for(lambda status: status["prompts_kept"] == 1)
             turn = prompt + random_prompt(300, seed=731)
-            assert generate(router, turn) == greedy_reference(turn, NEW_TOKENS)
+            assert router.greedy(turn, NEW_TOKENS) == greedy_reference(turn, NEW_TOKENS)
             assert offered(router, "named") == 2
             assert coordinator.settled()["recent"][-1]["kept_tokens"] == LONG // 32 * 32
         for engine in engines:

@@ -80,10 +80,20 @@ class RunningRouter:
                 raise AssertionError(f"workers: {known}; log:\n{self.log_path.read_text()[-4000:]}")
             time.sleep(0.1)
 
-    def metric(self, name: str) -> float:
-        """Sum of a counter or gauge over its labels; 0 where it has none yet."""
+    def greedy(self, prompt: Sequence[int], new_tokens: int) -> list[int]:
+        """Return the greedy tokens behind a prompt. Raises AssertionError where the router answers with an error."""
+        sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+        reply = self.post("/generate", {"input_ids": list(prompt), "sampling_params": sampling}, timeout_s=120)
+        assert reply.status == 200, reply.body
+        tokens: list[int] = reply.body["output_ids"]
+        return tokens
+
+    def metric(self, name: str, label: str = "") -> float:
+        """Sum of a counter or gauge over its labels, of which one may be given (`event="evicted"`); 0 where it has none
+        yet."""
         reply, _ = self.call("GET", "/metrics")
         lines = [line for line in str(reply.body).splitlines() if line.partition("{")[0].partition(" ")[0] == name]
+        lines = [line for line in lines if label in line]
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
     def is_idle(self) -> bool:

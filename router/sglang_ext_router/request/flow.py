@@ -450,7 +450,9 @@ class RequestFlow:
         record.attempts = number + 1
         request.prompt_tokens = max(request.prompt_tokens, self._counted_tokens)
         excluded = self._excluded or _NONE_EXCLUDED
-        avoided, self._avoided = self._avoided, frozenset()
+        if self._avoided:
+            excluded = (excluded[0] | self._avoided, excluded[1])
+            self._avoided = frozenset()
         place, self._place = self._place, None
         try:
             if request.is_undivided:
@@ -462,7 +464,7 @@ class RequestFlow:
                     request.model,
                     prompt,
                     request.prompt_tokens,
-                    excluded[0] | avoided,
+                    excluded[0],
                     excluded[1],
                     now_s,
                     not request.scores.is_prefill_only,

@@ -220,21 +220,21 @@ class PoolSchedule:
             if place is not None and place.start_s == 0.0:
                 continue
             group = tuple(holder.instance for holder in prefill.holders)
-            begin_s = max([begin_in_s[instance] for instance in group] if begin_in_s else [0.0], default=math.inf)
+            begins_s = [begin_in_s[instance] if begin_in_s else 0.0 for instance in group]
             chunk = None
             if group and taken.isdisjoint(group):
-                if begin_s == math.inf:  # it is in a step, or waits for one
+                if max(begins_s) == math.inf:  # it is in a step, or waits for one
                     taken.update(group)
                     continue
-                chunk = self._chunk_at_holders(at, prefill, group, begin_in_s, place, snapshot)
-            if chunk is None or chunk.end_s > min(wanted_s[instance] for instance in group):
+                chunk = self._chunk_at_holders(at, prefill, group, begins_s, place, snapshot)
+            if chunk is None or max(begins_s) + chunk.compute_s > min(wanted_s[instance] for instance in group):
                 # It waits for its place; without one it takes whichever instance is idle first.
                 for instance in range(len(wanted_s)) if place is None else place.group:
                     may_begin_s = snapshot.queue_delays_s[instance] if place is None else place.start_s
                     wanted_s[instance] = min(wanted_s[instance], may_begin_s)
                 continue
             taken.update(group)
-            continued.append(PlacedPrefill(prefill.key, chunk._replace(end_s=chunk.compute_s)))
+            continued.append(PlacedPrefill(prefill.key, chunk))
         return continued
 
     def _chunk_at_holders(
@@ -242,22 +242,24 @@ class PoolSchedule:
         at: int,
         prefill: PendingPrefill,
         group: tuple[int, ...],
-        begin_in_s: Sequence[float],
+        begins_s: Sequence[float],
         place: Placement | None,
         snapshot: PrefillSnapshot,
     ) -> Placement | None:
-        """Return what a prefill computes next where it has KV, and ends then; None where it had better wait."""
+        """Return all that is left of a prefill as a chunk where it has KV; None where it had better wait.
+
+        `begins_s`: when each of the group could begin, from now.
+        """
         costs = {candidate.size: candidate.cost for candidate in self.planner.options.candidates}
         if len(group) not in costs:
             return None
-        begins_s = [begin_in_s[instance] for instance in group] if begin_in_s else [0.0]
         compute_s = costs[len(group)].predict_s(prefill.cached_tokens, prefill.new_tokens)
-        end_s = max(begins_s) + compute_s
         if not prefill.is_started:
-            idle_s = sum(max(begins_s) - one_s for one_s in begins_s)
-            if end_s + self.price * (len(group) * compute_s + idle_s) > self._later_s(prefill, place, snapshot):
+            idle_s = sum(max(begins_s) - begin_s for begin_s in begins_s)
+            here_s = max(begins_s) + compute_s + self.price * (len(group) * compute_s + idle_s)
+            if here_s > self._later_s(prefill, place, snapshot):
                 return None
-        return Placement(at, prefill.new_tokens, group, 0.0, compute_s, end_s)
+        return Placement(at, prefill.new_tokens, group, 0.0, compute_s, compute_s)
 
     def _later_s(self, prefill: PendingPrefill, placed: Placement | None, snapshot: PrefillSnapshot) -> float:
         """Return when a prefill ends, from now, and what it costs others, where it waits for its place.
