@@ -80,10 +80,11 @@ class RunningRouter:
                 raise AssertionError(f"workers: {known}; log:\n{self.log_path.read_text()[-4000:]}")
             time.sleep(0.1)
 
-    def greedy(self, prompt: Sequence[int], new_tokens: int) -> list[int]:
+    def greedy(self, prompt: Sequence[int], new_tokens: int, headers: dict[str, str] | None = None) -> list[int]:
         """Return the greedy tokens behind a prompt. Raises AssertionError where the router answers with an error."""
         sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-        reply = self.post("/generate", {"input_ids": list(prompt), "sampling_params": sampling}, timeout_s=120)
+        body = {"input_ids": list(prompt), "sampling_params": sampling}
+        reply, _ = self.call("POST", "/generate", body, 120, headers)
         assert reply.status == 200, reply.body
         tokens: list[int] = reply.body["output_ids"]
         return tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,3 +92,41 @@ def test_a_batch_waits_for_the_answer_to_an_offer(answer: str) -> None:
     scheduler._has_offered = True
     assert scheduler._gives_way() == (answer != "nothing")
     assert (member.asked, resumed) == (1, ["prompt"] if answer == "prompt" else [])
+
+
+def test_no_batch_is_planned_where_the_answer_to_an_offer_is_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # SGLang's, of what a CPU has not
+        from sglang_ext.laps.sglang.scheduler import LengthAwareScheduler
+        from sglang_ext.long_pool.sglang.scheduler import SequenceParallelScheduler
+
+    planned: list[str] = []
+    offers = [True, False]
+
+    class Member:
+        has_step = False
+
+        def await_step(self) -> list[Any]:
+            self.has_step = True
+            return []
+
+    def follow_queue(scheduler: Any, _: Any) -> None:
+        scheduler._has_offered = offers.pop(0)
+
+    def agree(_: Any) -> Any:
+        planned.append("a batch")
+        return None, ()
+
+    for name in ("_park", "_end_failed", "_admit_ready_grammars", "_count_arrivals"):
+        monkeypatch.setattr(LengthAwareScheduler, name, lambda *_: None)
+    monkeypatch.setattr(SequenceParallelScheduler, "_follow_queue", follow_queue)
+    scheduler: Any = SequenceParallelScheduler.__new__(SequenceParallelScheduler)
+    scheduler._member, scheduler._is_undivided = Member(), True
+    scheduler.waiting_queue, scheduler._parked = ["another prompt"], []
+    laps: Any = SimpleNamespace(
+        stages=1, now_s=lambda: 0.0, publish=lambda *_: None, agreement=SimpleNamespace(agree=agree)
+    )
+    assert scheduler._plan_batch(laps, None).batch_to_run is None
+    assert planned == [], "the chunk comes first"
+    scheduler._plan_batch(laps, None)
+    assert planned == ["a batch"]

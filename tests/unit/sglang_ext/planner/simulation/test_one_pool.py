@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
 import pytest
@@ -13,6 +14,8 @@ from sglang_ext.laps.decide.cost_model import CostCoefficients
 from sglang_ext.laps.decide.options import LapsOptions
 from sglang_ext.laps.decide.policy import Laps
 from sglang_ext.laps.decide.round_plan import InstanceLimits
+from sglang_ext.long_pool.decide.orders import Order
+from sglang_ext.long_pool.decide.row_pulls import Pull
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
 from sglang_ext.planner.simulation.cluster_spec import ClusterSpec, Failure
 from sglang_ext.planner.simulation.decode import DecodeSpec
@@ -134,6 +137,37 @@ def test_short_prompts_leave_members_that_get_a_chunk() -> None:
     assert len(served) == len(run.outcome.served) == 400
     assert run.pool.moved
     assert all(served[key].new_tokens <= BOUNDARY for key in run.pool.moved)
+
+
+@pytest.mark.slow
+def test_a_pull_begins_and_ends_between_batches_and_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[tuple[float, Pull]] = []
+    ordered_s: dict[int, float] = {}
+    carry_out, end_pull = OnePool._carry_out_one, OnePool._end_pull
+
+    def ordered(pool: OnePool, order: Order) -> Sequence[Order]:
+        if isinstance(order, Pull):
+            ordered_s[order.pull] = pool._loop.now_s
+        return carry_out(pool, order)
+
+    def end(pool: OnePool, order: Pull) -> None:
+        ended.append((pool._loop.now_s, order))
+        end_pull(pool, order)
+
+    monkeypatch.setattr(OnePool, "_carry_out_one", ordered)
+    monkeypatch.setattr(OnePool, "_end_pull", end)
+    timeline = Run(mixture(400, 6.0), is_recorded=True).outcome.timeline
+    assert ended
+    waited = 0
+    for ended_s, order in ended:
+        began_s = ordered_s[order.pull]
+        running = [busy for busy in timeline if busy.instance in order.members and busy.start_s < began_s < busy.end_s]
+        waited += bool(running)
+        assert all(ended_s >= busy.end_s - 1e-9 for busy in running)
+        assert not any(
+            busy.instance == order.target and busy.start_s < ended_s < busy.end_s - 1e-9 for busy in timeline
+        )
+    assert waited
 
 
 def test_it_is_laps_where_nothing_is_long() -> None:
