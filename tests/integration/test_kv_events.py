@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import pytest
@@ -278,17 +279,22 @@ def test_both_instances_of_a_pair_publish_their_load_without_events() -> None:
         wait_until(lambda: all(described(engine)["load"] == "published" for engine in engines), 20)
         capacity_tokens = described(decode)["free_kv_tokens"]
         assert capacity_tokens == decode.get("/server_info").body["max_total_num_tokens"]
-        body = {
-            "input_ids": [7] * 300,
-            "sampling_params": {"temperature": 0, "max_new_tokens": 600, "ignore_eos": True},
-        }
+        sampling = {"temperature": 0, "max_new_tokens": 1700, "ignore_eos": True}
+        is_seen = Event()
+
+        def keep_decode_busy() -> None:
+            while not is_seen.is_set():
+                reply = router.post("/generate", {"input_ids": [7] * 300, "sampling_params": sampling})
+                assert reply.status == 200 or is_seen.is_set(), reply
+
         with ThreadPoolExecutor(1) as client:
-            reply = client.submit(router.post, "/generate", {**body, "rid": "long"})
-            wait_until(lambda: described(decode)["running"] == 1, 20)
-            wait_until(lambda: described(decode)["free_kv_tokens"] < capacity_tokens - 300, 20)
+            work = client.submit(keep_decode_busy)
+            wait_until(lambda: work.done() or described(decode)["running"] == 1, 20)
+            wait_until(lambda: work.done() or described(decode)["free_kv_tokens"] < capacity_tokens - 300, 20)
+            is_seen.set()
             for engine in engines:
                 engine.post("/abort_request", {"rid": "", "abort_all": True})
-            reply.result(timeout=60)
+            work.result(timeout=60)
         wait_until(lambda: described(decode)["running"] == 0, 5)
         wait_until(lambda: described(decode)["free_kv_tokens"] == capacity_tokens, 5)
         assert all(described(engine)["load"] == "published" for engine in engines)
