@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from sglang_ext.tenants_file import TENANT_HEADER
 from sglang_ext_router.request.request_fields import BODIES, Schema
 
 
@@ -65,6 +66,13 @@ ADMIN_ONLY: dict[str, Any] = {"x-admin": True}
 NO_KEY: dict[str, Any] = {"x-open": True}
 _NEEDS_KEY: dict[str, list[str]] = {"ApiKey": []}
 _NEEDS_ADMIN_KEY: dict[str, list[str]] = {"AdminKey": []}
+_FOR_TENANT = {
+    "name": TENANT_HEADER,
+    "in": "header",
+    "description": "whose request it is, from a tenant that may send for others",
+    "schema": _TEXT,
+}
+_NOT_FOR_TENANT = "this key's tenant may not send for the one that is named"
 
 _USAGE = _object(
     "prompt_tokens completion_tokens total_tokens",
@@ -157,8 +165,8 @@ def answers(**errors: str) -> dict[int | str, dict[str, Any]]:
     return {int(status.removeprefix("_")): _error_answer(text) for status, text in errors.items()}
 
 
-def describe_api(app: FastAPI, needs_client_key: bool) -> dict[str, Any]:
-    """Return the document of the whole API; `needs_client_key`: clients have to send a key."""
+def describe_api(app: FastAPI, needs_client_key: bool, has_tenants: bool) -> dict[str, Any]:
+    """Return the document of the whole API; `needs_client_key`: clients have to send a key, perhaps a tenant's."""
     document = get_openapi(
         title=app.title, version=app.version, openapi_version="3.1.0", description=app.description, routes=app.routes
     )
@@ -189,6 +197,12 @@ def describe_api(app: FastAPI, needs_client_key: bool) -> dict[str, Any]:
         paths[path] = {"post": _generation(path, summary, reply, needs_client_key)}
     ranking = paths["/v1/rerank"]
     ranking["put"] = {**ranking["post"], "operationId": "put_rerank"}
+    if has_tenants:
+        for path, operation in _operations(paths):
+            if _NEEDS_KEY in operation.get("security", ()):
+                operation["parameters"] = [*operation.get("parameters", ()), _FOR_TENANT]
+                schema = "InstanceError" if path.startswith("/v1/messages") else "Error"
+                operation["responses"]["403"] = _error_answer(_NOT_FOR_TENANT, schema)
     return document
 
 

@@ -521,7 +521,7 @@ def without_secrets(value: Any, keys: Sequence[str]) -> Any:
 
 def _documented(app: FastAPI, config: RouterConfig) -> dict[str, Any]:
     if app.openapi_schema is None:
-        app.openapi_schema = describe_api(app, config.needs_client_key)
+        app.openapi_schema = describe_api(app, config.needs_client_key, bool(config.tenants_file))
     return app.openapi_schema
 
 

@@ -74,6 +74,18 @@ async def test_a_tenant_that_may_sends_for_others(tmp_path: Path) -> None:
         rows = await tenants.read_usage("2000-01-01", "9999-01-01", None, 0.0)
         assert {(key.tenant, count.requests) for key, count in rows} == {("a", 2), ("b", 1)}
         assert all(request.header("x-sglang-ext-tenant") is None for request in served.decode[0].requests)
+        paths = (await served.ask("GET", "/openapi.json", headers=bearer("a"))).json["paths"]
+        for operation in (paths["/v1/messages"]["post"], paths["/v1/models"]["get"]):
+            assert [parameter["name"] for parameter in operation["parameters"]] == ["x-sglang-ext-tenant"]
+            assert "403" in operation["responses"]
+        assert "403" not in paths["/health"]["get"]["responses"]
+
+
+async def test_without_tenants_the_document_knows_none() -> None:
+    async with cluster(api_key="client") as served:
+        paths = (await served.ask("GET", "/openapi.json", headers=bearer("client"))).json["paths"]
+        assert "parameters" not in paths["/v1/messages"]["post"]
+        assert "403" not in paths["/v1/messages"]["post"]["responses"]
 
 
 async def test_requests_per_minute(tmp_path: Path) -> None:
