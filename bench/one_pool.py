@@ -39,10 +39,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from sglang_ext.live.decide.instance_work import PREFILL, WORK_KEY, read_work
 from support.conversations import Answer, Client, draw_load
 from support.engines import BenchEngine, EngineStartError, free_port
 from support.mixed_load import percentile
-from support.pool_simulation import costs_of, simulated_ttfts_s
+from support.pool_simulation import batch_costs_of, costs_of, simulated_ttfts_s
 from support.processor_time import OtherLoad
 from support.random_model import RandomLlama, build_random_llama
 from support.result import give_up, machine, print_result, progress, versions
@@ -162,7 +163,7 @@ class Bench:
         self._served: dict[str, Served] = {}
         self._rounds: list[list[Answer]] = []  # of one_pool
         self._pool_url = ""
-        self._idle_short_s = 0.0  # of a chat prompt on one_pool
+        self._idle_overhead_s = 0.0  # around the prefill of a chat prompt on one_pool
 
     def run(self) -> dict[str, list[Answer]]:
         """Start everything and serve all rounds. The answers of each system."""
@@ -174,7 +175,8 @@ class Bench:
         times_s = [idle.ask(idle.tokens(4000, 3 + number)).ttft_s for number in range(2)]
         short_s = [idle.ask(idle.tokens(IDLE_TOKENS, 5 + number)).ttft_s for number in range(4)]
         ours = self._served[OURS].client
-        self._idle_short_s = min(ours.ask(ours.tokens(IDLE_TOKENS, 9 + number)).ttft_s or 1e9 for number in range(4))
+        idle_short_s = min(ours.ask(ours.tokens(IDLE_TOKENS, 9 + number)).ttft_s or 1e9 for number in range(4))
+        self._idle_overhead_s = idle_short_s - self._shortest_batch_s(IDLE_TOKENS)
         document_s = min(one for one in times_s if one is not None)
         chat_s = min(one for one in short_s if one is not None)
         work_s = LOAD * len(self._cores[:2]) * self._plan.round_s
@@ -201,14 +203,31 @@ class Bench:
                     self._rounds.append(answers)
         return runs
 
+    def _queues(self, query: str = "") -> list[dict[str, Any]]:
+        """Return the status of one_pool's instances."""
+        return [json.loads(_get(f"{prefill.url}/laps{query}")) for prefill in self._served[OURS].prefills]
+
+    def _shortest_batch_s(self, tokens: int) -> float:
+        """Return the shortest time that an instance of one_pool has taken for a batch of this many tokens."""
+        works = (read_work(status[WORK_KEY]) for status in self._queues("?since=0"))
+        return min(
+            record.end_s - record.start_s
+            for work in works
+            if work is not None
+            for record in work.records
+            if record.kind == PREFILL and record.tokens == tokens and record.end_s is not None
+        )
+
     def simulate(self) -> list[Answer]:
         """Return the answers of one_pool with the times that the simulator has for them."""
         costs = costs_of(json.loads(_get(self._pool_url + "/status")))
-        single = next(candidate.cost for candidate in costs if candidate.size == 1)
-        overhead_s = max(0.0, self._idle_short_s - single.predict_s(0, IDLE_TOKENS))
+        batches = batch_costs_of(self._queues())
+        progress(
+            f"simulated with chunks of {costs}, batches of {batches}, and {self._idle_overhead_s:.3f} s around them"
+        )
         simulated = []
         for answers in self._rounds:
-            ttfts_s = simulated_ttfts_s(answers, costs, 2, BOUNDARY_TOKENS, overhead_s)
+            ttfts_s = simulated_ttfts_s(answers, costs, batches, 2, BOUNDARY_TOKENS, self._idle_overhead_s)
             simulated += [answer._replace(ttft_s=ttfts_s[answer.key]) for answer in answers]
         return simulated
 

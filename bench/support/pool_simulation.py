@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from statistics import mean
 from typing import Any
 
-from sglang_ext.costs.engine_profile import IterationCost
 from sglang_ext.graphs.decide.graph_grid import GraphGrid
 from sglang_ext.laps.decide.cost_model import CostCoefficients
 from sglang_ext.laps.decide.options import LapsOptions
@@ -76,19 +76,27 @@ def costs_of(status: Mapping[str, Any]) -> tuple[SpCandidate, ...]:
     return tuple(SpCandidate(one["size"], SpCost(**one["cost"])) for one in status["costs"])
 
 
+def batch_costs_of(statuses: Sequence[Mapping[str, Any]]) -> CostCoefficients:
+    """Return what the instances' statuses (`GET /laps`) say that their own batches cost, in the mean."""
+    fits = [status["fit"] for status in statuses]
+    names = ("alpha_s", "token_s", "read_s", "kappa_s", "request_s")
+    return CostCoefficients(*(mean(fit[name] for fit in fits) for name in names))
+
+
 def simulated_ttfts_s(
-    answers: Sequence[Answer], costs: Sequence[SpCandidate], instances: int, boundary_tokens: int, overhead_s: float
+    answers: Sequence[Answer],
+    costs: Sequence[SpCandidate],
+    batches: CostCoefficients,
+    instances: int,
+    boundary_tokens: int,
+    overhead_s: float,
 ) -> dict[tuple[int, int], float]:
     """Return each request's time to first token, by its key, had a simulated pool served it.
 
     `answers` are those of one round: chat prompts and first turns come when they came in reality, a later turn as long
-    after the answer before it as in reality. `overhead_s`: of what surrounds prefill, added to each.
+    after the answer before it as in reality. `costs`: of the pool's chunks, `batches`: of an instance's own batches.
+    `overhead_s`: of what surrounds prefill, added to each.
     """
-    single = next(candidate.cost for candidate in costs if candidate.size == 1)
-    assert isinstance(single, SpCost)
-    work_s = (single.c_s_per_token2, single.d_s_per_token2)
-    iteration = IterationCost(single.a_s, 0.0, single.b_s_per_token, 0.0, 0.0, *work_s)
-    coefficients = CostCoefficients(single.d_s_per_token2, single.b_s_per_token, 0.0, single.a_s, 0.0)
     limits = InstanceLimits(
         page_tokens=1, max_chunk_tokens=_CHUNK_TOKENS, max_batch_tokens=_CHUNK_TOKENS, max_requests=64
     )
@@ -96,9 +104,9 @@ def simulated_ttfts_s(
     options = LapsOptions(boundary_tokens=boundary_tokens)
 
     def policy(_: Role) -> LapsPolicy:
-        return LapsPolicy(Laps(options, GraphGrid(), coefficients, limits))
+        return LapsPolicy(Laps(options, GraphGrid(), batches, limits))
 
-    spec = InstancesSpec((Role.BOTH,) * instances, coefficients, _KV_TOKENS, boundary_tokens, iteration)
+    spec = InstancesSpec((Role.BOTH,) * instances, batches, _KV_TOKENS, boundary_tokens)
     loop = EventLoop()
     conversations = _Conversations(answers, loop, overhead_s)
     stage = conversations.stage = OnePool(

@@ -272,6 +272,15 @@ def test_two_queues_under_any_interleaving(
 def test_long_prompts_on_two_members_of_a_pool(architecture: str, threads: ThreadPoolExecutor) -> None:
     """Members send what they compute to decode, and a later turn is computed behind the rows that they keep; where
     windows have a pool of their own, the prompt's own instance collects it first."""
+    check_two_members(architecture, (), threads)
+
+
+@pytest.mark.full
+def test_the_ranks_of_a_member_divide_the_experts(threads: ThreadPoolExecutor) -> None:
+    check_two_members("Qwen3MoeForCausalLM", ("--tp", "2", "--ep-size", "2"), threads)
+
+
+def check_two_members(architecture: str, ranks: tuple[str, ...], threads: ThreadPoolExecutor) -> None:
     pages = ("--page-size", "16")
     model = ("--model-path", str(family(architecture)))
     prompts = SharedPrompts(
@@ -279,7 +288,8 @@ def test_long_prompts_on_two_members_of_a_pool(architecture: str, threads: Threa
         lambda prompt: family_greedy(architecture, prompt, LAPS_NEW_TOKENS),
         "requests_collected" if FAMILIES[architecture].states else "requests_streamed",
     )
-    share_prompts(threads, pages, (*model, *HANDSHAKE), spec(architecture, Role.DECODE, pages, HANDSHAKE), prompts)
+    decode = spec(architecture, Role.DECODE, pages, HANDSHAKE)
+    share_prompts(threads, (*pages, *ranks), (*model, *HANDSHAKE), decode, prompts)
 
 
 def test_a_window_that_sglang_leaves_out_is_refused_where_prompts_may_be_longer() -> None:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import pytest
 
+from sglang_ext.laps.decide.cost_model import CostCoefficients
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
 from support.conversations import Answer
-from support.pool_simulation import costs_of, simulated_ttfts_s
+from support.pool_simulation import batch_costs_of, costs_of, simulated_ttfts_s
 
 ONE = SpCost(0.05, 3e-4, 1e-7, 5e-8)
 TWO = SpCost(0.07, 1.6e-4, 5e-8, 2.5e-8)
 COSTS = (SpCandidate(1, ONE), SpCandidate(2, TWO))
+BATCHES = CostCoefficients(alpha_s=5e-8, token_s=3e-4, read_s=0.0, kappa_s=0.05)  # as chunks on one instance
 OVERHEAD_S = 0.03
 BOUNDARY_TOKENS = 512
 
 
-def simulated(*answers: Answer, costs: tuple[SpCandidate, ...] = COSTS) -> dict[tuple[int, int], float]:
-    return simulated_ttfts_s(answers, costs, len(costs), BOUNDARY_TOKENS, OVERHEAD_S)
+def simulated(
+    *answers: Answer, costs: tuple[SpCandidate, ...] = COSTS, batches: CostCoefficients = BATCHES
+) -> dict[tuple[int, int], float]:
+    return simulated_ttfts_s(answers, costs, batches, len(costs), BOUNDARY_TOKENS, OVERHEAD_S)
 
 
 def answer(talk: int, turn: int, tokens: int, sent_s: float, ttft_s: float | None = 1.0) -> Answer:
@@ -26,6 +30,14 @@ def answer(talk: int, turn: int, tokens: int, sent_s: float, ttft_s: float | Non
 def test_costs_are_those_of_a_coordinators_status() -> None:
     fields = {"a_s": 0.05, "b_s_per_token": 3e-4, "c_s_per_token2": 1e-7, "d_s_per_token2": 5e-8}
     assert costs_of({"costs": [{"size": 1, "cost": fields}], "members": []}) == (SpCandidate(1, ONE),)
+
+
+def test_batches_cost_what_the_instances_have_measured() -> None:
+    fits = [{"alpha_s": 4e-8, "token_s": 2e-4, "read_s": 0.0, "kappa_s": 0.04, "request_s": 0.01, "samples": 9}]
+    fits.append({"alpha_s": 6e-8, "token_s": 4e-4, "read_s": 0.0, "kappa_s": 0.06, "request_s": 0.03, "samples": 5})
+    assert batch_costs_of([{"fit": fit} for fit in fits]) == pytest.approx((5e-8, 3e-4, 0.0, 0.05, 0.02, None))
+    slow = simulated(answer(1, 0, 100, 0.0), batches=BATCHES.times(3.0))[1, 0]
+    assert slow == pytest.approx(3 * ONE.predict_s(0, 100) + OVERHEAD_S, abs=0.01)
 
 
 @pytest.mark.parametrize("sent_s", [0.0, 5000.0])
