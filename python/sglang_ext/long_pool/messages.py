@@ -26,7 +26,7 @@ from sglang_ext.long_pool.decide.coordination_settings import KV_TOKEN_BYTES
 from sglang_ext.long_pool.decide.orders import (
     Borrow,
     Collect,
-    Decline,
+    DeclineReason,
     Drop,
     DropKept,
     GiveUp,
@@ -41,7 +41,7 @@ from sglang_ext.long_pool.step_clock import StepTimes
 from sglang_ext.long_pool.wire_types import Count, Line, Logits, Positive, Seconds, TokenIds
 from sglang_ext.transfer.decide.shards import HeadLayout
 
-PROTOCOL_VERSION = 17
+PROTOCOL_VERSION = 18
 KEY_PROTOCOL = "long pool"  # what the proofs of a key hold for
 MAX_LINE_BYTES = 2**24
 FIRST_LINE_BYTES = 2**16  # of who has not proved yet that it knows the pool's key
@@ -239,6 +239,14 @@ class Streamed(NamedTuple):
     is_intact: bool
 
 
+class DeclineMessage(NamedTuple):
+    """Informs a request's own instance: it computes the request by itself, with the part that is in its cache."""
+
+    request: int
+    reason: DeclineReason
+    waited_s: Seconds  # since the prompt came to a router
+
+
 class Computed(NamedTuple):
     """Informs a request's own instance: all is computed, and members send all KV straight to decode."""
 
@@ -278,7 +286,7 @@ ToMember = (
     | Keep
     | Borrow
     | DropKept
-    | Decline
+    | DeclineMessage
 )
 Message = FromMember | ToMember
 

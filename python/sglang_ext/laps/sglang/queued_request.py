@@ -69,6 +69,16 @@ def reclassify(request: Any, entry: LapsEntry, policy: Laps, now_s: float) -> No
     entry.deadline_s = min(entry.deadline_s, deadline_s) if is_short else deadline_s
 
 
+def count_wait(request: Any, entry: LapsEntry, waited_s: float, now_s: float) -> None:
+    """Count what a request has waited before it came to this instance, too: it is as old as it is to its client, and
+    its deadline is that much nearer, unless it is its own, of which the router has taken that already."""
+    earlier_s = entry.arrival_s - (now_s - waited_s)
+    if earlier_s > 0:
+        entry.arrival_s -= earlier_s
+        if requested_slo_s(request) is None:
+            entry.deadline_s -= earlier_s
+
+
 def match_again(request: Any, tree_cache: Any) -> bool:
     """Look a waiting request up in the prefix cache again; whether it has lost some of its prefix since."""
     before_tokens, _ = prefill_tokens(request)

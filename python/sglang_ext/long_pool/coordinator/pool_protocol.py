@@ -49,6 +49,7 @@ from sglang_ext.long_pool.messages import (
     ChunkOrder,
     CollectOrder,
     Computed,
+    DeclineMessage,
     Heartbeat,
     Hello,
     KeptLost,
@@ -414,7 +415,8 @@ class PoolProtocol:
                 out += [AddressedMessage(instance, pull) for instance in order.members]
             elif isinstance(order, Decline):
                 declined[order.request] = order.reason
-                out.append(AddressedMessage(order.owner, order))
+                waited_s = max(0.0, now_s - order.arrival_s)
+                out.append(AddressedMessage(order.owner, DeclineMessage(order.request, order.reason, waited_s)))
             elif isinstance(order, Bind):
                 room = room_of(order.ticket)
                 self.tickets.bind(room, now_s)

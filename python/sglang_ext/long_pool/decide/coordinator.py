@@ -233,7 +233,7 @@ class Coordinator:
 
     def _admit(self, offer: Offer, now_s: float, *, is_new: bool, text: PromptText | None = None) -> list[Order]:
         if offer.owner not in self._members:
-            return [Decline(offer.request, offer.owner, DeclineReason.NOT_A_MEMBER)]
+            return [Decline(offer.request, offer.owner, DeclineReason.NOT_A_MEMBER, offer.arrival_s)]
         if not self._requests and not self._announced:
             self._quiet_s = now_s
         prefix = None if offer.blocks is None else self.kept.match(offer.blocks, offer.tokens - 1)
@@ -641,7 +641,8 @@ class Coordinator:
         return []
 
     def _decline(self, prefill: SharedPrefill, reason: DeclineReason) -> list[Order]:
-        return [*self._forget(prefill), Decline(prefill.offer.request, prefill.offer.owner, reason)]
+        offer = prefill.offer
+        return [*self._forget(prefill), Decline(offer.request, offer.owner, reason, offer.arrival_s)]
 
     def _forget(self, prefill: SharedPrefill) -> list[Order]:
         # Also members that hold nothing any more: they may still be sending of it.

@@ -161,6 +161,7 @@ class Decline(NamedTuple):
     request: int
     owner: int
     reason: DeclineReason
+    arrival_s: float  # of the prompt: it has waited since then, before it came to its owner, too
 
 
 Order = Bind | RunChunk | Finish | Collect | GiveUp | RollBack | Drop | Keep | Borrow | Pull | DropKept | Decline

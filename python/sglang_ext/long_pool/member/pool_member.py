@@ -27,7 +27,6 @@ from sglang_ext.identifiers import BootstrapRoom, instance_of, pool_request, roo
 from sglang_ext.long_pool.decide.orders import (
     Borrow,
     Collect,
-    Decline,
     DeclineReason,
     Drop,
     DropKept,
@@ -62,6 +61,7 @@ from sglang_ext.long_pool.messages import (
     ChunkOrder,
     CollectOrder,
     Computed,
+    DeclineMessage,
     Destination,
     KeptLost,
     OfferMessage,
@@ -92,6 +92,7 @@ class Declined(NamedTuple):
     request: int
     reason: DeclineReason
     streamed: Streamed | None = None  # what members have sent of it straight to decode; None: nothing
+    waited_s: float | None = None  # since the prompt came to a router; None: that is not known
 
 
 class Collected(NamedTuple):
@@ -391,10 +392,10 @@ class PoolMember:
             self.kept.drop(order.request)
             self._incoming.cancel(order.request)
             self._streams.cancel(order.request, "the pull has been given up")
-        elif isinstance(order, Decline):
+        elif isinstance(order, DeclineMessage):
             self._drop(order.request)
             if order.request in self._cached_tokens:
-                return [Declined(order.request, order.reason, self._forget(order.request))]
+                return [Declined(order.request, order.reason, self._forget(order.request), order.waited_s)]
         return []
 
     def _sendable(self, order: Computed) -> list[Outcome]:

@@ -37,7 +37,7 @@ from sglang_ext.engine.options import options_from_environment
 from sglang_ext.engine.request_traces import trace_of
 from sglang_ext.laps.decide.cost_model import CostCoefficients
 from sglang_ext.laps.sglang.instance import LapsInstance
-from sglang_ext.laps.sglang.queued_request import LapsEntry, entry_of, prefill_tokens, reclassify
+from sglang_ext.laps.sglang.queued_request import LapsEntry, count_wait, entry_of, prefill_tokens, reclassify
 from sglang_ext.laps.sglang.scheduler import LengthAwareScheduler
 from sglang_ext.long_pool.decide.orders import MeasuredCost, MemberReport
 from sglang_ext.long_pool.member.kv_streams import Target
@@ -333,6 +333,8 @@ class SequenceParallelScheduler(LengthAwareScheduler):
         entry = entry_of(request)
         laps = self._laps
         if entry is not None and laps is not None:
+            if isinstance(outcome, Declined) and outcome.waited_s is not None:
+                count_wait(request, entry, outcome.waited_s, laps.now_s())
             reclassify(request, entry, laps.policy, laps.now_s())
         self.waiting_queue.insert(0, request)
 

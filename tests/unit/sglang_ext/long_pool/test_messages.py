@@ -15,7 +15,6 @@ from sglang_ext.long_pool.decide.kept_prompts import KeptPrefix
 from sglang_ext.long_pool.decide.orders import (
     Borrow,
     Collect,
-    Decline,
     DeclineReason,
     Drop,
     DropKept,
@@ -38,6 +37,7 @@ from sglang_ext.long_pool.messages import (
     ChunkOrder,
     CollectOrder,
     Computed,
+    DeclineMessage,
     Destination,
     Heartbeat,
     Hello,
@@ -127,7 +127,7 @@ messages = st.one_of(
     st.builds(CollectOrder, st.builds(Collect, counts, counts, counts, several, moves, counts), peers),
     st.builds(RollBack, counts, counts, several),
     st.builds(Drop, counts, several),
-    st.builds(Decline, counts, counts, st.sampled_from(DeclineReason)),
+    st.builds(DeclineMessage, counts, st.sampled_from(DeclineReason), times),
 )
 
 

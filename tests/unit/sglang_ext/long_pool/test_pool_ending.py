@@ -17,7 +17,6 @@ from sglang_ext.long_pool.coordinator.pool_settings import PoolSettings
 from sglang_ext.long_pool.decide.kept_prompts import KeptPrefix
 from sglang_ext.long_pool.decide.orders import (
     Borrow,
-    Decline,
     DeclineReason,
     Drop,
     DropKept,
@@ -36,6 +35,7 @@ from sglang_ext.long_pool.messages import (
     ChunkOrder,
     CollectOrder,
     Computed,
+    DeclineMessage,
     Destination,
     FromMember,
     Hello,
@@ -347,8 +347,8 @@ def test_a_prompt_that_has_ended_meanwhile_is_not_sampled() -> None:
 def test_what_is_on_its_way_comes_back_when_the_coordinator_goes_or_gives_it_up() -> None:
     one = offered(Streamed(REQUEST, 30, True), Computed(REQUEST, LOGITS))
     member_turn(one.member)
-    one.link.inbox.append(Decline(REQUEST, 0, DeclineReason.NO_ROOM))
-    assert member_turn(one.member) == [Declined(REQUEST, DeclineReason.NO_ROOM, Streamed(REQUEST, 30, True))]
+    one.link.inbox.append(DeclineMessage(REQUEST, DeclineReason.NO_ROOM, 0.0))
+    assert member_turn(one.member) == [Declined(REQUEST, DeclineReason.NO_ROOM, Streamed(REQUEST, 30, True), 0.0)]
     other = offered(Streamed(REQUEST, 30, True), Computed(REQUEST, LOGITS))
     member_turn(other.member)
     other.link.welcome = None

@@ -15,6 +15,7 @@ from sglang_ext.laps.sglang import queued_request
 from sglang_ext.laps.sglang.queued_request import (
     LapsEntry,
     as_queued_prefill,
+    count_wait,
     entry_of,
     match_again,
     match_prefix,
@@ -179,6 +180,19 @@ def test_turning_short_late_gives_no_more_time() -> None:
     request.prefix_len = 3900
     reclassify(request, mine, laps(), before_s + 1.0)
     assert (mine.length_class, mine.deadline_s) == (LengthClass.SHORT, before_s)
+
+
+@pytest.mark.parametrize("slo_ms", [None, 5000.0])
+def test_what_a_prompt_has_waited_elsewhere_counts(slo_ms: float | None) -> None:
+    request = stub(4000, custom={"sglang_ext_ttft_slo_ms": slo_ms})
+    mine, before = classified(request), classified(request)
+    count_wait(request, mine, 2.0, NOW_S)
+    assert mine.arrival_s == pytest.approx(NOW_S - 2.0)
+    # The router has taken its wait from an objective of the client's own.
+    earlier_s = 0.0 if slo_ms is not None else ARRIVAL_S - mine.arrival_s
+    assert mine.deadline_s == pytest.approx(before.deadline_s - earlier_s)
+    count_wait(request, mine, 1.0, NOW_S)
+    assert mine.arrival_s == pytest.approx(NOW_S - 2.0), "it grows no younger"
 
 
 @given(

@@ -21,7 +21,7 @@ from sglang_ext.long_pool.coordinator.pool_history import (
 )
 from sglang_ext.long_pool.coordinator.pool_protocol import NewMember, PoolProtocol, PoolProtocolError
 from sglang_ext.long_pool.coordinator.pool_settings import PoolSettings
-from sglang_ext.long_pool.decide.orders import Decline, Drop, GiveUp, MeasuredCost, MemberReport, RollBack, RunChunk
+from sglang_ext.long_pool.decide.orders import Drop, GiveUp, MeasuredCost, MemberReport, RollBack, RunChunk
 from sglang_ext.long_pool.decide.sharding import Interleaving, lay_out
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
 from sglang_ext.long_pool.link_frames import PeerAddress
@@ -32,6 +32,7 @@ from sglang_ext.long_pool.messages import (
     CancelMessage,
     ChunkOrder,
     CollectOrder,
+    DeclineMessage,
     Heartbeat,
     Hello,
     Message,
@@ -385,7 +386,7 @@ def test_cancelled_and_declined() -> None:
     out = pool.say(1, StepDone(1, TIMES, 1000))
     assert Drop(1, (0, 1)) in [one.message for one in out]
     short = pool.say(1, OfferMessage(pool_request(1, 2), IDS[:4], 3, 0.0, None))
-    assert len(of_kind(short, Decline)) == 1
+    assert len(of_kind(short, DeclineMessage)) == 1
     outcomes = [record.outcome for record in pool.protocol.take_events().ended]
     assert outcomes == [PrefillEnd.CANCELLED, "alone_is_best"]
 

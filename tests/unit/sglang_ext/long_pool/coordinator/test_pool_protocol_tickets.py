@@ -24,6 +24,7 @@ from sglang_ext.long_pool.messages import (
     PROTOCOL_VERSION,
     AddressedMessage,
     ChunkOrder,
+    DeclineMessage,
     Hello,
     OfferMessage,
     ReportMessage,
@@ -146,6 +147,16 @@ def test_one_that_is_offered_before_its_turn_is_answered() -> None:
     pool.claim(1, 71)
     assert pool.events().bound == [BoundPrompt(71, "b")]
     assert pool.protocol.status(pool.now_s).tickets_waiting == 0
+
+
+def test_one_that_is_left_to_its_instance_is_as_old_as_its_ticket() -> None:
+    for room, waited_s in ((70, 1.5), (None, 0.0)):
+        pool = Pool("a")
+        if room is not None:
+            pool.announce(room)
+        pool.wait(1.5)
+        (answer,) = (one.message for one in pool.claim(0, room) if isinstance(one.message, DeclineMessage))
+        assert answer.waited_s == pytest.approx(waited_s)
 
 
 def test_one_that_is_withdrawn_frees_its_group() -> None:

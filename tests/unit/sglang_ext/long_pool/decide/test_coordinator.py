@@ -104,12 +104,12 @@ def test_what_the_owner_has_is_not_collected_again() -> None:
 
 def test_a_request_that_is_best_alone_goes_back() -> None:
     one = coordinator()
-    assert one.offer(offer(tokens=2), 0.0) == [Drop(1, (0,)), Decline(1, 0, DeclineReason.ALONE_IS_BEST)]
+    assert one.offer(offer(tokens=2), 0.0) == [Drop(1, (0,)), Decline(1, 0, DeclineReason.ALONE_IS_BEST, 0.0)]
     assert one.requests == ()
 
 
 def test_strangers_are_declined() -> None:
-    assert coordinator().offer(offer(owner=9), 0.0) == [Decline(1, 9, DeclineReason.NOT_A_MEMBER)]
+    assert coordinator().offer(offer(owner=9), 0.0) == [Decline(1, 9, DeclineReason.NOT_A_MEMBER, 0.0)]
 
 
 @pytest.mark.parametrize("bad", [offer(tokens=10, cached=10), offer(tokens=0), offer(cached=-1)])
@@ -143,7 +143,7 @@ def test_a_request_that_keeps_failing_goes_home() -> None:
         one.done(0, order.sequence, 1.0)
         orders = one.failed(1, order.sequence, 1.0)
         assert RollBack(order.sequence, 1, (0,)) in orders
-    assert Decline(1, 0, DeclineReason.FAILURES) in orders
+    assert Decline(1, 0, DeclineReason.FAILURES, 0.0) in orders
     assert one.requests == ()
 
 
@@ -293,7 +293,7 @@ def test_how_long_others_wait_for_an_instance() -> None:
 def test_other_costs_from_now_on() -> None:
     one = coordinator(2)
     one.use_planner(PricePlanner(PriceOptions((SpCandidate(1, SpCost(0.0, 1e-3, 0.0, 0.0)),), 64)))
-    assert one.offer(offer(), 0.0)[-1] == Decline(1, 0, DeclineReason.ALONE_IS_BEST)
+    assert one.offer(offer(), 0.0)[-1] == Decline(1, 0, DeclineReason.ALONE_IS_BEST, 0.0)
 
 
 # ---- who need not wait for whom ----
@@ -432,14 +432,14 @@ def test_a_prompt_that_fits_no_instance_alone_waits_for_room_as_long_as_any_may_
     assert one.offer(offer(1, tokens=150_000), 0.0) == []
     assert one.offer(offer(2, tokens=80_000), 0.0) == []
     assert one.plan(2.9) == []
-    assert one.plan(3.1)[-1] == Decline(2, 0, DeclineReason.NO_PLAN)
+    assert one.plan(3.1)[-1] == Decline(2, 0, DeclineReason.NO_PLAN, 0.0)
     assert one.requests == (1,)
 
 
 def test_a_prompt_that_no_group_can_hold_goes_home() -> None:
     one = coordinator(2)
     orders = one.offer(offer(tokens=300_000), 0.0)
-    assert orders[-1] == Decline(1, 0, DeclineReason.NO_PLAN)
+    assert orders[-1] == Decline(1, 0, DeclineReason.NO_PLAN, 0.0)
 
 
 def test_chunks_that_take_too_long_are_cut() -> None:
@@ -490,7 +490,7 @@ def test_chunks_are_longer_where_members_meet_long() -> None:
 def test_a_prompt_that_is_best_alone_joins_its_owners_batches_however_long_it_is() -> None:
     one = coordinator(1)
     one.report(0, MemberReport(0.0, 100_000, None, 2.0, 0.8), 0.0)
-    assert one.offer(offer(tokens=4000), 0.0)[-1] == Decline(1, 0, DeclineReason.ALONE_IS_BEST)
+    assert one.offer(offer(tokens=4000), 0.0)[-1] == Decline(1, 0, DeclineReason.ALONE_IS_BEST, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -509,7 +509,7 @@ def test_a_prompt_for_one_instance_joins_its_owners_batches_where_that_is_free_s
     assert 5.0 < cost.predict_s(0, 4000) < 6.0
     orders = one.offer(offer(tokens=4000), 0.0)
     if joins:
-        assert orders[-1] == Decline(1, 0, DeclineReason.ALONE_IS_BEST)
+        assert orders[-1] == Decline(1, 0, DeclineReason.ALONE_IS_BEST, 0.0)
         assert one.requests == ()
     else:
         assert chunk_of(orders).layout.group == (1,)
@@ -569,7 +569,7 @@ def test_a_member_without_memory_for_its_part_gets_half_as_much() -> None:
 def test_a_prompt_that_is_best_alone_has_no_chunks() -> None:
     one = coordinator(1)
     one.join(0, 0, MemberReport(0.0, 100_000, 64), 0.0)
-    assert one.offer(offer(), 0.0)[-1] == Decline(1, 0, DeclineReason.ALONE_IS_BEST)
+    assert one.offer(offer(), 0.0)[-1] == Decline(1, 0, DeclineReason.ALONE_IS_BEST, 0.0)
 
 
 def ticket(
@@ -694,7 +694,7 @@ def test_an_announced_prompt_that_no_group_can_hold_is_given_to_the_instance_wit
     one = coordinator(2)
     one.report(1, MemberReport(0.0, 200_000), 0.0)
     assert one.announce(ticket(tokens=900_000), 0.0) == [Bind(-1, 1, (1,))]
-    assert one.claim(-1, offer(1, owner=1, tokens=900_000), 0.1)[-1] == Decline(1, 1, DeclineReason.NO_PLAN)
+    assert one.claim(-1, offer(1, owner=1, tokens=900_000), 0.1)[-1] == Decline(1, 1, DeclineReason.NO_PLAN, 0.0)
 
 
 @pytest.mark.parametrize("bad", [ticket(tokens=0), ticket()._replace(cached_tokens=4000)])
@@ -731,7 +731,7 @@ def test_what_is_streamed_need_not_fit_its_owner() -> None:
     order = chunk_of(one.offer(offer(1, tokens=100_000)._replace(is_streamed=True, fits_owner=False), 0.0))
     assert sorted(order.layout.group) == [0, 1, 2, 3]
     one.failed(3, order.sequence, 1.0)
-    assert one.done_together((0, 1, 2), order.sequence, 1.0)[-1] == Decline(1, 0, DeclineReason.NO_ROOM)
+    assert one.done_together((0, 1, 2), order.sequence, 1.0)[-1] == Decline(1, 0, DeclineReason.NO_ROOM, 0.0)
 
 
 def test_a_prompt_is_not_refused_because_of_a_report_from_before_there_was_room() -> None:
@@ -753,7 +753,7 @@ def test_a_prompt_is_not_refused_because_of_a_report_from_before_there_was_room(
     one.report(0, MemberReport(0.0, 1000), 9.0)
     assert one.plan(9.0) == [], "one member may still have room to report"
     one.report(1, MemberReport(0.0, 1000), 9.2)
-    assert one.plan(9.2)[-1] == Decline(2, 0, DeclineReason.NO_ROOM)
+    assert one.plan(9.2)[-1] == Decline(2, 0, DeclineReason.NO_ROOM, 0.0)
 
 
 def test_a_prompt_gets_the_room_that_a_member_reports_late() -> None:

@@ -14,7 +14,7 @@ import torch
 from sglang_ext.long_pool.coordinator.pool_cost import PoolCosts
 from sglang_ext.long_pool.coordinator.pool_protocol import PoolProtocol
 from sglang_ext.long_pool.coordinator.pool_settings import PoolSettings
-from sglang_ext.long_pool.decide.orders import Collect, Decline, DeclineReason, Drop, GiveUp, RollBack, RunChunk
+from sglang_ext.long_pool.decide.orders import Collect, DeclineReason, Drop, GiveUp, RollBack, RunChunk
 from sglang_ext.long_pool.decide.sharding import Interleaving, KvSegment, gather, lay_out
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
 from sglang_ext.long_pool.link_frames import PeerAddress
@@ -23,6 +23,7 @@ from sglang_ext.long_pool.messages import (
     CancelMessage,
     ChunkOrder,
     CollectOrder,
+    DeclineMessage,
     FromMember,
     Peers,
     StepDone,
@@ -107,7 +108,9 @@ def test_the_answer_to_an_offer_is_waited_for(answer: str, monkeypatch: pytest.M
     assert one.member.await_step() == [], "nothing has come"
     if answer != "none":
         is_step = answer == "step"
-        one.link.inbox.append(chunk(REQUEST, ids(30)) if is_step else Decline(REQUEST, 0, DeclineReason.ALONE_IS_BEST))
+        one.link.inbox.append(
+            chunk(REQUEST, ids(30)) if is_step else DeclineMessage(REQUEST, DeclineReason.ALONE_IS_BEST, 0.0)
+        )
         os.write(waking, b"x")
     outcomes = one.member.await_step()
     assert [type(outcome) for outcome in outcomes] == ([Declined] if answer == "decline" else [])
@@ -135,9 +138,9 @@ def test_a_full_pool() -> None:
     one.turn()
     assert [message.sequence for message in sent(one.link, StepFailed)] == [1, 2]  # type: ignore[union-attr]
     assert one.pool.free_tokens == 16
-    one.link.inbox.append(Decline(REQUEST, 0, DeclineReason.FAILURES))
+    one.link.inbox.append(DeclineMessage(REQUEST, DeclineReason.FAILURES, 1.5))
     one.turn()
-    assert one.ended == {REQUEST: Declined(REQUEST, DeclineReason.FAILURES)}
+    assert one.ended == {REQUEST: Declined(REQUEST, DeclineReason.FAILURES, waited_s=1.5)}
     assert is_idle(one), "of request 6 nothing is held, and no message will end it"
 
 
@@ -234,9 +237,9 @@ def test_a_full_pool_at_the_hand_over() -> None:
         one.turn()
     assert [message.sequence for message in sent(one.link, StepFailed)] == [2]  # type: ignore[union-attr]
     assert (one.ended, one.member.held_tokens) == ({}, 36)
-    one.link.inbox.extend([Drop(REQUEST, (0,)), Decline(REQUEST, 0, DeclineReason.FAILURES)])
+    one.link.inbox.extend([Drop(REQUEST, (0,)), DeclineMessage(REQUEST, DeclineReason.FAILURES, 0.0)])
     one.turn()
-    assert one.ended == {REQUEST: Declined(REQUEST, DeclineReason.FAILURES)}
+    assert one.ended == {REQUEST: Declined(REQUEST, DeclineReason.FAILURES, waited_s=0.0)}
     assert one.pool.free_tokens == 40
 
 

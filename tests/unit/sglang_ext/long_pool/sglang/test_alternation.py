@@ -130,3 +130,31 @@ def test_no_batch_is_planned_where_the_answer_to_an_offer_is_a_chunk(monkeypatch
     assert planned == [], "the chunk comes first"
     scheduler._plan_batch(laps, None)
     assert planned == ["a batch"]
+
+
+def test_a_prompt_that_is_left_to_its_instance_is_as_old_as_it_is_to_its_client(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # SGLang's, of what a CPU has not
+        from sglang_ext.long_pool.decide.orders import DeclineReason
+        from sglang_ext.long_pool.member.pool_member import Declined
+        from sglang_ext.long_pool.sglang import scheduler as pool_scheduler
+
+    scheduler: Any = pool_scheduler.SequenceParallelScheduler.__new__(pool_scheduler.SequenceParallelScheduler)
+    request, entry = SimpleNamespace(disagg_kv_sender=None, last_node=None), SimpleNamespace()
+    counted: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(pool_scheduler, "entry_of", lambda _: entry)
+    monkeypatch.setattr(pool_scheduler, "count_wait", lambda *arguments: counted.append(arguments))
+    for name in ("_send_the_rest", "match_kv_cache", "reclassify"):
+        monkeypatch.setattr(pool_scheduler, name, lambda *_, **__: None)
+    monkeypatch.setattr(pool_scheduler.SequenceParallelScheduler, "_is_too_long", lambda *_: False)
+    scheduler._laps = SimpleNamespace(policy=None, now_s=lambda: 100.0)
+    scheduler.tree_cache = SimpleNamespace(lock=lambda _: None, unlock=lambda _: None)
+    for waited_s in (2.0, None):
+        shared: Any = pool_scheduler._Shared
+        scheduler._shared = {1: shared(request, 0, None, None)}
+        scheduler._ending, scheduler._sending, scheduler._resumed, scheduler.waiting_queue = {}, {}, [], []
+        scheduler._take_over(Declined(1, DeclineReason.ALONE_IS_BEST, waited_s=waited_s))
+        assert scheduler.waiting_queue == [request]
+    assert counted == [(request, entry, 2.0, 100.0)]
