@@ -332,6 +332,14 @@ HOOK_TABLE: tuple[Hook, ...] = (
         device=Device.CPU,
     ),
     Hook(
+        name="expert-ranks",
+        why="SGLang's experts for CPUs take the number of an expert on another rank for an index; leaves that one out",
+        kind=HookKind.AROUND,
+        implementation="sglang_ext.cpu.expert_ranks:skip_experts_of_others",
+        target="sglang.srt.layers.moe.fused_moe_native.moe_forward_native",
+        device=Device.CPU,
+    ),
+    Hook(
         name="recurrent-kernels",
         why="layers with a recurrent state have kernels for GPUs only; computes them in torch",
         kind=HookKind.AROUND,
