@@ -14,10 +14,10 @@ def skip_experts_of_others(stock: Callable[..., Any], layer: Any, x: Any, topk_o
     """Compute with the experts of this rank. `x` [tokens, hidden]; `topk_output` has a number and a weight of each of
     `k` experts [tokens, k]. The output has the shape of `x`; 0 for a token whose experts are all elsewhere.
     """
+    if layer.moe_ep_size == 1:
+        return stock(layer, x, topk_output, config)
     weights, experts = topk_output.topk_weights, topk_output.topk_ids
     tokens, places = (experts >= 0).nonzero(as_tuple=True)
-    if len(tokens) == experts.numel():
-        return stock(layer, x, topk_output, config)
     out = x.new_zeros(x.shape)
     if len(tokens):
         chosen = topk_output._replace(

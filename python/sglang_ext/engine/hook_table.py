@@ -333,7 +333,7 @@ HOOK_TABLE: tuple[Hook, ...] = (
     ),
     Hook(
         name="expert-ranks",
-        why="SGLang's experts for CPUs take the number of an expert on another rank for an index; leaves that one out",
+        why="SGLang's experts for CPUs take the number of an expert on another rank for an index; leaves it out",
         kind=HookKind.AROUND,
         implementation="sglang_ext.cpu.expert_ranks:skip_experts_of_others",
         target="sglang.srt.layers.moe.fused_moe_native.moe_forward_native",

@@ -72,7 +72,7 @@ _FOR_TENANT = {
     "description": "whose request it is, from a tenant that may send for others",
     "schema": _TEXT,
 }
-_NOT_FOR_TENANT = "this key's tenant may not send for the one that is named"
+_NOT_FOR_TENANT = "this key's tenant may not send for the tenant that the header names"
 
 _USAGE = _object(
     "prompt_tokens completion_tokens total_tokens",

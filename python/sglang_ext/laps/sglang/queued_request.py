@@ -70,8 +70,11 @@ def reclassify(request: Any, entry: LapsEntry, policy: Laps, now_s: float) -> No
 
 
 def count_wait(request: Any, entry: LapsEntry, waited_s: float, now_s: float) -> None:
-    """Count what a request has waited before it came to this instance, too: it is as old as it is to its client, and
-    its deadline is that much nearer, unless it is its own, of which the router has taken that already."""
+    """Count the time that a request has waited since it came to a router.
+
+    Its arrival moves back to then, and so does the deadline that follows from it. From an objective that the client has
+    asked for the router has subtracted that time already.
+    """
     earlier_s = entry.arrival_s - (now_s - waited_s)
     if earlier_s > 0:
         entry.arrival_s -= earlier_s

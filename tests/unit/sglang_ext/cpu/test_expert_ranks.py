@@ -29,7 +29,9 @@ def test_the_contributions_of_all_ranks_add_up(places: int) -> None:
     experts = torch.stack([torch.randperm(EXPERTS)[:places] for _ in range(TOKENS)]).to(torch.int32)
 
     def computed(kept: slice, numbers: torch.Tensor) -> torch.Tensor:
-        layer: Any = SimpleNamespace(num_experts=EXPERTS, w13_weight=inward[kept], w2_weight=outward[kept])
+        ranks = 1 if kept == slice(0, EXPERTS) else 2
+        weights_of = {"w13_weight": inward[kept], "w2_weight": outward[kept]}
+        layer: Any = SimpleNamespace(num_experts=EXPERTS, moe_ep_size=ranks, **weights_of)
         chosen = StandardTopKOutput(weights, numbers, torch.empty(0))
         out: torch.Tensor = skip_experts_of_others(moe_forward_native, layer, x, chosen, CONFIG)
         assert out.shape == x.shape
