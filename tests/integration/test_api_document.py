@@ -55,6 +55,7 @@ def test_every_path_is_in_the_document(router: RunningRouter) -> None:
     for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/generate", "/v1/models", "/v1/tokenize"):
         assert path in paths
     assert set(paths["/workers"]) == {"get", "post"}
+    assert {path for path, methods in paths.items() if "put" in methods} == {"/generate", "/v1/rerank"}
     for methods in paths.values():
         for operation in methods.values():
             assert "422" not in operation["responses"]

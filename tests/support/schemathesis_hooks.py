@@ -22,8 +22,9 @@ LENGTHS = {
 UNDIVIDED = ("/v1/embeddings", "/v1/classify", "/v1/rerank", "/v1/score")
 MOST_TOKENS = 4  # of /v1/responses two fewer
 MOST_PROMPTS = 8
-MOST = {**dict.fromkeys((*LENGTHS.values(), "max_completion_tokens"), MOST_TOKENS), "n": 2, "logprobs": 2}
-DOCUMENTED = {"logprobs": 256}  # what is beyond the document's own limit stays
+MOST = {**dict.fromkeys((*LENGTHS.values(), "max_completion_tokens"), MOST_TOKENS), "n": 2}
+MOST |= dict.fromkeys(("logprobs", "prompt_logprobs"), 2)
+DOCUMENTED = dict.fromkeys(("logprobs", "prompt_logprobs"), 256)  # what is beyond the document's own limit stays
 
 
 @schemathesis.hook("before_call")
@@ -57,8 +58,25 @@ def shorten(context: schemathesis.HookContext, case: schemathesis.Case, **_: Any
         value = asked.get(name)
         if type(value) is int and most < value <= DOCUMENTED.get(name, MAX_INT32):
             asked[name] = most
+    _lower_the_minimum(asked)
+    if type(body.get("prompt_logprobs")) is int:
+        # What is served with it: one sample, not streamed, not echoed.
+        if type(body.get("n")) is int and 1 <= body["n"] <= MAX_INT32:
+            body["n"] = 1
+        for name in ("stream", "echo"):
+            if body.get(name) is True:
+                body[name] = False
     if body.get("logprobs") and body.get("echo") is True and (body.get("stream") is True or body.get("n", 1) != 1):
         body["echo"] = False  # which is not served together
+
+
+def _lower_the_minimum(asked: dict[str, Any]) -> None:
+    """Ask for no more tokens at least than at most, which is refused and no schema can say."""
+    limits = [asked[name] for name in (*LENGTHS.values(), "max_completion_tokens") if type(asked.get(name)) is int]
+    for name in ("min_tokens", "min_new_tokens"):
+        value = asked.get(name)
+        if limits and type(value) is int and min(limits) < value <= MAX_INT32:
+            asked[name] = max(min(limits), 0)
 
 
 def _shorten_inputs(body: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
 from sglang_ext.tenants_file import TENANT_HEADER
+from sglang_ext_router.http.instance_paths import PUT_PATHS
 from sglang_ext_router.request.request_fields import BODIES, Schema
 
 
@@ -195,8 +196,8 @@ def describe_api(app: FastAPI, needs_client_key: bool, has_tenants: bool) -> dic
         operation.pop("x-open", None)
     for path, summary, reply in (*_GENERATION, *_UNDIVIDED):
         paths[path] = {"post": _generation(path, summary, reply, needs_client_key)}
-    ranking = paths["/v1/rerank"]
-    ranking["put"] = {**ranking["post"], "operationId": "put_rerank"}
+    for name in sorted(path.decode() for path in PUT_PATHS):
+        paths[name]["put"] = {**paths[name]["post"], "operationId": f"put_{name.rsplit('/', 1)[1]}"}
     if has_tenants:
         for path, operation in _operations(paths):
             if _NEEDS_KEY in operation.get("security", ()):

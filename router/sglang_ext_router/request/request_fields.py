@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from sglang_ext_router.http.instance_paths import UNDIVIDED_PATHS
 from sglang_ext_router.request.prompt import BadRequestError
-from sglang_ext_router.request.scores import MAX_TOP_LOGPROBS
+from sglang_ext_router.request.scores import MAX_TOP_LOGPROBS, MAX_TOP_LOGPROBS_WITH_DECODE
 
 Schema = dict[str, Any]
 
@@ -172,7 +172,7 @@ BODIES: dict[str, Schema] = {
             "max_tokens": _or_null(_integer(0, MAX_INT32)),
             "max_completion_tokens": _or_null(_integer(0, MAX_INT32)),
             "logprobs": _FLAG,
-            "top_logprobs": _or_null(_integer(MIN_INT64, MAX_INT64)),
+            "top_logprobs": _or_null(_integer(MIN_INT64, MAX_TOP_LOGPROBS_WITH_DECODE)),
             **_OPENAI,
             **_CHOICES,
             **_all_or_null(_SAMPLING),
