@@ -348,6 +348,14 @@ HOOK_TABLE: tuple[Hook, ...] = (
         device=Device.CPU,
     ),
     Hook(
+        name="replicated-groups",
+        why="SGLang's loader for CPUs pads a group of Mamba 2 that each rank has a copy of, and fails; copies it",
+        kind=HookKind.AROUND,
+        implementation="sglang_ext.cpu.replicated_groups:load_replicated",
+        target="sglang.srt.layers.attention.mamba.mamba.mamba_v2_sharded_weight_loader",
+        device=Device.CPU,
+    ),
+    Hook(
         name="admitted-attention",
         why="SGLang refuses gpt-oss on its attention for CPUs, which has neither its windows nor sinks; admits it",
         kind=HookKind.AROUND,
