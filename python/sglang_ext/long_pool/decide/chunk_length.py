@@ -11,6 +11,10 @@ chunks delays the short prefills by R c / 2, and costs (1 + p s) k / c. The sum 
 So chunks become longer with the load (p), with the fixed cost, and where fewer short prefills arrive. A chunk takes at
 most half of the short prefills' objective, which leaves the other half to their own batch. Neither rule makes a chunk
 shorter than seven times what it takes to launch one: six sevenths of the group's time remain for computing.
+
+Where many short prefills arrive, those that came during one chunk would not all be computed before the next one. So a
+prefill that has begun lets its members work these off first: its next chunk and the short prefills that wait at a
+member take at most half of the objective together. It does so while it has twice the time that it needs to be on time.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from typing import NamedTuple
 
 _SHARE_OF_OBJECTIVE = 0.5
 _OVERHEADS = 7.0
+_SPARE_TIME = 2.0  # times what is left of a prefill takes, until its deadline
 
 
 class ShortLoad(NamedTuple):
@@ -45,3 +50,21 @@ def longest_chunk_s(overhead_s: float, size: int, price: float, shorts: ShortLoa
     if shorts.per_s > 0:
         best_s = math.sqrt(2 * (overhead_s + meeting_s) * (1 + price * size) / (shorts.per_s * size))
     return max(_OVERHEADS * overhead_s, min(best_s, _SHARE_OF_OBJECTIVE * shorts.slo_s))
+
+
+def shorts_delayed(shorts: ShortLoad) -> float:
+    """Return the seconds by which a second of chunks on an instance delays its short prefills, all together.
+
+    They do not wait for the queue of long ones, but for the end of a chunk: half of the longest one on average.
+    """
+    return shorts.per_s * _SHARE_OF_OBJECTIVE * shorts.slo_s / 2 if 0 < shorts.slo_s < math.inf else 0.0
+
+
+def should_wait(chunk_s: float, busy_s: float, shorts: ShortLoad, left_s: float, due_in_s: float) -> bool:
+    """Return whether the next chunk of a prefill waits until its members have computed short prefills.
+
+    `busy_s`: until the slowest member has computed its batch and the short prefills that wait there. `left_s`: what is
+    left of the prefill takes. `due_in_s`: its deadline from now.
+    """
+    are_late = busy_s > 0 and busy_s + chunk_s > _SHARE_OF_OBJECTIVE * shorts.slo_s
+    return are_late and _SPARE_TIME * left_s < due_in_s

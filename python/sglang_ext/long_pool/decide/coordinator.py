@@ -53,7 +53,7 @@ from sglang_ext.long_pool.decide.pool_requests import (
     without_head,
 )
 from sglang_ext.long_pool.decide.pool_room import Held, PoolRoom
-from sglang_ext.long_pool.decide.pool_schedule import PlacedPrefill, PoolSchedule
+from sglang_ext.long_pool.decide.pool_schedule import OrdinaryWork, PlacedPrefill, PoolSchedule
 from sglang_ext.long_pool.decide.price_planner import Placement, PrefillSnapshot, PricePlanner
 from sglang_ext.long_pool.decide.row_reuse import RowReuse
 from sglang_ext.long_pool.decide.sharding import (
@@ -395,8 +395,8 @@ class Coordinator:
             self._rows.match(announced, snapshot.queue_delays_s, now_s)
         waiting += [prompt.pending(positions) for prompt in self._announced.values() if prompt.pull is None]
         shorts = self._members.short_load(now_s)
-        begin_in_s = self._members.begin_in_s(now_s, kept)
-        return self._schedule.turns(now_s, snapshot, waiting, sum(snapshot.queue_delays_s), shorts, begin_in_s)
+        work = OrdinaryWork(self._members.begin_in_s(now_s, kept), self._members.shorts_s(now_s))
+        return self._schedule.turns(now_s, snapshot, waiting, sum(snapshot.queue_delays_s), shorts, work)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -578,7 +578,7 @@ class Coordinator:
         if step is None or running is None or instance not in running.waiting:
             return []  # late, twice, or from before the instance was lost
         running.waiting.discard(instance)
-        self._members[instance].step = None
+        self._members[instance].end_step(now_s)
         if step.offer.owner == instance and is_done and isinstance(running.order, Collect):
             # From here on the request is its owner's again.
             step.is_cancelled = False
@@ -603,7 +603,7 @@ class Coordinator:
         self._quiet_s = now_s
         del self._steps[order.sequence]
         group = order.layout.group if isinstance(order, RunChunk) else order.members
-        self._members.end_step(order.sequence, group)
+        self._members.end_step(order.sequence, group, now_s)
         if isinstance(order, Collect) and order.owner in running.done:
             # Copies of what the owner has got do not matter, nor how their holders fared.
             return self._forget(prefill)

@@ -56,6 +56,7 @@ class MemberReport(NamedTuple):
     short_work_s: Rate = 0.0  # time that the short prefills of a second take there, recently
     cost: MeasuredCost | None = None  # None: it does not know
     running_s: Seconds = 0.0  # of the backlog, what the batch takes that was begun as this was sent
+    short_backlog_s: Seconds = 0.0  # of the backlog, what short prefills take that wait for a batch
 
 
 class DeclineReason(StrEnum):

@@ -37,6 +37,7 @@ class LongInstance:
     step: int | None = None  # sequence of the step that it is in
     step_s: float = 0.0  # predicted
     step_ends_s: float = 0.0  # predicted
+    step_began_s: float = 0.0
     reported_s: float | None = None
     latest_report_s: float = -math.inf
     max_free_tokens: int = 0  # of KV, in any report
@@ -57,7 +58,8 @@ class LongInstance:
         return min(math.inf if reported is None else reported, self.learned_chunk_tokens)
 
     def backlog_s(self, now_s: float) -> float:
-        """Ordinary work that is left: an instance that sends no report works on what it has reported."""
+        """Return the ordinary work that is left: an instance works on what it has reported until its next report, and
+        not while it is in a step."""
         return self._left_s(self.report.backlog_s, now_s)
 
     def begins_in_s(self, now_s: float) -> float:
@@ -66,10 +68,32 @@ class LongInstance:
             return max(_NOT_YET_S, self.step_ends_s - now_s)
         return self._left_s(self.report.running_s, now_s)
 
+    def shorts_s(self, now_s: float) -> float:
+        """Return what the short prefills take that wait there; not the batch that runs."""
+        return max(0.0, self.report.short_backlog_s - max(0.0, self._worked_s(now_s) - self.report.running_s))
+
     def _left_s(self, reported_s: float, now_s: float) -> float:
-        if reported_s <= 0.0 or self.reported_s is None:
-            return max(0.0, reported_s)
-        return max(0.0, reported_s - now_s + self.reported_s)
+        return max(0.0, reported_s - self._worked_s(now_s))
+
+    def _worked_s(self, now_s: float) -> float:
+        """Return how long it has worked on what it has reported."""
+        if self.reported_s is None:
+            return 0.0
+        return max(0.0, (now_s if self.step is None else self.step_began_s) - self.reported_s)
+
+    def end_step(self, now_s: float) -> None:
+        """Mark the instance as out of its step: the batch before it has ended, too. As many short prefills are expected
+        to have come since its report as recently."""
+        if self.reported_s is not None:
+            report = self.report
+            came_s = (now_s - max(self.step_began_s, self.reported_s)) * report.short_work_s
+            self.report = report._replace(
+                backlog_s=max(0.0, self.backlog_s(now_s) - self._left_s(report.running_s, now_s)) + came_s,
+                short_backlog_s=self.shorts_s(now_s) + came_s,
+                running_s=0.0,
+            )
+            self.reported_s = now_s
+        self.step = None
 
     def record_unreachable(self, now_s: float) -> None:
         """Another member could not talk to it: it is left out of groups, the longer the more often that happens."""
@@ -211,14 +235,15 @@ class PoolMembers:
         """Mark the members as busy for an estimated `compute_s`."""
         for instance in group:
             member = self._members[instance]
-            member.step, member.step_s, member.step_ends_s = sequence, compute_s, now_s + compute_s
+            member.step, member.step_s = sequence, compute_s
+            member.step_began_s, member.step_ends_s = now_s, now_s + compute_s
 
-    def end_step(self, sequence: int, group: Iterable[int]) -> None:
+    def end_step(self, sequence: int, group: Iterable[int], now_s: float) -> None:
         """Mark the members of the group that are still connected as idle."""
         for instance in group:
             member = self._members.get(instance)
             if member is not None and member.step == sequence:
-                member.step = None
+                member.end_step(now_s)
 
     def are_ready(self, group: Sequence[int]) -> bool:
         """Return whether none is in a step."""
@@ -250,6 +275,10 @@ class PoolMembers:
             for instance in self._order
             if (member := self._members[instance])
         ]
+
+    def shorts_s(self, now_s: float) -> list[float]:
+        """Return, by position, what the short prefills take that wait there."""
+        return [self._members[instance].shorts_s(now_s) for instance in self._order]
 
     def snapshot(
         self,

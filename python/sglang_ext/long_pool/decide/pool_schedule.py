@@ -14,16 +14,22 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from sglang_ext.long_pool.decide.chunk_length import NO_SHORT_LOAD, ShortLoad, longest_chunk_s
+from sglang_ext.long_pool.decide.chunk_length import (
+    NO_SHORT_LOAD,
+    ShortLoad,
+    longest_chunk_s,
+    shorts_delayed,
+    should_wait,
+)
 from sglang_ext.long_pool.decide.on_time_order import OnTimeOptions, OnTimeOrder, OrderedPrefill, PendingPrefill
 from sglang_ext.long_pool.decide.price_planner import Placement, PrefillSnapshot, PricePlanner, WaitingPrompt
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost, TabulatedCost
 
-_LEAST_WINDOW_S = 60.0
 _LEAST_ARRIVALS = 32  # in the window: it is longer where fewer have come
 _DOUBTED_ARRIVALS = 8
 _HIGHEST_LOAD = 0.95  # beyond that the queue's end is no estimate
 _MEETINGS = 64  # chunks
+_LONGEST_WAIT_S = 60.0  # of a begun prefill without a deadline, for short ones
 
 
 class PrefillOrder(Protocol):
@@ -37,6 +43,16 @@ class PrefillOrder(Protocol):
     ) -> list[OrderedPrefill]:
         """Return all of `waiting` in their order. `running_s`: instance-seconds until all that runs has ended."""
         ...
+
+
+class OrdinaryWork(NamedTuple):
+    """Work of the instances besides chunks, by their position in the snapshot; empty lists: there is none."""
+
+    begin_in_s: Sequence[float]  # when a chunk could begin there between two batches, from now; infinity: it could not
+    shorts_s: Sequence[float]  # what the short prefills take that wait there
+
+
+NO_ORDINARY_WORK = OrdinaryWork((), ())
 
 
 class PlacedPrefill(NamedTuple):
@@ -72,7 +88,9 @@ class PoolLoad:
     """Describes how many prefills arrive and how much work they bring: of the last minute, or of more where few
     arrive."""
 
-    def __init__(self) -> None:
+    def __init__(self, window_s: float = 60.0) -> None:
+        """`window_s`: the least time that is looked back."""
+        self.window_s = window_s
         self._arrivals: deque[tuple[float, float]] = deque()  # when, instance-seconds
         self._work = 0.0  # of all these
 
@@ -81,34 +99,34 @@ class PoolLoad:
         work_s = work_s if work_s < math.inf else 0.0
         self._arrivals.append((now_s, work_s))
         self._work += work_s
-        self._forget_before(now_s - _LEAST_WINDOW_S)
+        self._forget_before(now_s - self.window_s)
 
     def arrivals_per_s(self, now_s: float) -> float:
         """Prefills a second, now."""
-        self._forget_before(now_s - _LEAST_WINDOW_S)
-        return len(self._arrivals) / self._window_s(now_s)
+        self._forget_before(now_s - self.window_s)
+        return len(self._arrivals) / self._span_s(now_s)
 
     def _trust(self) -> float:
         """A few arrivals say little of those to come: one long prompt would look like a full pool."""
         return len(self._arrivals) / (len(self._arrivals) + _DOUBTED_ARRIVALS)
 
-    def arrivals_until_empty(
-        self, now_s: float, left_s: float, instances: int, shorts: ShortLoad = NO_SHORT_LOAD
-    ) -> float:
-        """Return how many prefills will have arrived before the queue has gone, short ones too: all of them wait for
-        it. `left_s`: instance-seconds of all that is here."""
-        self._forget_before(now_s - _LEAST_WINDOW_S)
+    def arrivals_until_empty(self, now_s: float, left_s: float, instances: int, others_load: float = 0.0) -> float:
+        """Return how many of these prefills will have arrived before their queue has gone: all of them wait for it.
+
+        `left_s`: instance-seconds of all that is here. `others_load`: the share of each instance's time that other
+        prefills take, which do not wait for these.
+        """
+        self._forget_before(now_s - self.window_s)
         trust = self._trust()
-        load = min(_HIGHEST_LOAD, trust * self._work / self._window_s(now_s) / instances + shorts.work_s)
-        per_s = trust * self.arrivals_per_s(now_s) + instances * shorts.per_s
-        return per_s * left_s / instances / (1 - load)
+        load = min(_HIGHEST_LOAD, trust * self._work / self._span_s(now_s) / instances + others_load)
+        return trust * self.arrivals_per_s(now_s) * left_s / instances / (1 - load)
 
     def _forget_before(self, at_s: float) -> None:
         while len(self._arrivals) > _LEAST_ARRIVALS and self._arrivals[0][0] < at_s:
             self._work -= self._arrivals.popleft()[1]
 
-    def _window_s(self, now_s: float) -> float:
-        return max(_LEAST_WINDOW_S, now_s - self._arrivals[0][0]) if self._arrivals else _LEAST_WINDOW_S
+    def _span_s(self, now_s: float) -> float:
+        return max(self.window_s, now_s - self._arrivals[0][0]) if self._arrivals else self.window_s
 
 
 @dataclass(slots=True)
@@ -162,13 +180,11 @@ class PoolSchedule:
         pending: Sequence[PendingPrefill],
         running_s: float,
         shorts: ShortLoad = NO_SHORT_LOAD,
-        begin_in_s: Sequence[float] = (),
+        work: OrdinaryWork = NO_ORDINARY_WORK,
     ) -> list[PlacedPrefill]:
         """Return what starts now and what is reserved, in the order of the prefills, until no instance is idle.
 
-        `running_s`: instance-seconds until all that runs has ended. `begin_in_s`: by position, when a chunk could begin
-        there between two batches of ordinary work, infinity where it could not; empty: at once. ValueError as
-        `PricePlanner.place`.
+        `running_s`: instance-seconds until all that runs has ended. ValueError as `PricePlanner.place`.
         """
         options, instances = self.planner.options, len(snapshot.node_ids)
         ordered = self.order.order(now_s, pending, instances, running_s)
@@ -179,15 +195,15 @@ class PoolSchedule:
             for prefill, due_s in ordered[: options.max_considered]
         ]
         behind = len(ordered) - len(waiting)
-        others = behind + self.load.arrivals_until_empty(now_s, left_s, instances, shorts)
+        others = behind + self.load.arrivals_until_empty(now_s, left_s, instances, shorts.work_s)
+        others += instances * shorts_delayed(shorts)
         placements = self.planner.place(snapshot, waiting, others)
         self.price = max(options.min_price, (len(waiting) - 1 + others) / instances)
         turns = [PlacedPrefill(ordered[placed.prompt].prefill.key, placed) for placed in placements]
         if shorts == NO_SHORT_LOAD:
             return turns
-        continued = self._continued(
-            [prefill for prefill, _ in ordered[: len(waiting)]], placements, snapshot, begin_in_s
-        )
+        first = [prefill for prefill, _ in ordered[: len(waiting)]]
+        continued = self._continued(now_s, first, placements, snapshot, shorts, work)
         keys = {turn.key for turn in continued}
         return [*(turn for turn in turns if turn.key not in keys), *continued]
 
@@ -199,17 +215,20 @@ class PoolSchedule:
 
     def _continued(
         self,
+        now_s: float,
         ordered: Sequence[PendingPrefill],
         placements: Sequence[Placement],
         snapshot: PrefillSnapshot,
-        begin_in_s: Sequence[float],
+        shorts: ShortLoad,
+        work: OrdinaryWork,
     ) -> list[PlacedPrefill]:
         """Return the prefills that go on where they have KV, although these instances have ordinary work: begun
         ones, and those behind kept rows for which nothing better is planned.
 
         Members compute a chunk and then a batch, in turn. There may be ordinary work at one of them all the time: the
         group would never be idle as a whole, and the prefill would keep its KV there. It goes on in its turn, and in
-        that of a prefill before it in the order only where it has ended before that one may begin.
+        that of a prefill before it in the order only where it has ended before that one may begin. It waits where short
+        prefills would be late (`chunk_length.should_wait`).
         """
         placed = {placement.prompt: placement for placement in placements if placement.group}
         taken = {instance for placement in placed.values() if placement.start_s == 0.0 for instance in placement.group}
@@ -220,13 +239,15 @@ class PoolSchedule:
             if place is not None and place.start_s == 0.0:
                 continue
             group = tuple(holder.instance for holder in prefill.holders)
-            begins_s = [begin_in_s[instance] if begin_in_s else 0.0 for instance in group]
+            begins_s = [work.begin_in_s[instance] if work.begin_in_s else 0.0 for instance in group]
             chunk = None
             if group and taken.isdisjoint(group):
                 if max(begins_s) == math.inf:  # it is in a step, or waits for one
                     taken.update(group)
                     continue
                 chunk = self._chunk_at_holders(at, prefill, group, begins_s, place, snapshot)
+                if chunk is not None and self._yields(now_s, prefill, chunk, shorts, work):
+                    chunk = None
             if chunk is None or max(begins_s) + chunk.compute_s > min(wanted_s[instance] for instance in group):
                 # It waits for its place; without one it takes whichever instance is idle first.
                 for instance in range(len(wanted_s)) if place is None else place.group:
@@ -236,6 +257,17 @@ class PoolSchedule:
             taken.update(group)
             continued.append(PlacedPrefill(prefill.key, chunk))
         return continued
+
+    def _yields(
+        self, now_s: float, prefill: PendingPrefill, chunk: Placement, shorts: ShortLoad, work: OrdinaryWork
+    ) -> bool:
+        """Return whether a begun prefill waits until its members have computed the short ones that wait there."""
+        if not (prefill.is_started and work.shorts_s):
+            return False
+        busy_s = max(work.begin_in_s[instance] + work.shorts_s[instance] for instance in chunk.group)
+        _, chunk_s = self.cut(chunk, prefill.cached_tokens, shorts, None)
+        due_s = min(prefill.deadline_s, prefill.arrival_s + _LONGEST_WAIT_S)
+        return should_wait(chunk_s, busy_s, shorts, chunk.compute_s, due_s - now_s)
 
     def _chunk_at_holders(
         self,

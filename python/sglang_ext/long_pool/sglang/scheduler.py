@@ -490,6 +490,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
                     laps.policy.short_work_s(laps.now_s()),
                     _batch_cost(laps.policy.measured_cost),
                     batch_s,
+                    report.short.backlog_s,
                 )
             )
 

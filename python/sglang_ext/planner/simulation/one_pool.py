@@ -62,6 +62,8 @@ from sglang_ext.planner.simulation.long_pool import PlanLog
 from sglang_ext.planner.simulation.prefix_caches import PrefixCaches
 from sglang_ext.types import LengthClass, Role
 
+_ROUTING_WINDOW_S = 10.0  # of the load by which short prompts are routed, of which many come
+
 
 @dataclass(frozen=True, slots=True)
 class OnePoolOptions:
@@ -182,7 +184,7 @@ class OnePool:
             pulls_rows=options.pulls_rows,
         )
         self.coordinator = Coordinator(PoolSchedule(planner, OnTimeOrder(OnTimeOptions())), settings)
-        self._load = PoolLoad()  # of batches
+        self._load = PoolLoad(_ROUTING_WINDOW_S)  # of batches
         self._caches = PrefixCaches(self._kv_tokens)
         self._members = [_PoolInstance(number, policy(role), self._kv_tokens) for number, role in enumerate(spec.roles)]
         self._shared: dict[int, _SharedPrompt] = {}  # by request
@@ -304,6 +306,12 @@ class OnePool:
             if item.new_tokens > done and (item.new_tokens <= max_new_tokens or item.request.key in self._holds):
                 work_s += self._item_s(item.new_tokens - done, item.cached_tokens + done)
         return work_s + self._own_costs.coefficients.kappa_s if work_s else 0.0
+
+    def _shorts_s(self, member: _PoolInstance) -> float:
+        """Return how long the short prompts take that wait at a member."""
+        waiting = [item for item in member.items if item.start_s is None and item.new_tokens <= self._boundary_tokens]
+        work_s = sum(self._item_s(item.new_tokens, item.cached_tokens) for item in waiting)
+        return work_s + self._own_costs.coefficients.kappa_s if waiting else 0.0
 
     def _busy_s(self, member: _PoolInstance) -> float:
         """Return how long the batch and the chunk of a member take from now on."""
@@ -439,6 +447,7 @@ class OnePool:
             short_slo_s=short_slo_s if short_slo_s < math.inf else None,
             short_work_s=member.policy.laps.short_work_s(self._loop.now_s),
             running_s=busy_s,
+            short_backlog_s=self._shorts_s(member),
         )
 
     def _report_all(self) -> None:

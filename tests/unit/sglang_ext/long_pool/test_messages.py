@@ -88,6 +88,7 @@ batch_costs = st.none() | st.builds(MeasuredCost, loads, loads, loads)
 reports = st.builds(
     *(MemberReport, times, counts, st.none() | st.integers(1, 2**40), loads, st.none() | loads, loads, batch_costs),
     running_s=loads,
+    short_backlog_s=loads,
 )
 layouts_of_heads = st.builds(
     lambda heads, ranks: HeadLayout(heads, ranks, heads * ranks), st.integers(1, 9), st.integers(1, 9)

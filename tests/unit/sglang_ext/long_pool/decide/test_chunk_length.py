@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.long_pool.decide.chunk_length import NO_SHORT_LOAD, ShortLoad, longest_chunk_s
+from sglang_ext.long_pool.decide.chunk_length import NO_SHORT_LOAD, ShortLoad, longest_chunk_s, should_wait
 
 overheads_s = st.floats(1e-4, 0.2)
 sizes = st.sampled_from([1, 2, 4, 8, 16])
@@ -48,3 +48,15 @@ def test_the_bounds_hold(overhead_s: float, size: int, price: float, per_s: floa
     assert chosen_s <= max(7 * overhead_s, slo_s / 2)
     assert longest_chunk_s(overhead_s, size, price + 1, ShortLoad(per_s, slo_s)) >= chosen_s
     assert longest_chunk_s(overhead_s, size, price, ShortLoad(2 * per_s, slo_s)) <= chosen_s
+
+
+@given(st.floats(0, 2), st.floats(0, 2), st.floats(0.01, 2), st.floats(0, 5), st.floats(-5, 60))
+def test_a_chunk_waits_only_for_short_prefills_and_while_its_prefill_has_time(
+    chunk_s: float, busy_s: float, slo_s: float, left_s: float, due_in_s: float
+) -> None:
+    waits = should_wait(chunk_s, busy_s, ShortLoad(1.0, slo_s), left_s, due_in_s)
+    if busy_s == 0.0 or due_in_s <= 2 * left_s or busy_s + chunk_s <= slo_s / 2:
+        assert not waits
+    if waits:
+        assert should_wait(chunk_s, 2 * busy_s, ShortLoad(1.0, slo_s), left_s, due_in_s)
+    assert not should_wait(chunk_s, busy_s, NO_SHORT_LOAD, left_s, due_in_s)

@@ -51,7 +51,7 @@ def test_no_step_begins_where_one_runs_or_something_is_kept_or_others_do_not_rea
     members.begin_step(1, (5,), 10.0, 1.0)
     members[9].record_unreachable(10.0)
     assert members.begin_in_s(10.5, (7,)) == [0.0, math.inf, math.inf, math.inf]
-    members.end_step(1, (5,))
+    members.end_step(1, (5,), 11.0)
     assert members.begin_in_s(11.5, ()) == [0.0] * 4
 
 
@@ -63,6 +63,38 @@ def test_a_step_begins_when_the_running_batch_ends_whatever_is_queued_behind_it(
     assert members.begin_in_s(11.0, ()) == [0.0]
     members.begin_step(1, (3,), 11.0, 0.5)
     assert members[3].begins_in_s(11.2) == pytest.approx(0.3)
+
+
+def test_an_instance_works_on_what_it_has_reported_but_not_during_a_step() -> None:
+    members = PoolMembers(0.05)
+    members.add(3, 0, MemberReport(0.0, 10_000))
+    members.report(3, MemberReport(2.0, 10_000, running_s=0.4, short_backlog_s=0.5), 10.0, None)
+    assert members[3].backlog_s(10.6) == pytest.approx(1.4)
+    assert members.shorts_s(10.2) == [pytest.approx(0.5)]  # the batch that runs is not theirs
+    assert members.shorts_s(10.6) == [pytest.approx(0.3)]
+    members.begin_step(1, (3,), 10.2, 1.0)
+    assert members[3].backlog_s(11.0) == pytest.approx(1.8)
+    # The batch has ended before the chunk began.
+    members.end_step(1, (3,), 11.4)
+    assert members[3].backlog_s(11.4) == pytest.approx(1.6)
+    assert members.shorts_s(11.4) == [pytest.approx(0.5)]
+    assert members.begin_in_s(11.4, ()) == [0.0]
+    assert members.shorts_s(11.6) == [pytest.approx(0.3)]
+
+
+@pytest.mark.parametrize(("reported_s", "expected_s"), [(10.0, 0.5), (10.6, 0.3), (11.0, 0.1)])
+def test_short_prefills_are_expected_to_have_come_since_the_report_of_a_member_in_a_step(
+    reported_s: float, expected_s: float
+) -> None:
+    members = PoolMembers(0.05)
+    members.add(3, 0, MemberReport(0.0, 10_000))
+    members.begin_step(1, (3,), 10.2, 0.8)
+    report = MemberReport(0.1, 10_000, short_per_s=5.0, short_slo_s=1.0, short_work_s=0.5, short_backlog_s=0.1)
+    members.report(3, report, reported_s, None)
+    members.end_step(1, (3,), 11.0)
+    began_s = 0.2 if reported_s == 10.0 else 0.0  # until the step begins it works on them
+    assert members.shorts_s(11.0) == [pytest.approx(max(0.0, 0.1 - began_s) + min(0.8, 11.0 - reported_s) * 0.5)]
+    assert members.shorts_s(11.0)[0] == pytest.approx(expected_s - (0.1 if began_s else 0.0))
 
 
 def test_without_a_bound_it_is_as_planned() -> None:

@@ -13,6 +13,7 @@ from baselines.prefill_orders import Urgency, UrgencyOrder, arrival, deadline, r
 from sglang_ext.long_pool.decide.chunk_length import ShortLoad
 from sglang_ext.long_pool.decide.on_time_order import PendingPrefill
 from sglang_ext.long_pool.decide.pool_schedule import (
+    OrdinaryWork,
     PoolLoad,
     PoolSchedule,
     PrefillOrder,
@@ -24,6 +25,9 @@ from sglang_ext.long_pool.decide.price_planner import Holder, PrefillSnapshot, P
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
 
 COSTS = (SpCandidate(1, SpCost(0.0, 1e-3, 0.0, 0.0)), SpCandidate(2, SpCost(0.1, 0.5e-3, 0.0, 0.0)))
+
+
+NO_SHORTS = [0.0] * 3
 
 
 def pending(key: int, tokens: int, arrival_s: float, slo_s: float = math.inf, **fields: Any) -> PendingPrefill:
@@ -107,20 +111,38 @@ def test_arrivals_until_the_queue_has_gone() -> None:
     assert load.arrivals_per_s(now_s + 600.0) < 0.06
 
 
-def test_short_prefills_wait_for_the_queue_too_and_make_it_longer() -> None:
+def test_short_prefills_make_the_queue_longer_and_do_not_wait_for_it() -> None:
     load = PoolLoad()
     for number in range(6000):
         load.record_arrival(0.1 * number, 0.1)
-    # A quarter of the time goes to long prefills, half of it to 5 short ones a second on each of 4 instances.
-    shorts = ShortLoad(5.0, 0.4, 0.5)
-    assert load.arrivals_until_empty(600.0, 10.0, 4, shorts) == pytest.approx((10 + 20) * 10 / 4 / 0.25, rel=0.03)
+    # A quarter of the time goes to long prefills, half of it to short ones.
+    assert load.arrivals_until_empty(600.0, 10.0, 4, 0.5) == pytest.approx(10 * 10 / 4 / 0.25, rel=0.03)
+
+
+def test_a_shorter_window_sees_a_burst_sooner() -> None:
+    rates = []
+    for window_s in (60.0, 10.0):
+        load = PoolLoad(window_s)
+        for number in range(500):
+            load.record_arrival(0.1 * number, 0.01)
+        for number in range(1000):
+            load.record_arrival(50.0 + 0.01 * number, 0.01)
+        rates.append(load.arrivals_per_s(60.0))
+    assert rates == [pytest.approx(25.0), pytest.approx(100.0, rel=0.01)]
+
+
+def test_the_price_counts_the_short_prefills_that_wait_for_the_end_of_a_chunk() -> None:
+    """Of 8 that arrive in a second each waits a tenth of one on average, for a chunk of a fifth."""
+    one, snapshot = schedule(), PrefillSnapshot([0, 0], [0.0, 0.0], [10**6] * 2)
+    one.turns(0.0, snapshot, [pending(0, 1000, 0.0)], 0.0, ShortLoad(8.0, 0.4, 0.05))
+    assert one.price == pytest.approx(0.8)
 
 
 def test_short_prefills_make_sizes_smaller() -> None:
     snapshot = PrefillSnapshot([0, 0], [0.0, 0.0], [10**6] * 2)
     waiting = [pending(0, 1000, 0.0)]
     few, many = (
-        schedule().turns(0.0, snapshot, waiting, 0.0, ShortLoad(per_s, 0.4, 0.05 * per_s)) for per_s in (0.1, 10.0)
+        schedule().turns(0.0, snapshot, waiting, 0.0, ShortLoad(per_s, 0.4, 0.05 * per_s)) for per_s in (0.1, 40.0)
     )
     assert [len(turns[0].placement.group) for turns in (few, many)] == [2, 1]
 
@@ -134,7 +156,12 @@ def test_who_has_begun_goes_on_with_busy_members_in_its_turn() -> None:
     assert (turn.placement.group, turn.placement.start_s) == ((0, 1), 0.0)
     assert one.turns(1.0, snapshot, [begun], 0.6)[0].placement.start_s == 0.3
     # Nor does it begin in the middle of something else than ordinary work.
-    assert one.turns(1.0, snapshot, [begun], 0.6, shorts, [0.0, math.inf, 0.0])[0].placement.start_s == 0.3
+    assert (
+        one.turns(1.0, snapshot, [begun], 0.6, shorts, OrdinaryWork([0.0, math.inf, 0.0], NO_SHORTS))[
+            0
+        ].placement.start_s
+        == 0.3
+    )
     # One that is before it and waits for these members is not passed by.
     before = pending(1, 5000, 1.0, 4.0, holders=(Holder(0, 1),))
     turns = {turn.key: turn.placement.start_s for turn in one.turns(1.0, snapshot, [begun, before], 0.6, shorts)}
@@ -143,6 +170,37 @@ def test_who_has_begun_goes_on_with_busy_members_in_its_turn() -> None:
     later = before._replace(deadline_s=20.0)
     turns = {turn.key: turn.placement.start_s for turn in one.turns(1.0, snapshot, [begun, later], 0.6, shorts)}
     assert turns[0] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("shorts_s", "running_s", "slo_s", "waits"),
+    [
+        (0.3, 0.0, 9.0, True),  # the chunk of .25 s would come before .3 s of short prefills: half a second is allowed
+        (0.2, 0.0, 9.0, False),
+        (0.2, 0.1, 9.0, True),  # behind the batch that runs
+        (0.0, 0.0, 9.0, False),
+        (0.3, 0.0, 2.0, False),  # .25 s are left of it, and .5 s until its deadline
+        (0.3, 0.0, math.inf, True),
+    ],
+)
+def test_who_has_begun_lets_short_prefills_go_first_while_it_has_time(
+    shorts_s: float, running_s: float, slo_s: float, waits: bool
+) -> None:
+    shorts = ShortLoad(0.2, 1.0, 0.1)
+    snapshot = PrefillSnapshot([0] * 2, [0.5, 0.5], [10**6] * 2)
+    begun = pending(0, 300, 0.0, slo_s, holders=(Holder(0, 100), Holder(1, 100)), is_started=True)
+    work = OrdinaryWork([0.0, running_s], [0.0, shorts_s])
+    turns = schedule(UrgencyOrder(deadline)).turns(1.5, snapshot, [begun], 1.0, shorts, work)
+    assert [turn.placement.start_s for turn in turns] == ([] if waits else [0.0])
+
+
+def test_who_has_begun_and_has_no_deadline_waits_for_short_prefills_for_a_minute() -> None:
+    shorts = ShortLoad(0.2, 1.0, 0.1)
+    snapshot = PrefillSnapshot([0] * 2, [0.5, 0.5], [10**6] * 2)
+    begun = pending(0, 300, 0.0, holders=(Holder(0, 100), Holder(1, 100)), is_started=True)
+    one, work = schedule(UrgencyOrder(deadline)), OrdinaryWork([0.0, 0.0], [0.4, 0.4])
+    assert not one.turns(59.0, snapshot, [begun], 1.0, shorts, work)
+    assert one.turns(60.0, snapshot, [begun], 1.0, shorts, work)
 
 
 def test_who_begins_behind_kept_rows_does_not_wait_for_ordinary_work_either() -> None:
@@ -156,13 +214,22 @@ def test_who_begins_behind_kept_rows_does_not_wait_for_ordinary_work_either() ->
     busy = snapshot._replace(queue_delays_s=[0.3, 3.0, 0.3])
     (turn,) = one.turns(1.0, busy, [follow_up], 3.6, shorts)
     assert (turn.placement.group, turn.placement.start_s) == ((0, 1), 0.0)
-    assert one.turns(1.0, snapshot, [follow_up], 3.3, shorts, [0.0, math.inf, 0.0])[0].placement.start_s == 3.0
+    assert (
+        one.turns(1.0, snapshot, [follow_up], 3.3, shorts, OrdinaryWork([0.0, math.inf, 0.0], NO_SHORTS))[
+            0
+        ].placement.start_s
+        == 3.0
+    )
     # A batch runs at one of them, and at the other none: that would be idle until it has ended.
     alone = pending(0, 50, 1.0, 9.0, cached_tokens=4000, holders=(Holder(0, 2000), Holder(1, 2000)))
     soon = snapshot._replace(queue_delays_s=[0.0, 0.2, 0.0])
     one.price = 9.0
-    assert one.turns(1.0, soon, [alone], 0.2, shorts, [0.0, 0.1, 0.0])[0].placement.start_s == 0.0
-    assert one.turns(1.0, soon, [alone], 0.2, shorts, [0.0, 0.2, 0.0])[0].placement.start_s == 0.2
+    assert (
+        one.turns(1.0, soon, [alone], 0.2, shorts, OrdinaryWork([0.0, 0.1, 0.0], NO_SHORTS))[0].placement.start_s == 0.0
+    )
+    assert (
+        one.turns(1.0, soon, [alone], 0.2, shorts, OrdinaryWork([0.0, 0.2, 0.0], NO_SHORTS))[0].placement.start_s == 0.2
+    )
 
 
 @pytest.mark.parametrize(("tokens", "goes_on"), [(50, True), (500, False)])

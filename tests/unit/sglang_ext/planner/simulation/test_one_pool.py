@@ -130,8 +130,22 @@ def test_members_of_a_group_wait_little_for_each_other() -> None:
 
 
 @pytest.mark.slow
+def test_a_prompt_on_all_instances_leaves_short_ones_on_time() -> None:
+    """Two thirds of each instance's time go to short prompts: with a chunk in every turn too little would be left."""
+    draws = Random(3)
+    shorts = [SimRequest(key, key / 400, draws.randint(100, 500), 1) for key in range(2000)]
+    long = SimRequest(2000, 2.0, 100_000, 1)
+    run = Run(sorted([*shorts, long], key=lambda request: request.arrival_s))
+    ttfts_s = {served.request.key: served.ttft_s for served in run.outcome.served}
+    assert set(run.pool.chunks_by_size) == {4}
+    assert ttfts_s.pop(2000) <= 5 * min(candidate.cost.predict_s(0, 100_000) for candidate in CANDIDATES)
+    assert len(ttfts_s) == 2000
+    assert max(ttfts_s.values()) <= 0.4
+
+
+@pytest.mark.slow
 def test_short_prompts_leave_members_that_get_a_chunk() -> None:
-    requests = mixture(400, 8.0, long_share=0.1)
+    requests = mixture(400, 12.0, long_share=0.1)
     run = Run(requests)
     served = {one.request.key: one.request for one in run.outcome.served}
     assert len(served) == len(run.outcome.served) == 400
