@@ -106,11 +106,21 @@ def cases(has_sglang: bool) -> Iterator[Case]:
         padded_batch.pad_batch_(padded, live)
         return padded
 
-    def behind_prefix(size: int, length: int, requests: int) -> None:
+    def behind_prefix(
+        size: int,
+        length: int,
+        requests: int,
+        q_heads: int = 28,
+        kv_heads: int = 4,
+        window: int | None = None,
+        cap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
         q, kv, pool = (
-            heads(tokens, count, size, half) for tokens, count in ((length * requests, 28), (64, 4), (99, 4))
+            heads(tokens, count, size, half)
+            for tokens, count in ((length * requests, q_heads), (64, kv_heads), (99, kv_heads))
         )
-        sizes = prefix_attention.splits_of(length, requests, 28, 4, size, half)
+        sizes = prefix_attention.splits_of(length, requests, q_heads, kv_heads, size, half)
         prefix_attention.split_prefix_attention_(
             torch.empty_like(q),
             q,
@@ -122,6 +132,9 @@ def cases(has_sglang: bool) -> Iterator[Case]:
             0.1,
             length,
             sizes,
+            window=window,
+            cap=cap,
+            sinks=sinks,
         )
 
     for size, length, requests in ((64, 64, 1), (128, 8, 4), (128, 16, 1), (128, 64, 4), (256, 16, 1)):
@@ -129,6 +142,9 @@ def cases(has_sglang: bool) -> Iterator[Case]:
             f"prefix bf16 D{size} {length}x{requests}",
             lambda size=size, length=length, requests=requests: behind_prefix(size, length, requests),
         )
+    sinks = torch.zeros(64, dtype=half)
+    yield Case("gpt-oss bf16 D64 16x1 window, sinks", lambda: behind_prefix(64, 16, 1, 64, 8, 127, sinks=sinks))
+    yield Case("Gemma 2 bf16 D256 16x1 window, cap", lambda: behind_prefix(256, 16, 1, 16, 8, 4095, cap=50.0))
 
     def merge(dtype: torch.dtype, count: int = 28, first: int = 0, other_first: int = 0) -> None:
         out, lse = heads(77, count, 128, single), torch.zeros(77, count)

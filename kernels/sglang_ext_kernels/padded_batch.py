@@ -48,6 +48,25 @@ class PaddedBatch(NamedTuple):
         return PaddedBatch._make(x[:length] for x, length in zip(self, lengths, strict=True))
 
 
+class Prefixes(NamedTuple):
+    """The cached tokens that a layer reads for the requests of a batch, by their slots in the layer's KV pool."""
+
+    indptr: torch.Tensor  # [B + 1] int32, where each request's slots begin
+    indices: torch.Tensor  # [tokens at most] int64, request by request; undefined behind the last
+
+
+def prefixes_in_window(batch: PaddedBatch, window: int) -> Prefixes:
+    """Return the last `window` cached tokens of each request. Shapes depend on those of `batch` only, and nothing is
+    read back from a device, so a captured pass computes it again."""
+    indptr = torch.zeros_like(batch.kv_indptr)
+    torch.cumsum(batch.prefix_lens.clamp(max=window), 0, dtype=indptr.dtype, out=indptr[1:])
+    requests, slots = batch.rows.numel(), batch.kv_indices.numel()
+    places = torch.arange(min(requests * window, slots), dtype=indptr.dtype, device=indptr.device)
+    request = torch.searchsorted(indptr, places, right=True).sub_(1).clamp_(max=requests - 1)
+    sources = (batch.kv_indptr[1:] - indptr[1:])[request] + places  # both lists of a request end with its last token
+    return Prefixes(indptr, batch.kv_indices[sources.clamp_(max=slots - 1)])
+
+
 def allocate(tokens: int, requests: int, prefix_tokens: int, device: torch.device | str) -> PaddedBatch:
     """Static tensors of zeros: an empty batch."""
 

@@ -1,7 +1,8 @@
 """Attention of a padded batch: new tokens over their requests' prefixes, which lie in a pool, and over themselves.
 
 A few new tokens behind a long prefix make few programs, each of which would read all of it: `splits_of` says among how
-many a prefix is divided, from what a captured shape can hold.
+many a prefix is divided, from what a captured shape can hold. Layers may have sliding windows, capped
+scores and sinks.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 from sglang_ext_kernels import triton_support
-from sglang_ext_kernels.block_attention import attention_block_reference
-from sglang_ext_kernels.padded_batch import PaddedBatch
+from sglang_ext_kernels.block_attention import add_sinks_, windowed_block
+from sglang_ext_kernels.padded_batch import PaddedBatch, Prefixes
 
 # Of a Hopper GPU: two programs of 64 rows run on each of its 132 multiprocessors.
 PROGRAMS = 264
@@ -60,15 +61,26 @@ def split_prefix_attention_(
     scale: float,
     longest_tokens: int,
     sizes: SplitSizes,
+    *,
+    prefixes: Prefixes | None = None,
+    window: int | None = None,
+    cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Compute `prefix_attention_reference`, by Triton where it runs; `longest_tokens`: limit of a request."""
+    prefixes = prefixes or Prefixes(batch.kv_indptr, batch.kv_indices)
     if not triton_support.runs_on(q):
-        prefix_attention_reference(out, q, k, v, k_pool, v_pool, batch, scale)
+        prefix_attention_reference(
+            out, q, k, v, k_pool, v_pool, batch, scale, prefixes=prefixes, window=window, cap=cap, sinks=sinks
+        )
         return
     from sglang_ext_kernels.on_gpu import prefix_kernels as kernel
 
     kernel.split_prefix_attention(
-        out, q, k, v, k_pool, v_pool, batch.qo_indptr, batch.kv_indptr, batch.kv_indices, scale, longest_tokens, *sizes
+        *(out, q, k, v, k_pool, v_pool, batch.qo_indptr, *prefixes, scale, longest_tokens, *sizes),
+        window=window,
+        cap=cap,
+        sinks=sinks,
     )
 
 
@@ -81,18 +93,32 @@ def prefix_attention_reference(
     v_pool: torch.Tensor,
     batch: PaddedBatch,
     scale: float,
+    *,
+    prefixes: Prefixes | None = None,
+    window: int | None = None,
+    cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> None:
-    """Write to `out` [T, H, D], rows of padded tokens apart, what `q` [T, H, D] attends to.
+    """Write to `out` [T, H, Dv], rows of padded tokens apart, what `q` [T, H, D] attends to.
 
-    `k` and `v` [T, Hkv, D] are of the new tokens, `k_pool` and `v_pool` [slots, Hkv, D] hold the prefixes.
+    `k` [T, Hkv, D] and `v` [T, Hkv, Dv] are of the new tokens, `k_pool` [slots, Hkv, D] and `v_pool` [slots, Hkv, Dv]
+    hold the prefixes: those of the batch, or `prefixes`, the last tokens of each. A token sees itself and `window`
+    tokens before it (None: all), of which `prefixes` must have all that are cached. Scores are cap * tanh(score / cap)
+    where `cap` is above 0. `sinks` [H]: a score of each head that takes part in the softmax and has no value.
     """
-    q_ends, kv_ends = batch.qo_indptr.tolist(), batch.kv_indptr.tolist()
+    q_ends = batch.qo_indptr.tolist()
+    indptr, indices = prefixes or (batch.kv_indptr, batch.kv_indices)
+    kv_ends = indptr.tolist()
     for request in range(len(q_ends) - 1):
         new, prefix = slice(*q_ends[request : request + 2]), slice(*kv_ends[request : request + 2])
         if new.stop == new.start:
             continue
-        slots = batch.kv_indices[prefix]
-        tokens = new.stop - new.start
-        visible = torch.ones(tokens, slots.numel() + tokens, dtype=torch.bool, device=q.device).tril(slots.numel())
+        slots = indices[prefix]
         keys, values = torch.cat([k_pool[slots], k[new]]), torch.cat([v_pool[slots], v[new]])
-        out[new] = attention_block_reference(q[new], keys, values, scale, visible)[0].to(out.dtype)
+        positions = torch.arange(keys.shape[0], device=q.device)
+        attended, lse = windowed_block(
+            q[new], keys, values, positions[slots.numel() :], positions, scale, window=window, cap=cap
+        )
+        if sinks is not None:
+            add_sinks_(attended, lse, sinks)
+        out[new] = attended.to(out.dtype)

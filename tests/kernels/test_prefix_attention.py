@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang_ext_kernels.padded_batch import RaggedBatch, allocate, pad_batch_
+from sglang_ext_kernels.padded_batch import RaggedBatch, allocate, pad_batch_, prefixes_in_window
 from sglang_ext_kernels.prefix_attention import SplitSizes, prefix_attention_reference, split_prefix_attention_
 
 SLOTS = 400
@@ -22,6 +22,9 @@ def check(
     kv_heads: int = 2,
     size: int = 16,
     dtype: torch.dtype = torch.float32,
+    window: int | None = None,
+    cap: float = 0.0,
+    has_sinks: bool = False,
 ) -> None:
     """Against the reference, for a shape with room for more tokens and requests than there are."""
     device, tokens = generator.device, sum(new) + 3
@@ -50,8 +53,16 @@ def check(
     q, k, v = projected.split([heads, kv_heads, kv_heads], dim=1)
     pools = draw(2, SLOTS, kv_heads, size)
     got, wanted = (torch.full((tokens, heads, size), 7.0, dtype=dtype, device=device) for _ in range(2))
-    split_prefix_attention_(got, q, k, v, pools[0], pools[1], batch, SCALE, max(new), sizes)
-    prefix_attention_reference(wanted, q, k, v, pools[0], pools[1], batch, SCALE)
+    sinks = 2 * draw(heads) if has_sinks else None
+    seen = None if window is None else prefixes_in_window(batch, window)
+    split_prefix_attention_(
+        *(got, q, k, v, pools[0], pools[1], batch, SCALE, max(new), sizes),
+        prefixes=seen,
+        window=window,
+        cap=cap,
+        sinks=sinks,
+    )
+    prefix_attention_reference(wanted, q, k, v, pools[0], pools[1], batch, SCALE, window=window, cap=cap, sinks=sinks)
     assert torch.equal(got[sum(new) :], wanted[sum(new) :])  # padding is left as it is
     torch.testing.assert_close(got, wanted, atol=error, rtol=1e-5 if dtype == torch.float32 else 1e-2)
 
@@ -86,3 +97,27 @@ def test_half_precision(generator: torch.Generator) -> None:
     dtype = torch.bfloat16 if generator.device.type == "cuda" else torch.float16
     error = 2e-2 if dtype == torch.bfloat16 else 3e-3
     check(generator, [5, 16], [200, 90], SplitSizes(4, 64, 64, 64), error, size=64, dtype=dtype)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("window", [1, 15, 16, 40, 64, 200])
+def test_windows(generator: torch.Generator, float32_error: float, window: int, splits: int) -> None:
+    """Shorter and longer than the new tokens, than the prefixes, and than a program's part of a prefix."""
+    check(generator, [20, 1, 45], [130, 64, 0], SplitSizes(splits, 16, 16, 16), float32_error, window=window)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(
+    ("window", "cap", "has_sinks"), [(None, 0.0, True), (None, 1.5, False), (24, 0.0, True), (24, 1.5, True)]
+)
+def test_caps_and_sinks(
+    generator: torch.Generator, float32_error: float, window: int | None, cap: float, has_sinks: bool, splits: int
+) -> None:
+    sizes = SplitSizes(splits, 16, 16, 16)
+    check(generator, [7, 20], [70, 0], sizes, float32_error, window=window, cap=cap, has_sinks=has_sinks)
+
+
+def test_sinks_in_half_precision(generator: torch.Generator) -> None:
+    dtype = torch.float16 if generator.device.type == "cpu" else torch.bfloat16
+    sizes = SplitSizes(4, 16, 16, 16)
+    check(generator, [7, 20], [70, 0], sizes, 2e-2, dtype=dtype, window=24, cap=1.5, has_sinks=True)

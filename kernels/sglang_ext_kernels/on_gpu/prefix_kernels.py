@@ -5,7 +5,8 @@
 A few new tokens make few programs, and each would read its prefix from end to end. So the query heads that read the
 same keys are rows of one tile, which reads them once, and a prefix is divided among several programs. A single program
 writes the result; else each program leaves its part, and a second kernel joins the parts of a row. The number of
-programs follows from the length of the prefix, which both kernels read, so a captured pass adapts by itself.
+programs follows from the length of the prefix, which both kernels read, so a captured pass adapts by itself. Behind a
+sliding window the prefix is what the first new token sees of it, and blocks that no row of a tile sees are not read.
 """
 
 from __future__ import annotations
@@ -22,9 +23,14 @@ def _keys_per_split(prefix, splits, KEYS: tl.constexpr, LEAST: tl.constexpr):
 
 
 @triton.jit
-def _take(acc, weight, highest, q, k_block, v_block, is_visible, scale_log2, PRECISION: tl.constexpr):
+def _take(
+    acc, weight, highest, q, k_block, v_block, is_visible, scale, CAP_LOG2: tl.constexpr, PRECISION: tl.constexpr
+):
     """Take one block of keys into the accumulators; scores are in units of log2."""
-    scores = tl.where(is_visible, tl.dot(q, k_block, input_precision=PRECISION) * scale_log2, float("-inf"))
+    scores = tl.dot(q, k_block, input_precision=PRECISION) * scale
+    if CAP_LOG2 > 0:
+        scores = CAP_LOG2 * (2 * tl.sigmoid(2 * scores) - 1)
+    scores = tl.where(is_visible, scores, float("-inf"))
     new_highest = tl.maximum(highest, tl.max(scores, 1))
     # a row that has seen nothing keeps -inf, and -inf minus -inf must not be
     safe = tl.where(new_highest == float("-inf"), 0.0, new_highest)
@@ -45,12 +51,13 @@ def _split_prefix(
     qo_indptr,
     kv_indptr,
     kv_indices,
+    sinks,
     out,
     parts,
     parts_lse,
     padded_tokens,
     splits,
-    scale_log2,
+    scale,
     q_stride,
     q_head_stride,
     k_stride,
@@ -70,6 +77,8 @@ def _split_prefix(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     LEAST: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAP_LOG2: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     tile = tl.program_id(0)
@@ -104,9 +113,15 @@ def _split_prefix(
     highest = tl.full([ROWS], float("-inf"), dtype=tl.float32)
     k_heads = k_pool + kv_head * k_pool_head_stride
     v_heads = v_pool + kv_head * v_pool_head_stride
-    end = tl.minimum(prefix, (split + 1) * per_split)
-    for start in range(split * per_split, end, KEYS):
+    begin = split * per_split
+    end = tl.minimum(prefix, begin + per_split)
+    if WINDOW >= 0:
+        begin = tl.maximum(begin, prefix + tile * ROWS // GROUP - WINDOW)
+    for start in range(begin, end, KEYS):
         in_keys = start + columns < end
+        is_visible = in_keys[None, :]
+        if WINDOW >= 0:
+            is_visible = is_visible & (start + columns[None, :] >= prefix + token[:, None] - WINDOW)
         slots = tl.load(kv_indices + prefix_first + start + columns, mask=in_keys, other=0).to(tl.int64)
         k_block = tl.load(
             k_heads + (slots * k_pool_stride)[None, :] + dims[:, None],
@@ -119,11 +134,14 @@ def _split_prefix(
             other=0.0,
         )
         acc, weight, highest = _take(
-            acc, weight, highest, q_block, k_block, v_block, in_keys[None, :], scale_log2, PRECISION
+            acc, weight, highest, q_block, k_block, v_block, is_visible, scale, CAP_LOG2, PRECISION
         )
     if split == 0:
         seen = tl.minimum(new, (tile * ROWS + ROWS - 1) // GROUP + 1)
-        for start in range(0, seen, KEYS):
+        first_seen = 0
+        if WINDOW >= 0:
+            first_seen = tl.maximum(0, tile * ROWS // GROUP - WINDOW)
+        for start in range(first_seen, seen, KEYS):
             at = start + columns
             in_keys = at < seen
             key_row = (first + at).to(tl.int64)
@@ -138,12 +156,21 @@ def _split_prefix(
                 other=0.0,
             )
             is_visible = in_keys[None, :] & (at[None, :] <= token[:, None])
+            if WINDOW >= 0:
+                is_visible = is_visible & (at[None, :] >= token[:, None] - WINDOW)
             acc, weight, highest = _take(
-                acc, weight, highest, q_block, k_block, v_block, is_visible, scale_log2, PRECISION
+                acc, weight, highest, q_block, k_block, v_block, is_visible, scale, CAP_LOG2, PRECISION
             )
+    is_whole = prefix <= per_split
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=in_row, other=0.0).to(tl.float32) * 1.4426950408889634
+        weight = weight + tl.where(is_whole, tl.exp2(sink - highest), 0.0)
+    if WINDOW >= 0:
+        # A part of a prefix may lie before the windows of some rows.
+        weight = tl.where(weight == 0.0, 1.0, weight)
     acc = acc / weight[:, None]
     inside = in_row[:, None] & in_dims[None, :]
-    if prefix <= per_split:
+    if is_whole:
         tl.store(
             out + (q_row * out_stride + head * out_head_stride)[:, None] + dims[None, :],
             acc.to(out.dtype.element_ty),
@@ -159,6 +186,7 @@ def _split_prefix(
 def _join_splits(
     qo_indptr,
     kv_indptr,
+    sinks,
     out,
     parts,
     parts_lse,
@@ -198,6 +226,9 @@ def _join_splits(
         acc = acc * rescale[:, None] + value * share[:, None]
         weight = weight * rescale + share
         highest = new_highest
+    if sinks is not None:
+        sink = tl.load(sinks + row % HEADS, mask=in_row, other=0.0).to(tl.float32) * 1.4426950408889634
+        weight = weight + tl.exp2(sink - highest)
     token = (first + row // HEADS).to(tl.int64)
     tl.store(
         out + (token * out_stride + (row % HEADS) * out_head_stride)[:, None] + dims[None, :],
@@ -207,6 +238,7 @@ def _join_splits(
 
 
 JOINED_ROWS = 8
+LOG2_E = 1.4426950408889634
 
 
 def split_prefix_attention(
@@ -225,6 +257,9 @@ def split_prefix_attention(
     rows: int,
     keys: int,
     min_keys: int,
+    window: int | None,
+    cap: float,
+    sinks: torch.Tensor | None,
 ) -> None:
     """See `sglang_ext_kernels.prefix_attention`; the last dimension of each must be contiguous."""
     tokens, heads, size = q.shape
@@ -243,12 +278,13 @@ def split_prefix_attention(
         qo_indptr,
         kv_indptr,
         kv_indices,
+        sinks,
         out,
         parts,
         parts_lse,
         tokens,
         splits,
-        scale * 1.4426950408889634,
+        scale / cap if cap > 0 else scale * LOG2_E,
         *(stride for x in (q, k, v, k_pool, v_pool, out) for stride in x.stride()[:2]),
         KV_HEADS=kv_heads,
         GROUP=group,
@@ -257,6 +293,8 @@ def split_prefix_attention(
         ROWS=rows,
         KEYS=keys,
         LEAST=min_keys,
+        WINDOW=-1 if window is None else window,
+        CAP_LOG2=cap * LOG2_E,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         # Measured on an H200 (bench/results/gpu-prefix-sizes-2026-11-26.json).
         num_warps=8 if rows >= 128 or size > 128 else 4,
@@ -267,6 +305,7 @@ def split_prefix_attention(
     _join_splits[(triton.cdiv(longest_tokens * heads, JOINED_ROWS), requests)](
         qo_indptr,
         kv_indptr,
+        sinks,
         out,
         parts,
         parts_lse,
