@@ -4,7 +4,7 @@
 
 The kernels are launched as in service, by the functions that callers use, on tensors of the types and strides that an
 engine has; a stand-in for the driver lets Triton find the types of the arguments and compile, and runs nothing.
-SGLang's own extend kernel is among them, as captured passes with capped logits call it. `--write` keeps the records of
+SGLang's own extend kernel is among them, to compare with. `--write` keeps the records of
 this version of Triton in bench/results and renews the table in docs/explanation/kernels.md.
 
 Exit status 1 when one does not compile, or spills registers: float32 attention may, which only tests use, and SGLang's.

@@ -32,7 +32,9 @@ Face's (`make test-all`; six families in `make test`). Of each family that long 
 members are within 1e-4 of those of one instance (`tests/integration/test_chunk_steps.py`). Collected: the prompt's own
 instance has all KV before it goes to decode ([why](../explanation/long-pool.md#sliding-windows)). Where a mechanism
 does not take a family, an instance refuses to start with the reason that stands below the table; a model that no table
-names is served if SGLang serves it, and has not been compared.
+names is served if SGLang serves it, and has not been compared. Prefill graphs are compared on a CPU, where a replay is
+a run (`tests/integration/test_prefill_graphs.py`); on a GPU they have run with a Qwen 2 only, and an engine runs without
+them where the table has "no".
 
 A pipeline (`--pp-size`) follows from SGLang's model class and from what the transfers refuse; it has run with Llama
 and DeepSeek V3. No family is refused scores without decode; those of Llama have been compared with Hugging Face's.

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 from sglang_ext.graphs.decide.graph_grid import GraphShape
 from sglang_ext.graphs.sglang.graph_options import CAPTURED_ARCHITECTURES
 from sglang_ext.types import Role
 from support.engines import FLEET, EngineSpec
 from support.graph_engine import Outcome, Request, Setting, run_batches, run_ranks
+from support.model_families import WINDOW, family
 from support.tiny_families import FAMILIES, tiny_family
 from support.tiny_model import tiny_model
 
@@ -24,6 +26,11 @@ pytestmark = pytest.mark.integration
 LENGTHS, BATCHES = (8, 16, 32), (1, 2, 4)
 # Additions in another order, in float32.
 BOUND = 1e-4
+WINDOWED = (
+    *("GptOssForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Olmo3ForCausalLM", "Cohere2ForCausalLM"),
+    *("Cohere2MoeForCausalLM", "GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM"),
+    *("LagunaForCausalLM", "MellumForCausalLM"),
+)
 
 
 def draw(rng: random.Random, tokens: int) -> tuple[int, ...]:
@@ -168,8 +175,33 @@ def test_families(architecture: str, tmp_path: Path) -> None:
                 check(outcome)
 
 
+def windowed_family(architecture: str) -> ParameterSet:
+    is_quick = architecture == "GptOssForCausalLM"  # two pools of KV, sinks
+    return pytest.param(architecture, 16, marks=() if is_quick else pytest.mark.full)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "page_tokens"),
+    [*map(windowed_family, WINDOWED), pytest.param("GptOssForCausalLM", 1, marks=pytest.mark.full)],
+)
+def test_windows_caps_and_sinks(architecture: str, page_tokens: int) -> None:
+    """Prefixes and new tokens that end within the window, at it and behind it."""
+    rng = random.Random(18)
+    batches = [
+        [request(rng, 8)],
+        [request(rng, 5, WINDOW), request(rng, 7, WINDOW - 1)],
+        [request(rng, 40), request(rng, 2, 90)],
+        [request(rng, 43, 20), request(rng, 1, WINDOW + 1), request(rng, 1, 3)],
+        [request(rng, 30, 150)],
+    ]
+    outcomes = run_batches(family(architecture), batches, (8, 48), (1, 2), page_tokens=page_tokens)
+    assert [outcome.shape for outcome in outcomes] == [(8, 1), (8, 2), (48, 1), (48, 1), (48, 1)]
+    for outcome in outcomes:
+        check(outcome)
+
+
 def test_every_family_that_is_captured_is_tested() -> None:
-    assert {*FAMILIES, "LlamaForCausalLM"} == CAPTURED_ARCHITECTURES
+    assert {*FAMILIES, *WINDOWED, "LlamaForCausalLM"} == CAPTURED_ARCHITECTURES
 
 
 def test_an_engine_without_a_gpu_says_so_in_one_line_and_serves() -> None:

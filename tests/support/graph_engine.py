@@ -95,8 +95,9 @@ def _run(model: str, batches: Sequence[Sequence[Request]], rank: int, port: int,
     from sglang_ext.graphs.sglang.capture import build_graphs
     from sglang_ext.graphs.sglang.graph_options import Capture, GraphOptions, conflict
     from sglang_ext.graphs.sglang.runner import GridPrefillRunner
-    from support.ring_instances import Place, model_runner
+    from support.ring_instances import Place, hook_attention, model_runner
 
+    hook_attention()
     engine = model_runner(model, Place(0, 1, rank, setting.ranks, port), setting.page_tokens, "float32")
     assert conflict(engine) is None
     if setting.is_paged:
@@ -248,9 +249,15 @@ def _forward(
     from sglang.benchmark import one_batch
 
     model_runner.req_to_token_pool.clear()
-    model_runner.token_to_kv_pool_allocator.clear()
-    for buffers in (model_runner.token_to_kv_pool.k_buffer, model_runner.token_to_kv_pool.v_buffer):
-        for buffer in buffers:
+    allocator = model_runner.token_to_kv_pool_allocator
+    allocator.clear()
+    if hasattr(allocator, "swa_attn_allocator"):
+        # A token has another slot in the pool of layers with a window than in that of the others.
+        assert allocator.swa_attn_allocator.alloc(3 * model_runner.page_size) is not None
+    pool = model_runner.token_to_kv_pool
+    layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
+    for layer in layers:
+        for buffer in pool.get_kv_buffer(layer):
             buffer.fill_(7.0)  # what is read and was not written shows
     first = [list(request.prefix or request.new) for request in batch]
     requests = one_batch.prepare_synthetic_inputs_for_latency_test(len(batch), 0, first)
@@ -263,10 +270,20 @@ def _forward(
         one.extend_end = len(one.full_untruncated_fill_ids)
     before_new_tokens()
     _, logits, ran = one_batch.extend(requests, model_runner)
-    pool, rows = model_runner.token_to_kv_pool, model_runner.req_to_token_pool.req_to_token
+    rows = model_runner.req_to_token_pool.req_to_token
     kv = []
     for row, request in zip(ran.req_pool_indices.tolist(), batch, strict=True):
         slots = rows[row, : len(request.prefix) + len(request.new)].long()
-        layers = zip(pool.k_buffer, pool.v_buffer, strict=True)
-        kv.append(torch.stack([torch.stack([k[slots], v[slots]]) for k, v in layers]).numpy())
+        kv.append(torch.stack([_kv_of(pool, layer, slots) for layer in layers]).numpy())
     return Pass(logits.float().numpy().copy(), kv, hidden[-1] if hidden else None)
+
+
+def _kv_of(pool: Any, layer: int, slots: Any) -> Any:
+    """Keys and values of a layer [2, tokens, heads, size], of one with a window from the pool of those."""
+    import torch
+
+    is_in_window_pool = getattr(pool, "layers_mapping", {layer: (layer, False)})[layer][1]
+    if is_in_window_pool:
+        slots = pool.translate_loc_from_full_to_swa(slots)
+    keys, values = pool.get_kv_buffer(layer)
+    return torch.stack([keys[slots], values[slots]])

@@ -2,8 +2,11 @@
 
 On a CUDA device it is a kernel of ours, started for the largest length that the shape allows, which divides prefixes
 among programs where a shape would leave most of the device idle. Of larger shapes it is FlashAttention 3 over the pages
-of the pool, where the engine has it (Hopper GPUs, by default); with capped logits it is SGLang's Triton kernel. On a
-CPU, where it serves to test everything else, it is plain mathematics.
+of the pool, where the engine has it (Hopper GPUs, by default) and the layer has neither window nor sinks. On a CPU,
+where it serves to test everything else, it is plain mathematics.
+
+SGLang keeps the layers with a window of some models in a pool of their own, whose slots it frees once no window needs
+them. Slots of the other pool are translated to these at the head of a pass, as its attention backends do.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sglang_ext.graphs.decide.graph_grid import GraphShape
-from sglang_ext_kernels.padded_batch import PaddedBatch, fill_page_table_
+from sglang_ext_kernels.padded_batch import PaddedBatch, Prefixes, fill_page_table_, prefixes_in_window
 from sglang_ext_kernels.prefix_attention import (
     split_prefix_attention_,
     splits_of,
@@ -103,10 +106,16 @@ class CapturedAttention:
         self._shape = shape
         self._paged = paged
         self._paged_batch: PagedBatch | None = None
+        self._window_slots: torch.Tensor | None = None
+        self._prefixes: dict[tuple[int | None, bool], Prefixes] = {}
 
     def begin(self) -> None:
-        """Prepare what all layers of a pass read; part of what is captured."""
+        """Prepare what several layers of a pass read; part of what is captured."""
         self._paged_batch = None if self._paged is None else self._paged.of(self._batch)
+        self._prefixes = {}
+        if hasattr(self.token_to_kv_pool, "layers_mapping"):
+            # Padding has slot 0 in both pools.
+            self._window_slots = self.token_to_kv_pool.translate_loc_from_full_to_swa(self._batch.cache_slots)
 
     def forward(
         self,
@@ -116,77 +125,70 @@ class CapturedAttention:
         layer: Any,
         forward_batch: Any,
         save_kv_cache: bool = True,
+        sinks: torch.Tensor | None = None,
         **more: Any,
     ) -> torch.Tensor:
         """`q` [T, heads x D] of the padded batch, `k` and `v` [T, KV heads, D]; the output has the shape of `q`.
 
-        Raises NotImplementedError for attention that is not plainly causal: the shape is not captured then.
+        `sinks` [heads]: scores that take part in the softmax and have no value. Raises NotImplementedError for
+        attention that is not causal: the shape is not captured then.
         """
         _refuse_other_than_causal(layer, more)
         if save_kv_cache:
-            # By the class: a capture in the middle of a batch writes none of that batch's layers, for which
-            # `handshake/layer_streams.py` watches the pool.
-            pool = self.token_to_kv_pool
-            type(pool).set_kv_buffer(pool, layer, forward_batch.out_cache_loc, k, v)
+            self._write(layer, k, v)
         out = torch.zeros_like(q)
         shaped = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         shaped_out = out.view(-1, layer.tp_q_head_num, layer.v_head_dim)
         k_pool = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         v_pool = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         k, v = k.view(-1, *k_pool.shape[1:]), v.view(-1, *v_pool.shape[1:])
-        longest, is_alike = self._shape.length_tokens, k_pool.shape == v_pool.shape
+        longest = self._shape.length_tokens
         sizes = splits_of(*self._shape, shaped.shape[1], k.shape[1], shaped.shape[-1], q.dtype)
+        window = layer.sliding_window_size if layer.sliding_window_size > -1 else None
         # Of a shape with programs enough, FlashAttention 3 is faster; of a smaller one it takes longer to begin.
-        if sizes.splits == 1 and self._paged_batch is not None and save_kv_cache and is_alike:
+        if sizes.splits == 1 and self._paged_batch is not None and save_kv_cache and window is None and sinks is None:
             self._paged_batch.attend_(shaped_out, shaped, k_pool, v_pool, longest, layer)
-        elif is_alike and not layer.logit_cap:
-            split_prefix_attention_(
-                shaped_out, shaped, k, v, k_pool, v_pool, self._batch, layer.scaling, longest, sizes
-            )
-        elif q.is_cuda:
-            self._attend_as_sglang(shaped_out, shaped, k, v, k_pool, v_pool, layer)
         else:
-            raise NotImplementedError("attention with capped logits is not captured on a CPU")
+            split_prefix_attention_(
+                *(shaped_out, shaped, k, v, k_pool, v_pool, self._batch, layer.scaling, longest, sizes),
+                prefixes=self._prefixes_of(layer, window),
+                window=window,
+                cap=layer.logit_cap,
+                sinks=sinks,
+            )
         return out
 
-    def _attend_as_sglang(
-        self,
-        out: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        k_pool: torch.Tensor,
-        v_pool: torch.Tensor,
-        layer: Any,
-    ) -> None:
-        from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
+    def _write(self, layer: Any, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write new keys and values to the layer's pool."""
+        from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-        extend_attention_fwd(
-            q,
-            k.contiguous(),
-            v.contiguous(),
-            out,
-            k_pool,
-            v_pool,
-            self._batch.qo_indptr,
-            self._batch.kv_indptr,
-            self._batch.kv_indices,
-            None,  # no mask but the causal one
-            True,
-            None,
-            self._shape.length_tokens,
-            1.0,
-            1.0,
-            sm_scale=layer.scaling,
-            logit_cap=layer.logit_cap,
-        )
+        # By the class: a capture in the middle of a batch writes none of that batch's layers, for which
+        # `transfer/sglang/layer_streams.py` watches the pool.
+        pool, slots = self.token_to_kv_pool, self._batch.cache_slots
+        target = slots if self._window_slots is None else KVWriteLoc(slots, self._window_slots)
+        type(pool).set_kv_buffer(pool, layer, target, k, v)
+
+    def _prefixes_of(self, layer: Any, window: int | None) -> Prefixes:
+        """Return what a layer reads of the prefixes; layers of one kind share it."""
+        pool = self.token_to_kv_pool
+        is_in_window_pool = self._window_slots is not None and pool.layers_mapping[layer.layer_id][1]
+        kind = window, is_in_window_pool
+        if kind not in self._prefixes:
+            batch = self._batch
+            prefixes = Prefixes(batch.kv_indptr, batch.kv_indices)
+            if window is not None:
+                prefixes = prefixes_in_window(batch, window)
+            if is_in_window_pool:
+                prefixes = prefixes._replace(indices=pool.translate_loc_from_full_to_swa(prefixes.indices))
+            self._prefixes[kind] = prefixes
+        return self._prefixes[kind]
 
 
 def _refuse_other_than_causal(layer: Any, more: dict[str, Any]) -> None:
+    from sglang.srt.layers.radix_attention import AttentionType
+
     asked = [name for name, value in more.items() if value is not None and value is not False]
     if asked:
         raise NotImplementedError(f"attention with {', '.join(sorted(asked))} is not captured")
-    if (getattr(layer, "sliding_window_size", None) or -1) > -1:
-        raise NotImplementedError(f"attention over a sliding window of {layer.sliding_window_size} is not captured")
-    if getattr(layer, "is_cross_attention", False):
-        raise NotImplementedError("cross-attention is not captured")
+    if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
+        raise NotImplementedError("attention that is not causal is not captured")

@@ -127,11 +127,15 @@ def _sizes(numbers: Sequence[int], name: str) -> tuple[int, ...]:
     return tuple(sorted(set(numbers)))
 
 
-# A body that maps ids and positions to hidden states, with attention that is plainly causal in each layer.
+# A body that maps ids and positions to hidden states, with causal attention in each layer.
 CAPTURED_ARCHITECTURES = frozenset(
     {
         *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM"),
         *("Glm4ForCausalLM", "GraniteForCausalLM", "Olmo2ForCausalLM", "Qwen3MoeForCausalLM", "MixtralForCausalLM"),
+        # Windows, capped scores, sinks.
+        *("GptOssForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Olmo3ForCausalLM", "Cohere2ForCausalLM"),
+        *("Cohere2MoeForCausalLM", "GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM"),
+        *("LagunaForCausalLM", "MellumForCausalLM"),
     }
 )
 _TOKENS_HEADS_SIZE = 3
@@ -149,7 +153,6 @@ def conflict(model_runner: Any) -> str | None:
     exclusion = architecture_exclusion(names[0], config)
     for is_conflicting, reason in (
         (exclusion is not None, exclusion or ""),
-        (bool(getattr(config, "sliding_window_size", None)), f"{names[0]} has a sliding window"),
         (arguments.pp_size > 1, "--pp-size: a pipeline stage is not captured"),
         (arguments.enable_dp_attention, "--enable-dp-attention: its ranks build batches of their own"),
         (_is_above_one(arguments, "ep_size"), "--ep-size: how many tokens go to which rank is known when it runs"),
@@ -202,7 +205,6 @@ def architecture_exclusion(architecture: str, config: Any) -> str | None:
         ("kv_lora_rank", "its attention is latent (MLA)"),
         ("layer_types", "its layers are of several kinds"),
         ("attention_chunk_size", "it attends within chunks"),
-        ("final_logit_softcapping", "its attention scores are capped"),
         ("vision_config", "it takes images"),
     ):
         if getattr(text, field, None) or getattr(config.hf_config, field, None):

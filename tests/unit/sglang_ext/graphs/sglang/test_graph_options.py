@@ -103,7 +103,7 @@ def test_they_reach_every_process_and_bring_their_hook() -> None:
     assert not hook.is_wanted(ExtensionOptions(Role.SHORT, Device.CUDA))
 
 
-def runner(architecture: str = "Qwen2ForCausalLM", window: int | None = None, **changed: Any) -> SimpleNamespace:
+def runner(architecture: str = "Qwen2ForCausalLM", **changed: Any) -> SimpleNamespace:
     arguments = {
         "tp_size": 1,
         "pp_size": 1,
@@ -120,9 +120,7 @@ def runner(architecture: str = "Qwen2ForCausalLM", window: int | None = None, **
         "enable_hierarchical_cache": False,
     }
     return SimpleNamespace(
-        model_config=SimpleNamespace(
-            hf_config=SimpleNamespace(architectures=[architecture]), sliding_window_size=window
-        ),
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(architectures=[architecture])),
         server_args=SimpleNamespace(**{name: changed.get(name, value) for name, value in arguments.items()}),
         token_to_kv_pool=SimpleNamespace(requires_physical_write_loc=changed.get("is_unified", False)),
         dtype="bfloat16",
@@ -130,10 +128,11 @@ def runner(architecture: str = "Qwen2ForCausalLM", window: int | None = None, **
     )
 
 
-def test_a_dense_model_alone_goes() -> None:
+def test_models_that_are_captured() -> None:
     assert conflict(runner()) is None
     assert conflict(runner("LlamaForCausalLM")) is None
     assert conflict(runner("Qwen3MoeForCausalLM")) is None
+    assert conflict(runner("GptOssForCausalLM")) is None
     assert conflict(runner(tp_size=8)) is None
 
 
@@ -141,9 +140,9 @@ def test_a_dense_model_alone_goes() -> None:
     ("architecture", "config", "reason"),
     [
         ("DeepseekV3ForCausalLM", {"kv_lora_rank": 512}, "its attention is latent"),
-        ("GptOssForCausalLM", {"layer_types": ["sliding_attention", "full_attention"]}, "its layers are of several"),
+        ("Qwen3_5ForCausalLM", {"layer_types": ["linear_attention", "full_attention"]}, "its layers are of several"),
         ("Qwen3VLForConditionalGeneration", {"vision_config": {"depth": 2}}, "it takes images"),
-        ("OPTForCausalLM", {}, "is not one of Glm4"),
+        ("OPTForCausalLM", {}, "is not one of Cohere2"),
     ],
 )
 def test_other_families_are_refused_with_the_reason(architecture: str, config: dict[str, Any], reason: str) -> None:
@@ -157,7 +156,6 @@ def test_other_families_are_refused_with_the_reason(architecture: str, config: d
     ("changed", "named"),
     [
         ({"architecture": "DeepseekV3ForCausalLM"}, "DeepseekV3ForCausalLM is not one of"),
-        ({"window": 4096}, "sliding window"),
         ({"ep_size": 2}, "--ep-size"),
         ({"moe_a2a_backend": "deepep"}, "--moe-a2a-backend"),
         ({"dcp_size": 2}, "context parallelism"),
