@@ -4,8 +4,8 @@
 
 The kernels are launched as in service, by the functions that callers use, on tensors of the types and strides that an
 engine has; a stand-in for the driver lets Triton find the types of the arguments and compile, and runs nothing.
-SGLang's own extend kernel is among them, to compare with. `--write` keeps the records of
-this version of Triton in bench/results and renews the table in docs/explanation/kernels.md.
+SGLang's own extend kernel is among them, as captured passes with latent attention call it. `--write` keeps the records
+of this version of Triton in bench/results and renews the table in docs/explanation/kernels.md.
 
 Exit status 1 when one does not compile, or spills registers: float32 attention may, which only tests use, and SGLang's.
 """
@@ -187,20 +187,22 @@ def cases(has_sglang: bool) -> Iterator[Case]:
     yield Case("pages of 1", lambda: pages(1))
     yield Case("pages of 16", lambda: pages(16))
     if has_sglang:
-        extend = _sglang_extend()
+        extend = sglang_extend()
 
-        def extended(size: int) -> None:
+        def extended(size: int, v_size: int, q_heads: int = 28, kv_heads: int = 4) -> None:
             padded = padded_batch.allocate(256, 4, 512, "cpu")
-            q, kv = heads(256, 28, size, half), heads(256, 4, size, half)
-            pool = heads(4096, 4, size, half)
+            q, k, pool = (heads(*sizes, size, half) for sizes in ((256, q_heads), (256, kv_heads), (4096, kv_heads)))
+            v, v_pool, out = k[..., :v_size].contiguous(), pool[..., :v_size], q[..., :v_size].contiguous()
             indices = (padded.qo_indptr, padded.kv_indptr, padded.kv_indices)
-            extend(q, kv, kv, torch.empty_like(q), pool, pool, *indices, None, True, None, 64, 1.0, 1.0, sm_scale=0.1)
+            extend(q, k, v, out, pool, v_pool, *indices, None, True, None, 64, 1.0, 1.0, sm_scale=0.1)
 
+        name = f"{SGLANG} {version('sglang')} extend"
         for size in (64, 128, 256):
-            yield Case(f"{SGLANG} {version('sglang')} extend D{size}", lambda size=size: extended(size))
+            yield Case(f"{name} D{size}", lambda size=size: extended(size, size))
+        yield Case(f"{name} latent D576", lambda: extended(576, 512, 16, 1))
 
 
-def _sglang_extend() -> Callable[..., None]:
+def sglang_extend() -> Callable[..., None]:
     """SGLang's function that starts its extend kernel, without the rest of SGLang, which wants a GPU."""
     folder = Path(importlib.util.find_spec("sglang").origin or "").parent.parent  # type: ignore[union-attr]
     from pretended_gpu import open_package
@@ -208,6 +210,7 @@ def _sglang_extend() -> Callable[..., None]:
     for name in ("sglang", "sglang.srt", "sglang.kernels.ops"):
         open_package(folder, name)
     utils = ModuleType("sglang.srt.utils")
+    utils.__file__ = utils.__name__
     utils.__getattr__ = lambda name: lambda *_: name == "is_cuda"  # type: ignore[method-assign]
     sys.modules[utils.__name__] = utils
     extend: Callable[..., None] = importlib.import_module(

@@ -33,7 +33,7 @@ members are within 1e-4 of those of one instance (`tests/integration/test_chunk_
 instance has all KV before it goes to decode ([why](../explanation/long-pool.md#sliding-windows)). Where a mechanism
 does not take a family, an instance refuses to start with the reason that stands below the table; a model that no table
 names is served if SGLang serves it, and has not been compared. Prefill graphs are compared on a CPU, where a replay is
-a run (`tests/integration/test_prefill_graphs.py`); on a GPU they have run with a Qwen 2 only, and an engine runs without
+a run (`tests/integration/test_prefill_graphs.py`); on a GPU they have run with a Qwen 2 only. An engine runs without
 them where the table has "no".
 
 A pipeline (`--pp-size`) follows from SGLang's model class and from what the transfers refuse; it has run with Llama

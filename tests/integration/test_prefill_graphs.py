@@ -31,6 +31,7 @@ WINDOWED = (
     *("Cohere2MoeForCausalLM", "GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM"),
     *("LagunaForCausalLM", "MellumForCausalLM"),
 )
+LATENT = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "MiniCPM3ForCausalLM")
 
 
 def draw(rng: random.Random, tokens: int) -> tuple[int, ...]:
@@ -200,8 +201,29 @@ def test_windows_caps_and_sinks(architecture: str, page_tokens: int) -> None:
         check(outcome)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "page_tokens"),
+    [pytest.param(one, 16, marks=() if one == "DeepseekV3ForCausalLM" else pytest.mark.full) for one in LATENT],
+)
+def test_latent_attention(architecture: str, page_tokens: int) -> None:
+    """With and without cached tokens, for which SGLang computes the same in two ways."""
+    rng = random.Random(19)
+    batches = [
+        [request(rng, 8)],
+        [request(rng, 5, 20), request(rng, 7)],
+        [request(rng, 40), request(rng, 2, 90)],
+        [request(rng, 30), request(rng, 1), request(rng, 4)],
+        [request(rng, 250) for _ in range(3)],
+    ]
+    outcomes = run_batches(family(architecture), batches, (8, 48, 256), (1, 2, 4), page_tokens=page_tokens)
+    # Captured are the shapes that hold up to 512 tokens.
+    assert [outcome.shape for outcome in outcomes] == [(8, 1), (8, 2), (48, 1), (48, 1), None]
+    for outcome in outcomes:
+        check(outcome)
+
+
 def test_every_family_that_is_captured_is_tested() -> None:
-    assert {*FAMILIES, *WINDOWED, "LlamaForCausalLM"} == CAPTURED_ARCHITECTURES
+    assert {*FAMILIES, *WINDOWED, *LATENT, "LlamaForCausalLM"} == CAPTURED_ARCHITECTURES
 
 
 def test_an_engine_without_a_gpu_says_so_in_one_line_and_serves() -> None:

@@ -279,11 +279,11 @@ def _forward(
 
 
 def _kv_of(pool: Any, layer: int, slots: Any) -> Any:
-    """Keys and values of a layer [2, tokens, heads, size], of one with a window from the pool of those."""
+    """Keys and values of a layer [tokens, heads, size of both], of one with a window from the pool of those."""
     import torch
 
     is_in_window_pool = getattr(pool, "layers_mapping", {layer: (layer, False)})[layer][1]
     if is_in_window_pool:
         slots = pool.translate_loc_from_full_to_swa(slots)
     keys, values = pool.get_kv_buffer(layer)
-    return torch.stack([keys[slots], values[slots]])
+    return torch.cat([keys[slots], values[slots]], dim=-1)

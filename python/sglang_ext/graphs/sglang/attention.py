@@ -5,6 +5,10 @@ among programs where a shape would leave most of the device idle. Of larger shap
 of the pool, where the engine has it (Hopper GPUs, by default) and the layer has neither window nor sinks. On a CPU,
 where it serves to test everything else, it is plain mathematics.
 
+Latent attention (MLA) is captured in the absorbed form: queries attend to the latent rows of the pool, each a key and,
+in its first part, the value of all heads. SGLang would choose another form where no token is cached, which a graph
+cannot. On a CUDA device it is SGLang's Triton kernel.
+
 SGLang keeps the layers with a window of some models in a pool of their own, whose slots it frees once no window needs
 them. Slots of the other pool are translated to these at the head of a pass, as its attention backends do.
 """
@@ -78,7 +82,7 @@ class PagedBatch(NamedTuple):
 
 def paged_batches(model_runner: Any, slots: int) -> PagedBatches | None:
     """None where the engine attends otherwise, or where a table of its longest requests would be too large."""
-    if getattr(model_runner, "prefill_attention_backend_str", None) != "fa3":
+    if getattr(model_runner, "prefill_attention_backend_str", None) != "fa3" or has_latent_rows(model_runner):
         return None
     table = model_runner.req_to_token_pool.req_to_token
     if 4 * slots * (table.shape[1] // model_runner.page_size) > MAX_TABLE_BYTES:
@@ -95,6 +99,9 @@ def flash_attention() -> Callable[..., torch.Tensor]:
 
 class CapturedAttention:
     """Takes the place of SGLang's attention backend in a forward context, for one shape."""
+
+    # By these names models with latent attention ask for its form (`pin_absorbed_form`).
+    prefill_attention_backend_str = decode_attention_backend_str = "sglang_ext_captured"
 
     def __init__(
         self, model_runner: Any, batch: PaddedBatch, shape: GraphShape, paged: PagedBatches | None = None
@@ -128,7 +135,7 @@ class CapturedAttention:
         sinks: torch.Tensor | None = None,
         **more: Any,
     ) -> torch.Tensor:
-        """`q` [T, heads x D] of the padded batch, `k` and `v` [T, KV heads, D]; the output has the shape of `q`.
+        """`q` [T, heads x D] of the padded batch, `k` [T, KV heads, D], `v` [T, KV heads, Dv]: [T, heads x Dv].
 
         `sinks` [heads]: scores that take part in the softmax and have no value. Raises NotImplementedError for
         attention that is not causal: the shape is not captured then.
@@ -136,13 +143,16 @@ class CapturedAttention:
         _refuse_other_than_causal(layer, more)
         if save_kv_cache:
             self._write(layer, k, v)
-        out = torch.zeros_like(q)
+        out = q.new_zeros(q.shape[0], layer.tp_q_head_num * layer.v_head_dim)
         shaped = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         shaped_out = out.view(-1, layer.tp_q_head_num, layer.v_head_dim)
         k_pool = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
         v_pool = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
         k, v = k.view(-1, *k_pool.shape[1:]), v.view(-1, *v_pool.shape[1:])
         longest = self._shape.length_tokens
+        if layer.qk_head_dim != layer.v_head_dim and q.is_cuda:
+            attend_as_sglang_(shaped_out, shaped, k, v, k_pool, v_pool, self._batch, layer.scaling, longest)
+            return out
         sizes = splits_of(*self._shape, shaped.shape[1], k.shape[1], shaped.shape[-1], q.dtype)
         window = layer.sliding_window_size if layer.sliding_window_size > -1 else None
         # Of a shape with programs enough, FlashAttention 3 is faster; of a smaller one it takes longer to begin.
@@ -182,6 +192,48 @@ class CapturedAttention:
                 prefixes = prefixes._replace(indices=pool.translate_loc_from_full_to_swa(prefixes.indices))
             self._prefixes[kind] = prefixes
         return self._prefixes[kind]
+
+
+def attend_as_sglang_(
+    out: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    batch: PaddedBatch,
+    scale: float,
+    longest_tokens: int,
+) -> None:
+    """Compute `prefix_attention_reference` by SGLang's kernel, which takes values of another size than keys."""
+    from sglang.kernels.ops.attention.extend_attention import extend_attention_fwd
+
+    extend_attention_fwd(
+        *(q.contiguous(), k.contiguous(), v.contiguous(), out, k_pool, v_pool),
+        *(batch.qo_indptr, batch.kv_indptr, batch.kv_indices),
+        None,  # no mask but the causal one
+        True,
+        None,
+        longest_tokens,
+        1.0,
+        1.0,
+        sm_scale=scale,
+    )
+
+
+def has_latent_rows(model_runner: Any) -> bool:
+    """Return whether the pool has latent rows in the place of keys and values."""
+    return hasattr(model_runner.token_to_kv_pool, "kv_lora_rank")
+
+
+def pin_absorbed_form() -> None:
+    """Let models with latent attention compute its absorbed form for `CapturedAttention`."""
+    from sglang.srt.models.deepseek_common.attention_backend_handler import AttentionBackendRegistry
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    AttentionBackendRegistry.register(
+        CapturedAttention.prefill_attention_backend_str, lambda attention, forward_batch: AttnForwardMethod.MLA
+    )
 
 
 def _refuse_other_than_causal(layer: Any, more: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from sglang_ext.engine.options import options_from_environment
 from sglang_ext.graphs.decide.graph_grid import GraphShape
-from sglang_ext.graphs.sglang.attention import paged_batches
+from sglang_ext.graphs.sglang.attention import has_latent_rows, paged_batches, pin_absorbed_form
 from sglang_ext.graphs.sglang.graph_options import Capture, GraphOptions, conflict
 from sglang_ext.graphs.sglang.runner import GridPrefillRunner
 from sglang_ext_cuda_graphs.capture_plan import MemoryLedger, plan_captures
@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 # Slots of the prefixes of a batch that are kept in one buffer of 8 bytes each: 16 MiB.
 MOST_PREFIX_TOKENS = 1 << 21
+# The absorbed form of latent attention computes more than three times the products of the form that SGLang chooses for
+# new prompts, and from 512 tokens on a graph gains nothing: the device computes longer than the host takes to start it.
+MAX_LATENT_TOKENS = 512
 
 
 def capture_prefill_graph(stock: Callable[..., Any], *, model_runner: Any, eager_runner: Any, **more: Any) -> Any:
@@ -98,10 +101,11 @@ def build_graphs(
     runner: GridPrefillRunner, model_runner: Any, options: GraphOptions, recorder: Recorder, free_bytes: int
 ) -> PrefillGraphs | None:
     """The graphs of this engine, captured where that is due at start; None where no shape fits its limits."""
+    max_batch_tokens, is_latent = _max_batch_tokens(model_runner.server_args), has_latent_rows(model_runner)
     shapes = plan_captures(
         options.lengths_tokens,
         options.batch_sizes,
-        max_batch_tokens=_max_batch_tokens(model_runner.server_args),
+        max_batch_tokens=min(max_batch_tokens, MAX_LATENT_TOKENS) if is_latent else max_batch_tokens,
         max_requests=model_runner.req_to_token_pool.size,
     )
     if not shapes:
@@ -139,6 +143,8 @@ def _without_captures(
     agree: Callable[[bool], bool],
 ) -> PrefillGraphs:
     config = model_runner.model_config
+    if has_latent_rows(model_runner):
+        pin_absorbed_form()
     runner.paged = paged_batches(model_runner, max(shape.slots for shape in shapes))
     return PrefillGraphs(
         shapes,

@@ -136,6 +136,8 @@ CAPTURED_ARCHITECTURES = frozenset(
         *("GptOssForCausalLM", "Gemma2ForCausalLM", "Gemma3ForCausalLM", "Olmo3ForCausalLM", "Cohere2ForCausalLM"),
         *("Cohere2MoeForCausalLM", "GraniteSWAForCausalLM", "GraniteMoeSWAForCausalLM"),
         *("LagunaForCausalLM", "MellumForCausalLM"),
+        # Latent attention.
+        *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM", "MiniCPM3ForCausalLM"),
     }
 )
 _TOKENS_HEADS_SIZE = 3
@@ -198,11 +200,12 @@ def conflict(model_runner: Any) -> str | None:
 
 def architecture_exclusion(architecture: str, config: Any) -> str | None:
     """Return why a model is not captured, as far as SGLang's ModelConfig says; None where its kind of model is."""
-    if architecture in CAPTURED_ARCHITECTURES:
-        return None
     text = getattr(config, "hf_text_config", config.hf_config)
+    chooses_tokens = getattr(text, "index_topk", None) is not None  # of some models with the name of another, too
+    if architecture in CAPTURED_ARCHITECTURES and not chooses_tokens:
+        return None
     for field, reason in (
-        ("kv_lora_rank", "its attention is latent (MLA)"),
+        ("index_topk", "its attention chooses the tokens that it sees (DSA)"),
         ("layer_types", "its layers are of several kinds"),
         ("attention_chunk_size", "it attends within chunks"),
         ("vision_config", "it takes images"),

@@ -133,13 +133,15 @@ def test_models_that_are_captured() -> None:
     assert conflict(runner("LlamaForCausalLM")) is None
     assert conflict(runner("Qwen3MoeForCausalLM")) is None
     assert conflict(runner("GptOssForCausalLM")) is None
+    assert conflict(runner("DeepseekV3ForCausalLM")) is None
     assert conflict(runner(tp_size=8)) is None
 
 
 @pytest.mark.parametrize(
     ("architecture", "config", "reason"),
     [
-        ("DeepseekV3ForCausalLM", {"kv_lora_rank": 512}, "its attention is latent"),
+        ("DeepseekV32ForCausalLM", {"index_topk": 2048}, "its attention chooses the tokens"),
+        ("DeepseekV3ForCausalLM", {"index_topk": 2048}, "its attention chooses the tokens"),
         ("Qwen3_5ForCausalLM", {"layer_types": ["linear_attention", "full_attention"]}, "its layers are of several"),
         ("Qwen3VLForConditionalGeneration", {"vision_config": {"depth": 2}}, "it takes images"),
         ("OPTForCausalLM", {}, "is not one of Cohere2"),
@@ -155,7 +157,7 @@ def test_other_families_are_refused_with_the_reason(architecture: str, config: d
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"architecture": "DeepseekV3ForCausalLM"}, "DeepseekV3ForCausalLM is not one of"),
+        ({"architecture": "GemmaForCausalLM"}, "GemmaForCausalLM is not one of"),
         ({"ep_size": 2}, "--ep-size"),
         ({"moe_a2a_backend": "deepep"}, "--moe-a2a-backend"),
         ({"dcp_size": 2}, "context parallelism"),
