@@ -97,7 +97,7 @@ KEY_TEXTS = {
     Key.EXPOSED_S: "the part of the transfer after the last token had been computed",
     Key.BATCH_REQUESTS: "requests in the batch",
     Key.BATCH_TOKENS: "new tokens of all of them",
-    Key.BATCH_SHAPE: "LENGTHxREQUESTS of the graph that was replayed for it; missing where none was",
+    Key.BATCH_SHAPE: "LENGTHxREQUESTS of the graph replayed for it, or tokens of SGLang's own; missing without",
     Key.NEW_TOKENS: "of these, the traced request's own",
     Key.PREFIX_TOKENS: "tokens before them whose KV was there",
     Key.TRANSFER_TOKENS: "tokens whose KV was sent",

@@ -1,7 +1,7 @@
 """The captured prefill graphs of an instance: a grid of lengths and batch sizes, and the rule that pads a batch to one.
 
 The scheduler's policy and the runner of the graphs ask one and the same grid, so a batch runs on the shape that it was
-planned for.
+planned for. Where SGLang's own graphs serve prefills instead, `TokenBuckets` has their rule for the policy.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class GraphShape(NamedTuple):
 FREE_TOKENS: Final = 256
 # As in SGLang's own prefill graphs.
 MAX_PADDING_FACTOR: Final = 2
+_ANY_REQUESTS: Final = 1 << 30
 
 
 class Fallback(StrEnum):
@@ -57,11 +58,15 @@ class GraphGrid:
     """Captured shapes; without any, every batch runs on the ordinary kernels.
 
     A shape that turns out to have no room is left out in place, for everybody who holds the grid.
-    `max_prefix_tokens`: of all cached prefixes of a batch. Raises ValueError for an empty shape.
+    `max_prefix_tokens`: of all cached prefixes of a batch; `free_tokens`: a shape of up to this size is never too
+    large. Raises ValueError for an empty shape.
     """
 
-    def __init__(self, shapes: Iterable[GraphShape] = (), max_prefix_tokens: float = inf) -> None:
+    def __init__(
+        self, shapes: Iterable[GraphShape] = (), max_prefix_tokens: float = inf, free_tokens: int = FREE_TOKENS
+    ) -> None:
         self.max_prefix_tokens = max_prefix_tokens
+        self.free_tokens: Final = free_tokens
         self._left_out: dict[GraphShape, Fallback] = {}
         self._use(shapes)
 
@@ -80,7 +85,7 @@ class GraphGrid:
                 ),
                 Fallback.TOO_LARGE,
             )
-        if shape.tokens > max(FREE_TOKENS, MAX_PADDING_FACTOR * new_tokens):
+        if shape.tokens > max(self.free_tokens, MAX_PADDING_FACTOR * new_tokens):
             return Fallback.PADDING
         return shape if cached_tokens <= self.max_prefix_tokens else Fallback.PREFIXES
 
@@ -91,7 +96,7 @@ class GraphGrid:
         slots = self.slots
         for at in range(bisect_left(tokens, new_tokens), len(tokens)):
             if lengths[at] >= longest_tokens and slots[at] >= requests:
-                if tokens[at] > FREE_TOKENS and tokens[at] > MAX_PADDING_FACTOR * new_tokens:
+                if tokens[at] > self.free_tokens and tokens[at] > MAX_PADDING_FACTOR * new_tokens:
                     return -1
                 return at if cached_tokens <= self.max_prefix_tokens else -1
         return -1
@@ -112,9 +117,9 @@ class GraphGrid:
 
     def nearest(self, longest_tokens: int, requests: int, new_tokens: int) -> GraphShape | None:
         """The captured shape with the least padding that holds such a batch; None if none. Of two, the shorter."""
-        for shape in self.by_tokens[bisect_left(self.tokens, new_tokens) :]:
-            if _holds(shape, longest_tokens, requests, new_tokens):
-                return shape
+        for at in range(bisect_left(self.tokens, new_tokens), len(self.tokens)):
+            if self.lengths[at] >= longest_tokens and self.slots[at] >= requests:
+                return self.by_tokens[at]
         return None
 
     def deepest(self, length_tokens: int) -> int | None:
@@ -124,7 +129,7 @@ class GraphGrid:
 
     def depths(self, max_requests: int) -> list[int]:
         """Numbers of requests that a batch can aim at: the captured ones, or powers of two."""
-        if self.shapes:
+        if self.lengths_tokens:
             captured = sorted({shape.requests for shape in self.shapes if shape.requests <= max_requests})
             return captured or [max_requests]
         return sorted({1 << power for power in range(max_requests.bit_length())} | {max_requests})
@@ -145,6 +150,26 @@ class GraphGrid:
         self.slots = [shape.slots for shape in self.by_tokens]
         longest_tokens = self.lengths_tokens[-1] if unique else 0
         self._buckets = [bisect_left(self.lengths_tokens, tokens) for tokens in range(longest_tokens + 1)]
+
+
+class TokenBuckets(GraphGrid):
+    """Graphs by number of tokens, as SGLang captures its own: a batch of any lengths is padded to the next bucket, if
+    that has at most twice its tokens.
+
+    `max_requests`: places for requests in a graph. Raises ValueError for an empty bucket.
+    """
+
+    def __init__(self, buckets_tokens: Iterable[int], max_requests: int = _ANY_REQUESTS) -> None:
+        self.max_requests: Final = max_requests
+        super().__init__([GraphShape(tokens, 1) for tokens in buckets_tokens], free_tokens=0)
+
+    def _use(self, shapes: Iterable[GraphShape]) -> None:
+        super()._use(shapes)
+        # Lengths and numbers of requests do not decide.
+        self.lengths_tokens = []
+        self._deepest = []
+        self._buckets = []
+        self.slots = [self.max_requests] * len(self.tokens)
 
 
 def _holds(shape: GraphShape, longest_tokens: int, requests: int, new_tokens: int) -> bool:

@@ -6,11 +6,12 @@ itself, while the graph is still computing, so it costs nothing and does all tha
 
 from __future__ import annotations
 
-from typing import Any
+from bisect import bisect_left
+from typing import Any, NamedTuple
 
 import torch
 
-from sglang_ext.graphs.decide.graph_grid import Fallback, GraphGrid, GraphShape
+from sglang_ext.graphs.decide.graph_grid import Fallback, GraphGrid, GraphShape, TokenBuckets
 from sglang_ext.graphs.sglang.attention import CapturedAttention, PagedBatches
 from sglang_ext_cuda_graphs.prefill_graphs import PrefillGraphs
 from sglang_ext_kernels.padded_batch import PaddedBatch, RaggedBatch
@@ -168,10 +169,44 @@ def _static_forward_batch(model_runner: Any, shape: GraphShape, batch: PaddedBat
     return forward_batch
 
 
-def replayed_shape(model_runner: Any) -> GraphShape | None:
-    """The captured shape that the prefill which was launched last runs on; None: it runs on the ordinary kernels."""
+def planned_grid(model_runner: Any) -> GraphGrid:
+    """Return the shapes that prefills are planned on: those of the grid, or SGLang's buckets where it has none; empty
+    where prefills run eagerly, or where SGLang's rule asks for the length of the longest sequence, too."""
+    runner: Any = getattr(model_runner, "prefill_cuda_graph_runner", None)
+    if isinstance(runner, GridPrefillRunner):
+        return runner.grid
+    buckets = _buckets(runner)
+    if not buckets or runner.max_context_size is not None or runner.max_seq_len is not None:
+        return GraphGrid()
+    if runner.prefill_backend_name == "full":
+        return TokenBuckets(buckets, getattr(runner, "_capture_req_slots", 1))
+    return TokenBuckets(buckets)
+
+
+def _buckets(runner: Any) -> list[int]:
+    """Return the numbers of tokens that SGLang's own prefill graphs are captured for, in ascending order."""
+    return list(getattr(runner, "capture_num_tokens", None) or ())
+
+
+class Replay(NamedTuple):
+    """A prefill on a captured graph: the tokens that it computes, padding included, and the name of the graph."""
+
+    tokens: int
+    graph: str
+
+
+def replay_of(model_runner: Any, new_tokens: int, result: Any) -> Replay | None:
+    """Return what the prefill of `new_tokens` which was launched last runs on, by SGLang's `result` of the launch;
+    None: it runs on the ordinary kernels."""
     runner = getattr(model_runner, "prefill_cuda_graph_runner", None)
-    return runner.replayed if isinstance(runner, GridPrefillRunner) else None
+    if isinstance(runner, GridPrefillRunner):
+        shape = runner.replayed
+        return None if shape is None else Replay(shape.tokens, f"{shape.length_tokens}x{shape.requests}")
+    buckets = _buckets(runner)
+    if not getattr(result, "can_run_cuda_graph", False) or not buckets or new_tokens > buckets[-1]:
+        return None
+    tokens = buckets[bisect_left(buckets, new_tokens)]
+    return Replay(tokens, str(tokens))
 
 
 def graph_status(model_runner: Any) -> dict[str, Any] | None:

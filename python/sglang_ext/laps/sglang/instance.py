@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 from sglang_ext.engine.device import Device
 from sglang_ext.engine.options import options_from_environment
-from sglang_ext.graphs.decide.graph_grid import GraphGrid, GraphShape
-from sglang_ext.graphs.sglang.runner import GridPrefillRunner
+from sglang_ext.graphs.sglang.runner import planned_grid
 from sglang_ext.laps.decide.cost_model import CostCoefficients, IterationSample
 from sglang_ext.laps.decide.options import LapsOptions
 from sglang_ext.laps.decide.policy import Laps
@@ -141,7 +140,7 @@ def build_instance(scheduler: Any) -> LapsInstance | None:
     stages = _stages(scheduler)
     policy = Laps(
         with_write_cost(options.laps, scheduler),
-        _captured_grid(scheduler),
+        planned_grid(scheduler.tp_worker.model_runner),
         _PRIOR[options.device],
         InstanceLimits(
             page_tokens=scheduler.page_size,
@@ -192,12 +191,6 @@ def copy_gb_per_s(device: str) -> float | None:
         return time.perf_counter() - began_s
 
     return _COPIED_BYTES / min(copy_s() for _ in range(_COPIES)) / 1e9
-
-
-def _captured_grid(scheduler: Any) -> GraphGrid:
-    """The shapes of prefill that are captured; empty without `--laps-graphs`."""
-    runner = getattr(scheduler.tp_worker.model_runner, "prefill_cuda_graph_runner", None)
-    return runner.grid if isinstance(runner, GridPrefillRunner) else GraphGrid(())
 
 
 def _stages(scheduler: Any) -> int:
@@ -299,10 +292,10 @@ class IterationClock:
         if self._started_s is None:
             self._started_s = at_s
 
-    def record_replay(self, shape: GraphShape) -> None:
-        """The batch that was launched last runs on this captured shape: all tokens of the shape are computed."""
+    def record_replay(self, tokens: int) -> None:
+        """The batch that was launched last runs on a captured graph that computes `tokens`, padding included."""
         last = self._launched.pop()
-        self._launched.append(last._replace(sample=last.sample._replace(new_tokens=shape.tokens, is_replayed=True)))
+        self._launched.append(last._replace(sample=last.sample._replace(new_tokens=tokens, is_replayed=True)))
 
     def record_result(self, now_s: float) -> IterationSample | None:
         """The oldest launched batch ended: what it took, or None where that is not known (a pipeline's).

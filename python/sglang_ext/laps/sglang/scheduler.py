@@ -40,7 +40,7 @@ from sglang.srt.managers.scheduler_components.load_inquirer import SchedulerLoad
 from sglang.srt.mem_cache.common import release_kv_cache
 
 from sglang_ext.engine.request_traces import record_launch, trace_of
-from sglang_ext.graphs.sglang.runner import graph_status, replayed_shape
+from sglang_ext.graphs.sglang.runner import graph_status, replay_of
 from sglang_ext.laps.decide.round_plan import LapsMode, PrefillBatch, RoundSnapshot
 from sglang_ext.laps.sglang.instance import LapsInstance, build_instance, data_parallel_rank
 from sglang_ext.laps.sglang.queued_request import (
@@ -446,13 +446,12 @@ class LengthAwareScheduler(Scheduler):  # type: ignore[misc]  # SGLang has no ty
             result = super().run_batch(batch, *args, **kwargs)
             if laps.stage is not None:
                 laps.stage.record_launched(batch.extend_lens, batch.prefix_lens)
-            shape = replayed_shape(self.tp_worker.model_runner)
-            if shape is not None:
-                laps.clock.record_replay(shape)
-                shape_text = f"{shape.length_tokens}x{shape.requests}"
-                laps.work.record_shape(shape_text)
+            replay = replay_of(self.tp_worker.model_runner, sum(batch.extend_lens), result)
+            if replay is not None:
+                laps.clock.record_replay(replay.tokens)
+                laps.work.record_shape(replay.graph)
                 for trace in traces:
-                    trace.record_shape(shape_text)
+                    trace.record_shape(replay.graph)
             return result
         return super().run_batch(batch, *args, **kwargs)
 

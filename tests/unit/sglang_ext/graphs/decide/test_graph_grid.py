@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_ext.graphs.decide.graph_grid import Fallback, GraphGrid, GraphShape
+from sglang_ext.graphs.decide.graph_grid import Fallback, GraphGrid, GraphShape, TokenBuckets
 from support.graph_grids import full_grid
 
 PAPER = full_grid((8, 16, 32, 64, 128, 256), (1, 2, 4, 8, 16, 32, 64))
@@ -103,3 +103,42 @@ def test_a_full_batch_of_equal_lengths_runs_on_its_own_shape(length: int, reques
         length,
         requests,
     )
+
+
+BUCKETS = TokenBuckets((4, 8, 16, 24, 64, 512))
+
+
+def test_a_bucket_holds_a_batch_of_any_lengths() -> None:
+    for longest_tokens, requests, cached_tokens in ((21, 1, 0), (1, 21, 10**9), (10, 5, 7)):
+        at = BUCKETS.padded_at(longest_tokens, requests, 21, cached_tokens)
+        assert BUCKETS.tokens[at] == 24
+        assert BUCKETS.choose(longest_tokens, requests, 21, cached_tokens) == GraphShape(24, 1)
+
+
+def test_a_bucket_of_more_than_twice_the_tokens_is_not_used() -> None:
+    """However few they are: only a grid takes padding up to 256 tokens as free."""
+    assert BUCKETS.choose(2, 1, 2, 0) == GraphShape(4, 1)
+    assert BUCKETS.choose(1, 1, 1, 0) is Fallback.PADDING
+    assert BUCKETS.choose(31, 1, 31, 0) is Fallback.PADDING
+    assert BUCKETS.choose(32, 1, 32, 0) == GraphShape(64, 1)
+    assert BUCKETS.padded_at(31, 1, 31, 0) == BUCKETS.padded_at(1, 1, 1, 0) == -1
+
+
+def test_beyond_the_largest_bucket_a_batch_runs_eagerly() -> None:
+    assert BUCKETS.choose(513, 1, 513, 0) is Fallback.TOO_LARGE
+    assert BUCKETS.padded_at(513, 1, 513, 0) == -1
+    assert BUCKETS.tokens[BUCKETS.padded_at(512, 1, 512, 0)] == 512
+
+
+def test_a_bucket_may_have_places_for_some_requests_only() -> None:
+    bounded = TokenBuckets((64,), max_requests=3)
+    assert bounded.padded_at(20, 3, 60, 0) == 0
+    assert bounded.padded_at(15, 4, 60, 0) == -1
+    assert bounded.choose(15, 4, 60, 0) is Fallback.TOO_LARGE
+
+
+def test_buckets_bound_no_batch_and_sort_no_lengths() -> None:
+    assert BUCKETS.depths(6) == GraphGrid().depths(6)
+    assert BUCKETS.deepest(4) is None
+    assert not BUCKETS.lengths_tokens
+    assert {BUCKETS.bucket(length) for length in (0, 1, 8, 1000)} == {0}

@@ -11,9 +11,9 @@ import torch
 
 from sglang_ext.engine.device import Device
 from sglang_ext.engine.options import ExtensionOptions
-from sglang_ext.graphs.decide.graph_grid import Fallback, GraphGrid, GraphShape
+from sglang_ext.graphs.decide.graph_grid import Fallback, GraphGrid, GraphShape, TokenBuckets
 from sglang_ext.graphs.sglang import capture
-from sglang_ext.graphs.sglang.runner import GridPrefillRunner, graph_status, replayed_shape
+from sglang_ext.graphs.sglang.runner import GridPrefillRunner, Replay, graph_status, planned_grid, replay_of
 from sglang_ext.laps.decide.options import LapsOptions
 from sglang_ext.types import Role
 from sglang_ext_cuda_graphs.capture_plan import MemoryLedger
@@ -98,10 +98,43 @@ def test_it_is_told_which_prefills_were_replayed() -> None:
     while runner.choices:
         if runner.can_run_graph(batch):
             runner.execute(batch)
-        seen.append(replayed_shape(engine))
+        # What SGLang's result says of a graph is also true where the grid's runner has run a batch eagerly.
+        seen.append(replay_of(engine, 3, SimpleNamespace(can_run_cuda_graph=True)))
         runner.choices.pop(0)
-    assert seen == [shape, None, None, shape]
-    assert replayed_shape(SimpleNamespace()) is None
+    assert seen == [Replay(16, "8x2"), None, None, Replay(16, "8x2")]
+    assert replay_of(SimpleNamespace(), 3, SimpleNamespace(can_run_cuda_graph=True)) is None
+
+
+def sglang_runner(**changed: Any) -> SimpleNamespace:
+    """What is read of SGLang's own prefill runner."""
+    facts = {"capture_num_tokens": [4, 8, 64], "max_context_size": None, "max_seq_len": None, "_capture_req_slots": 1}
+    return SimpleNamespace(
+        prefill_cuda_graph_runner=SimpleNamespace(**{**facts, "prefill_backend_name": "breakable", **changed})
+    )
+
+
+def test_without_a_grid_prefills_are_planned_on_sglangs_buckets() -> None:
+    grid = planned_grid(sglang_runner())
+    assert isinstance(grid, TokenBuckets)
+    assert grid.tokens == [4, 8, 64]
+    assert grid.padded_at(5, 7, 35, 1000) == 2
+    full = planned_grid(sglang_runner(prefill_backend_name="full", _capture_req_slots=4))
+    assert (full.padded_at(9, 4, 36, 0), full.padded_at(9, 5, 36, 0)) == (2, -1)
+
+
+@pytest.mark.parametrize("changed", [{"max_seq_len": 4096}, {"max_context_size": 4096}, {"capture_num_tokens": None}])
+def test_where_sglangs_rule_is_another_one_prefills_are_planned_eagerly(changed: dict[str, Any]) -> None:
+    assert not planned_grid(sglang_runner(**changed)).shapes
+    assert not planned_grid(SimpleNamespace(prefill_cuda_graph_runner=None)).shapes
+
+
+def test_the_bucket_that_sglang_has_replayed() -> None:
+    on_graph, eager = (SimpleNamespace(can_run_cuda_graph=one) for one in (True, False))
+    assert replay_of(sglang_runner(), 9, on_graph) == Replay(64, "64")
+    assert replay_of(sglang_runner(), 8, on_graph) == Replay(8, "8")
+    assert replay_of(sglang_runner(), 9, eager) is None
+    assert replay_of(sglang_runner(), 65, on_graph) is None
+    assert replay_of(sglang_runner(), 9, "a result without the flag") is None
 
 
 @pytest.mark.parametrize(

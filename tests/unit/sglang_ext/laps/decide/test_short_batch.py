@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.graphs.decide.graph_grid import GraphGrid, GraphShape
+from sglang_ext.graphs.decide.graph_grid import GraphGrid, GraphShape, TokenBuckets
 from sglang_ext.laps.decide.cost_model import CostCoefficients
 from sglang_ext.laps.decide.round_plan import PriorityClass, QueuedPrefill
 from sglang_ext.laps.decide.short_batch import (
@@ -150,6 +150,21 @@ def test_a_shape_that_pads_too_much_is_not_planned_for() -> None:
     assert len(formed.members) == 9
     assert formed.shape is None
     assert formed.predicted_s == pytest.approx(OVERHEAD_BOUND.iteration_s(0.0, 256 + 64, 0))
+
+
+def test_on_buckets_a_batch_costs_the_next_bucket_and_beyond_the_largest_it_runs_eagerly() -> None:
+    replayed = CostCoefficients(0.0, 1e-4, 0.0, 1e-3)
+    cost = CostCoefficients(0.0, 1e-4, 0.0, 5e-3, replayed=replayed)
+    buckets = TokenBuckets((32, 64, 128))
+    for count, tokens in ((1, 32), (3, 64), (6, 128)):
+        formed = form([20] * count, cost, buckets)
+        assert (len(formed.members), formed.shape) == (count, GraphShape(tokens, 1))
+        assert formed.predicted_s == pytest.approx(replayed.iteration_s(0.0, tokens, 0))
+    # A seventh would make 19 ms of 13.8 and 4.2: eager for 140 tokens instead of replays of 128 and 32.
+    assert len(form([20] * 7, cost, buckets).members) == 6
+    assert len(form([20] * 7, cost, NO_GRID).members) == 7
+    eager = form([140, 20], cost, buckets)
+    assert (eager.shape, eager.predicted_s) == (None, pytest.approx(cost.iteration_s(0.0, 160, 0)))
 
 
 def test_a_request_by_itself() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from sglang_ext.graphs.decide.graph_grid import GraphShape
 from sglang_ext.laps.decide.cost_model import IterationSample
 from sglang_ext.laps.decide.options import LapsOptions
 from sglang_ext.laps.sglang.instance import BUSY_WINDOW_S, IterationClock, with_write_cost
@@ -126,7 +125,7 @@ def test_a_replayed_batch_computes_the_tokens_of_its_shape() -> None:
     clock = IterationClock()
     clock.record_launch(0.0, SHORT, [8], [0])
     clock.record_launch(0.0, SHORT, [10, 20, 25], [0, 4, 0])
-    clock.record_replay(GraphShape(32, 4))
+    clock.record_replay(32 * 4)
     assert clock.record_result(1.0) == IterationSample(64.0, 8, 0, 1, 1.0, is_first=True)
     work = 10.0 * 10 + 20 * 28 + 25 * 25
     assert clock.record_result(2.0) == IterationSample(work, 128, 4, 3, 1.0, is_replayed=True)

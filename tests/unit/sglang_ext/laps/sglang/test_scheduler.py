@@ -393,14 +393,14 @@ def ours_over(stock: Any, scheduler: Any) -> Any:
 def test_the_clock_sees_rounds_and_what_ran_on_a_graph(
     schedulers: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sglang_ext.graphs.decide.graph_grid import GraphShape
+    from sglang_ext.graphs.sglang.runner import Replay
     from sglang_ext.laps.sglang import scheduler
     from sglang_ext.laps.sglang.instance import DecisionTimes, IterationClock
 
     ours, stock = schedulers
-    shape: list[GraphShape | None] = [None]
+    replay: list[Replay | None] = [None]
     times_s, learned = iter(range(100)), []
-    monkeypatch.setattr(scheduler, "replayed_shape", lambda runner: shape[0])
+    monkeypatch.setattr(scheduler, "replay_of", lambda runner, tokens, result: replay[0])
     monkeypatch.setattr(stock, "run_batch", lambda *_: "result")
     monkeypatch.setattr(stock, "process_batch_result", lambda *_: None)
     plans = iter([None, "batch", "batch", None, "batch"])
@@ -421,7 +421,7 @@ def test_the_clock_sees_rounds_and_what_ran_on_a_graph(
     one = SimpleNamespace(inflight_middle_chunks=1, sampling_params=SimpleNamespace(custom_params=None), rid="r")
     batch.reqs = [one, one]
     for is_replayed in (None, True, False, None, True):
-        shape[0] = GraphShape(32, 2) if is_replayed else None
+        replay[0] = Replay(64, "32x2") if is_replayed else None
         if engine.get_new_batch_prefill(None).batch_to_run is not None:  # two readings of the time, or one
             assert engine.run_batch(batch) == "result"  # a third
             engine.process_batch_result(batch, "result")  # and a fourth
