@@ -218,7 +218,7 @@ class PoolProtocol:
                 core.report(instance, report, now_s, begun_step)
                 if self._costs.learn(instance, report.cost):
                     self._plan_with_costs(core)
-                return []
+                return core.plan(now_s) if core.waits_for_shorts else []
             case OfferMessage():
                 return self._offer(core, instance, message, now_s)
             case CancelMessage(request):

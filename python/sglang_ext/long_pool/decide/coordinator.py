@@ -104,6 +104,11 @@ class Coordinator:
         return tuple(self._announced)
 
     @property
+    def waits_for_shorts(self) -> bool:
+        """Return whether a begun prompt waits until its members have computed short ones: `plan` follows a report."""
+        return self._schedule.yields and bool(self._requests)
+
+    @property
     def waits_for_room(self) -> bool:
         """Return whether a request is left that no group could hold."""
         return any(

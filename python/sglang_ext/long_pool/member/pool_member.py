@@ -520,6 +520,7 @@ class PoolMember:
             self._link.send(failed._replace(is_unsent=not reading.has_begun))
             return []
         self._link.send(StepDone(what.sequence, clock.times(), self._engine.pool.free_tokens, logits))
+        self._report_soon()
         return outcomes
 
     def _compute(self, step: ChunkOrder, mesh: Mesh, clock: StepClock, reading: Reading) -> array[float] | None:
@@ -594,7 +595,7 @@ class PoolMember:
         self._report_soon()
 
     def _report_soon(self) -> None:
-        """More is free than has been reported: the coordinator may wait for that."""
+        """More is free than has been reported, or other prompts wait: the coordinator may wait for that."""
         self._reported_s = float("-inf")
 
 

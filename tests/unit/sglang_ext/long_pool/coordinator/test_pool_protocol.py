@@ -238,6 +238,23 @@ def test_others_are_refused_while_there_is_a_member(change: dict[str, object]) -
     assert isinstance(pool.protocol.greet(hello("b", **change)), NewMember)
 
 
+def test_a_prompt_that_waits_for_short_ones_goes_on_with_the_report_that_they_are_computed() -> None:
+    busy = MemberReport(0.6, 100_000, short_per_s=1.0, short_slo_s=1.0, short_work_s=0.3, short_backlog_s=0.6)
+    calm = busy._replace(backlog_s=0.0, short_backlog_s=0.0)
+    pool = Pool("a", "b", settings=SETTINGS._replace(ttft_slo_s=60.0))
+    for instance in (0, 1):
+        pool.say(instance, ReportMessage(calm))
+    (first, _) = (one.message for one in pool.offer())
+    assert isinstance(first, ChunkOrder)
+    for instance in (0, 1):  # short ones have come during the chunk
+        assert pool.say(instance, ReportMessage(busy)) == []
+    for instance in (0, 1):
+        assert pool.say(instance, StepDone(first.chunk.sequence, TIMES, 1000)) == []
+    assert pool.say(0, ReportMessage(calm)) == []
+    chunks = pool.say(1, ReportMessage(calm))
+    assert [type(one.message) for one in chunks] == [ChunkOrder, ChunkOrder]
+
+
 def test_an_instance_that_joins_again_is_another_member() -> None:
     pool = Pool("a", "b")
     pool.offer(owner=1)

@@ -98,6 +98,19 @@ def test_a_prompt_alone() -> None:
     assert is_idle(one)
 
 
+def test_a_report_is_due_behind_each_step() -> None:
+    """Short prompts may have come meanwhile, which the next chunk would keep waiting."""
+    one = member()
+    assert one.member.is_report_due(10.0)
+    one.offer(ids(30), NO_KV)
+    one.turn()
+    assert not one.member.is_report_due(10.1)
+    one.link.inbox.append(chunk(REQUEST, ids(30)))
+    one.turn()
+    assert done(one.link) == [1]
+    assert one.member.is_report_due(10.1)
+
+
 @pytest.mark.parametrize("answer", ["step", "decline", "none"])
 def test_the_answer_to_an_offer_is_waited_for(answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one = member()
