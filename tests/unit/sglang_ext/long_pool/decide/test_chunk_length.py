@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sglang_ext.long_pool.decide.chunk_length import NO_SHORT_LOAD, ShortLoad, longest_chunk_s, should_wait
@@ -50,6 +50,7 @@ def test_the_bounds_hold(overhead_s: float, size: int, price: float, per_s: floa
     assert longest_chunk_s(overhead_s, size, price, ShortLoad(2 * per_s, slo_s)) <= chosen_s
 
 
+@example(0.3, 0.0, 0.4, 0.1, 9.0)
 @given(st.floats(0, 2), st.floats(0, 2), st.floats(0.01, 2), st.floats(0, 5), st.floats(-5, 60))
 def test_a_chunk_waits_only_for_short_prefills_and_while_its_prefill_has_time(
     chunk_s: float, busy_s: float, slo_s: float, left_s: float, due_in_s: float
