@@ -13,7 +13,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -80,14 +80,16 @@ ONCE_PER_ROLE = {
     Loss(Victim.DECODE, Stage.SENDING, signal.SIGKILL),
     Loss(Victim.COORDINATOR, Stage.CHUNK, signal.SIGKILL),
 }
+ALL_LOSSES = [
+    Loss(victim, stage, number)
+    for victim, stages in STAGES.items()
+    for stage in stages
+    for number in (signal.SIGKILL, signal.SIGSTOP)
+]
 LOSSES = [
     pytest.param(loss, id=str(loss), marks=() if loss in ONCE_PER_ROLE else pytest.mark.full)
-    for loss in (
-        Loss(victim, stage, number)
-        for victim, stages in STAGES.items()
-        for stage in stages
-        for number in (signal.SIGKILL, signal.SIGSTOP)
-    )
+    for loss in ALL_LOSSES
+    if loss.stage is not Stage.COLLECT
 ]
 
 
@@ -140,24 +142,43 @@ class LongPool(NamedTuple):
         return [Pair(member, decode, self.threads) for member in members]
 
 
-@pytest.fixture(scope="module")
-def pool(request: pytest.FixtureRequest) -> Iterator[LongPool]:
+@contextmanager
+def running_pool(architecture: str | None, *options: str) -> Iterator[LongPool]:
     with (
-        Coordinator.running("--sp-sizes", "1,2", "--min-chunk-tokens", "64") as coordinator,
+        Coordinator.running("--sp-sizes", "1,2", "--min-chunk-tokens", "64", *options) as coordinator,
         ThreadPoolExecutor(40) as threads,
     ):
-        one = LongPool(coordinator, threads, getattr(request, "param", None))
-        yield one
-        pairs = one.pairs()
+        pool = LongPool(coordinator, threads, architecture)
+        yield pool
+        pairs = pool.pairs()
         for pair in pairs:
             pair.prefill.stop()
-        if one.architecture is not None:
+        if architecture is not None:
             pairs[0].decode.stop()
+
+
+@pytest.fixture(scope="module")
+def pool(request: pytest.FixtureRequest) -> Iterator[LongPool]:
+    with running_pool(getattr(request, "param", None)) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def collecting_pool() -> Iterator[LongPool]:
+    """KV comes to the prompt's own instance before it goes to decode."""
+    with running_pool(None, "--set", "pool.ending=collected") as one:
+        yield one
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_loss(pool: LongPool, loss: Loss) -> None:
     check_loss(pool, loss)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("loss", [loss for loss in ALL_LOSSES if loss.stage is Stage.COLLECT], ids=str)
+def test_loss_while_rows_are_collected(collecting_pool: LongPool, loss: Loss) -> None:
+    check_loss(collecting_pool, loss)
 
 
 @pytest.mark.full
