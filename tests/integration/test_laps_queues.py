@@ -113,8 +113,14 @@ def test_client_that_goes_away(pair: Pair, threads: ThreadPoolExecutor, stage: s
     resumed_at = time.monotonic()
     assert is_aborted(victim.decode.result(timeout=10))
     assert time.monotonic() - resumed_at < ABORT_LIMIT_S
-    # While the scheduler stood still, and on a machine that is busy with other programs, its waiting timeout ran.
-    assert all(other.is_exact() for other in others) or max(took_s, default=0) > WAITING_TIMEOUT_S - 1
+    for other in others:
+        if any(is_aborted(reply) for reply in other.replies.result(timeout=60)):
+            # While the scheduler stood still, and on a machine that is busy otherwise, its waiting timeout ran.
+            while not took_s:
+                time.sleep(0.001)
+            assert took_s[0] > WAITING_TIMEOUT_S - 1
+        else:
+            assert other.is_exact()
     if stage == "waiting":
         assert Counters.of(pair.prefill).since(before)("batch_requests_count") == 0
 
