@@ -193,6 +193,13 @@ HOOK_TABLE: tuple[Hook, ...] = (
         target="sglang.srt.disaggregation.common.conn.CommonKVManager.check_status",
     ),
     Hook(
+        name="room-updates",
+        why="two threads that set a room's status lose one of the two, and prefill waits for decode; one at a time",
+        kind=HookKind.AROUND,
+        implementation="sglang_ext.transfer.sglang.transfer_backends:update_room",
+        target="sglang.srt.disaggregation.common.conn.CommonKVManager.update_status",
+    ),
+    Hook(
         name="scoring-metadata",
         why="metadata for decode may not fit its buffer; left out for a request without a decode instance",
         kind=HookKind.AROUND,

@@ -5,6 +5,7 @@ room that is cleared meanwhile does not end their threads.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Mapping
 from enum import Enum
@@ -155,6 +156,20 @@ def room_status(stock: Callable[..., KVPoll], manager: Any, bootstrap_room: int)
         return stock(manager, bootstrap_room)
     except KeyError:
         return KVPoll.Failed
+
+
+_room_lock = threading.RLock()
+
+
+def update_room(stock: Callable[..., None], manager: Any, bootstrap_room: int, status: KVPoll) -> None:
+    """AROUND `CommonKVManager.update_status(bootstrap_room, status)`: one thread at a time.
+
+    SGLang reads a room's status and then writes the later one. A prefill instance opens the room on its scheduler's
+    thread, while decode may register for it on another: the one that read first could overwrite the other's status, and
+    the request waited until it timed out, as if decode had never registered.
+    """
+    with _room_lock:
+        stock(manager, bootstrap_room, status)
 
 
 # ---------------------------------------------------------------- waiting for transfers

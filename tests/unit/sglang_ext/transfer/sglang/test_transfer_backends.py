@@ -193,3 +193,39 @@ def test_a_room_that_is_cleared_meanwhile_has_failed() -> None:
     assert room_status(CommonKVManager.check_status, manager, 8) == KVPoll.Success
     assert 7 in manager.request_status
     assert room_status(CommonKVManager.check_status, manager, 7) == KVPoll.Failed
+
+
+def test_decode_that_registers_while_prefill_opens_the_room_is_not_forgotten() -> None:
+    from sglang.srt.disaggregation.base import KVPoll
+    from sglang.srt.disaggregation.common.conn import CommonKVManager
+
+    from sglang_ext.transfer.sglang.transfer_backends import update_room
+
+    stock = getattr(CommonKVManager.update_status, "__wrapped__", CommonKVManager.update_status)
+    has_read, has_registered = threading.Event(), threading.Event()
+
+    class Statuses(dict[int, Any]):
+        def get(self, room: int, default: Any = None) -> Any:
+            found = super().get(room, default)
+            if threading.current_thread() is not registering:
+                has_read.set()
+                has_registered.wait(0.2)  # longer than a thread may run before others
+            return found
+
+    manager = SimpleNamespace(
+        request_status=Statuses(),
+        _deferred_ack_targets={},
+        _deferred_ack_poisoned_rooms=set(),
+        _staging_outstanding={},
+    )
+
+    def register() -> None:
+        has_read.wait()
+        update_room(stock, manager, 7, KVPoll.WaitingForInput)
+        has_registered.set()
+
+    registering = threading.Thread(target=register)
+    registering.start()
+    update_room(stock, manager, 7, KVPoll.Bootstrapping)
+    registering.join()
+    assert manager.request_status[7] == KVPoll.WaitingForInput
