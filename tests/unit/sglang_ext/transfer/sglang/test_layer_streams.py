@@ -93,6 +93,8 @@ def test_a_pool_is_not_watched_after_a_failure() -> None:
 
 def test_a_shape_captured_in_the_middle_of_a_batch_writes_none_of_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Warming a shape up writes as many rows as the batch may have, of nothing: they do not leave."""
+    from sglang.srt.layers.radix_attention import AttentionType
+
     from sglang_ext.graphs.sglang import attention
     from sglang_ext.transfer.sglang.layer_streams import watch_layers
 
@@ -102,16 +104,18 @@ def test_a_shape_captured_in_the_middle_of_a_batch_writes_none_of_its_layers(mon
 
         get_value_buffer = get_key_buffer
 
-    monkeypatch.setattr(attention, "split_prefix_attention_", lambda *args: None)
+    monkeypatch.setattr(attention, "split_prefix_attention_", lambda *args, **more: None)
     pool, sent = PoolWithBuffers(), []
     runner = SimpleNamespace(token_to_kv_pool=pool, req_to_token_pool=None)
-    captured = attention.CapturedAttention(runner, SimpleNamespace(), GraphShape(5, 1))  # type: ignore[arg-type]
+    batch: Any = SimpleNamespace(cache_slots=None, kv_indptr=None, kv_indices=None)
+    captured = attention.CapturedAttention(runner, batch, GraphShape(5, 1))
     stream = LayerStream(TokenSpan(0, 5), LAYERS, lambda layer, count, computed: sent.append(layer))
     with watch_layers(pool, [stream], 5):
         for number in range(LAYERS):
-            layer = SimpleNamespace(
-                layer_id=FIRST_LAYER + number, tp_q_head_num=2, qk_head_dim=8, v_head_dim=8, scaling=1.0, logit_cap=0.0
-            )
+            heads = {"tp_q_head_num": 2, "qk_head_dim": 8, "v_head_dim": 8}
+            scores = {"scaling": 1.0, "logit_cap": 0.0, "sliding_window_size": -1}
+            kind = {"is_cross_attention": False, "attn_type": AttentionType.DECODER}
+            layer = SimpleNamespace(layer_id=FIRST_LAYER + number, **heads, **scores, **kind)
             rows = torch.zeros(5, 2 * 8)
             captured.forward(rows, rows, rows, layer, SimpleNamespace(out_cache_loc=None))
         assert pool.written == [FIRST_LAYER, FIRST_LAYER + 1, FIRST_LAYER + 2]
