@@ -12,7 +12,7 @@ So chunks become longer with the load (p), with the fixed cost, and where fewer 
 most half of the short prefills' objective, which leaves the other half to their own batch. Neither rule makes a chunk
 shorter than seven times what it takes to launch one: six sevenths of the group's time remain for computing.
 
-Where many short prefills arrive, those that came during one chunk would not all be computed before the next one. So a
+Where many short prefills arrive, one batch does not compute all that came during a chunk before the next chunk. So a
 prefill that has begun lets its members work these off first: its next chunk and the short prefills that wait at a
 member take at most half of the objective together. It does so while it has twice the time that it needs to be on time.
 """

@@ -106,7 +106,7 @@ class Coordinator:
     @property
     def waits_for_shorts(self) -> bool:
         """Return whether a begun prompt waits until its members have computed short ones: `plan` follows a report."""
-        return self._schedule.yields and bool(self._requests)
+        return self._schedule.waits_for_shorts and bool(self._requests)
 
     @property
     def waits_for_room(self) -> bool:

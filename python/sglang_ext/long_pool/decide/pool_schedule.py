@@ -137,7 +137,7 @@ class PoolSchedule:
     order: PrefillOrder = field(default_factory=lambda: OnTimeOrder(OnTimeOptions()))
     load: PoolLoad = field(default_factory=PoolLoad)
     price: float = 0.0  # of an instance-second at the last decision, to the first prompt
-    yields: bool = False  # at the last decision a begun prefill waited for short ones
+    waits_for_shorts: bool = False  # at the last decision a begun prefill waited for short ones
     _latest: list[int] = field(default_factory=list)  # keys in the order of the latest decision
     _meetings_s: deque[float] = field(default_factory=lambda: deque(maxlen=_MEETINGS))
 
@@ -187,7 +187,7 @@ class PoolSchedule:
 
         `running_s`: instance-seconds until all that runs has ended. ValueError as `PricePlanner.place`.
         """
-        self.yields = False
+        self.waits_for_shorts = False
         options, instances = self.planner.options, len(snapshot.node_ids)
         ordered = self.order.order(now_s, pending, instances, running_s)
         self._latest = [prefill.key for prefill, _ in ordered]
@@ -249,7 +249,7 @@ class PoolSchedule:
                     continue
                 chunk = self._chunk_at_holders(at, prefill, group, begins_s, place, snapshot)
                 if chunk is not None and self._yields(now_s, prefill, chunk, shorts, work):
-                    chunk, self.yields = None, True
+                    chunk, self.waits_for_shorts = None, True
             if chunk is None or max(begins_s) + chunk.compute_s > min(wanted_s[instance] for instance in group):
                 # It waits for its place; without one it takes whichever instance is idle first.
                 for instance in range(len(wanted_s)) if place is None else place.group:

@@ -165,8 +165,8 @@ def update_room(stock: Callable[..., None], manager: Any, bootstrap_room: int, s
     """AROUND `CommonKVManager.update_status(bootstrap_room, status)`: one thread at a time.
 
     SGLang reads a room's status and then writes the later one. A prefill instance opens the room on its scheduler's
-    thread, while decode may register for it on another: the one that read first could overwrite the other's status, and
-    the request waited until it timed out, as if decode had never registered.
+    thread, while decode may register for it on another: the thread that read first could overwrite the other's status,
+    and the request waited until it timed out, as if decode had never registered.
     """
     with _room_lock:
         stock(manager, bootstrap_room, status)

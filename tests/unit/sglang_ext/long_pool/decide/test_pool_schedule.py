@@ -132,7 +132,7 @@ def test_a_shorter_window_sees_a_burst_sooner() -> None:
 
 
 def test_the_price_counts_the_short_prefills_that_wait_for_the_end_of_a_chunk() -> None:
-    """Of 8 that arrive in a second each waits a tenth of one on average, for a chunk of a fifth."""
+    """Eight arrive in a second, and each waits for half of a chunk of a fifth of a second."""
     one, snapshot = schedule(), PrefillSnapshot([0, 0], [0.0, 0.0], [10**6] * 2)
     one.turns(0.0, snapshot, [pending(0, 1000, 0.0)], 0.0, ShortLoad(8.0, 0.4, 0.05))
     assert one.price == pytest.approx(0.8)
