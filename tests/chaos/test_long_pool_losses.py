@@ -243,7 +243,8 @@ def _at_stage(pool: LongPool, owner: Pair, loss: Loss, resumed: ExitStack) -> Re
         if loss.stage is Stage.SENDING:
             _wait(lambda: bool(_steps(pool, "chunk")), request)
             resumed.enter_context(owner.decode.frozen_scheduler())
-            _wait(lambda: not pool.coordinator.status()["requests"], request)
+            # The pool has the request until decode has all of it: by then decode's lease would have run out.
+            _wait(lambda: not _steps(pool, "chunk"), request)
             return request
         if loss.stage is Stage.DECODING:
             owner.decode.wait_for_load(lambda load: load["num_running_reqs"] == 1, STAGE_LIMIT_S)
