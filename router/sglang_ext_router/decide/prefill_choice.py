@@ -14,11 +14,12 @@ _MOST_HELPER_WAIT = 0.5  # of what the request would wait in its own pool
 class PrefillPolicy(Protocol):
     """Chooses among the prefill instances of a pool."""
 
-    def choose(self, loads: Sequence[PrefillLoad], new_prompt_tokens: int, draw: float) -> int:
+    def choose(self, loads: Sequence[PrefillLoad], new_prompt_tokens: int, draw: float, price: float = 0.0) -> int:
         """Position in `loads` (not empty) of the instance to take.
 
         `new_prompt_tokens` is the length of the newly arrived prompt, what is cached included (each load says
-        how much of it that instance has); `draw` in [0, 1) is the only randomness.
+        how much of it that instance has); `draw` in [0, 1) is the only randomness. `price`: seconds by which a
+        second of an instance's time delays others.
         """
         ...
 
@@ -65,16 +66,18 @@ def choose_helper(
 
 
 class PredictedWait:
-    """Earliest predicted end of this prefill: (pending - computed + prompt - cached) / rate is lowest.
+    """Least delay for this prefill and for others: wait + (1 + price) * own time is lowest.
 
-    Prefix affinity is part of the formula: a cached prefix is worth the time that it saves, no more. Ties go
-    to the fewest requests in flight, then by the draw, so that an idle pool is not served by its first
-    instance alone.
+    Wait and own time are (pending - computed) / rate and (prompt - cached) / rate. Prefix affinity is part of the
+    formula: a cached prefix is worth the time that it saves this prefill and those that arrive behind it. Ties go
+    to the fewest requests in flight, then by the draw, so that an idle pool is not served by its first instance
+    alone.
     """
 
-    def choose(self, loads: Sequence[PrefillLoad], new_prompt_tokens: int, draw: float) -> int:
+    def choose(self, loads: Sequence[PrefillLoad], new_prompt_tokens: int, draw: float, price: float = 0.0) -> int:
         if len(loads) == 1:
             return 0
+        weight = 1.0 + price
         best = 0
         best_s = float("inf")
         best_in_flight = -1
@@ -83,12 +86,12 @@ class PredictedWait:
             if tokens_per_s > 0:
                 # The engine computes at least the last token, however much is cached.
                 own_tokens = new_prompt_tokens - cached_tokens if new_prompt_tokens > cached_tokens else 1
-                end_s = (pending_tokens - computed_tokens + own_tokens) / tokens_per_s
+                delay_s = (pending_tokens - computed_tokens + weight * own_tokens) / tokens_per_s
             else:
-                end_s = float("inf")
-            if end_s < best_s or best_in_flight < 0 or (end_s == best_s and in_flight < best_in_flight):
-                best, best_s, best_in_flight, ties = position, end_s, in_flight, None
-            elif end_s == best_s and in_flight == best_in_flight:
+                delay_s = float("inf")
+            if delay_s < best_s or best_in_flight < 0 or (delay_s == best_s and in_flight < best_in_flight):
+                best, best_s, best_in_flight, ties = position, delay_s, in_flight, None
+            elif delay_s == best_s and in_flight == best_in_flight:
                 if ties is None:
                     ties = [best]
                 ties.append(position)
@@ -104,21 +107,21 @@ class PrefillRoundRobin:
     def __init__(self) -> None:
         self._turns = LeastRecent()
 
-    def choose(self, loads: Sequence[PrefillLoad], new_prompt_tokens: int, draw: float) -> int:
+    def choose(self, loads: Sequence[PrefillLoad], new_prompt_tokens: int, draw: float, price: float = 0.0) -> int:
         return self._turns.take([load.worker_id for load in loads])
 
 
 class PrefillRandomChoice:
     """Any instance with equal probability."""
 
-    def choose(self, loads: Sequence[PrefillLoad], new_prompt_tokens: int, draw: float) -> int:
+    def choose(self, loads: Sequence[PrefillLoad], new_prompt_tokens: int, draw: float, price: float = 0.0) -> int:
         return int(draw * len(loads))
 
 
 class PrefillPowerOfTwo:
     """The one with fewer pending tokens, then fewer requests in flight, of two instances drawn at random."""
 
-    def choose(self, loads: Sequence[PrefillLoad], new_prompt_tokens: int, draw: float) -> int:
+    def choose(self, loads: Sequence[PrefillLoad], new_prompt_tokens: int, draw: float, price: float = 0.0) -> int:
         if len(loads) == 1:
             return 0
         first, second = two_positions(len(loads), draw)
@@ -145,7 +148,7 @@ class CacheAware:
         self.balance_abs = balance_abs
         self.balance_rel = balance_rel
 
-    def choose(self, loads: Sequence[PrefillLoad], new_prompt_tokens: int, draw: float) -> int:
+    def choose(self, loads: Sequence[PrefillLoad], new_prompt_tokens: int, draw: float, price: float = 0.0) -> int:
         in_flight = [load.in_flight for load in loads]
         most, least = max(in_flight), min(in_flight)
         is_balanced = most - least <= self.balance_abs or most <= least * self.balance_rel

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from sglang_ext.laps.decide.boundary import DEFAULT_BOUNDARY_TOKENS
+from sglang_ext.long_pool.decide.pool_load import ROUTED_WINDOW_S, PoolLoad
 from sglang_ext.types import Role
 from sglang_ext_router.config import RouterConfig, WorkerAddress
 from sglang_ext_router.decide.block_index import PromptKind
@@ -53,6 +55,8 @@ class ModelPools:
         # The shortest context where ready instances have different ones: what exceeds it is not for all of them.
         self.shortest_context_tokens = UNKNOWN_CAPACITY_TOKENS
         self.boundary = FixedBoundary(DEFAULT_BOUNDARY_TOKENS)  # where short ends, as its prefill instances say
+        # What this process has sent to the prefill instances that serve the same classes.
+        self.prefill_loads: defaultdict[ServedClasses, PoolLoad] = defaultdict(lambda: PoolLoad(ROUTED_WINDOW_S))
         self.estimator = TokenEstimator()
         self.tokeniser: PromptTokeniser | None = None  # comes once a tokenizer is known
         self.alike: frozenset[PromptKind] = frozenset()  # of which any of its instances makes the same tokens as that

@@ -87,6 +87,9 @@ class Attempt:
         # Until the prefill has ended, from now on.
         self.predicted_s = route.decision.predicted_wait_s + new_tokens / prefill.rate.tokens_per_s
         prefill.in_flight += 1
+        if self._place is None and not route.is_plain:
+            work_s = new_tokens / prefill.rate.tokens_per_s
+            request.model.prefill_loads[prefill.served_classes].record_arrival(now_s, work_s)
         for worker in self._prefills:
             if worker.pending_tokens == 0:
                 worker.progress.begin(now_s, new_tokens)

@@ -140,6 +140,7 @@ class RoutePlanner:
         self._longest_wait_s = [share * objective_s or inf for objective_s in objectives_s]  # by class
         self._shares_long = bool(config.coordinator_url)
         self._max_local_tokens = config.max_local_prefill_length
+        self._processes = config.processes
         self._prefers_near = config.prefer_same_topology
         self._use_breakers = not config.disable_circuit_breaker
         self._replies_seen = 0
@@ -406,7 +407,8 @@ class RoutePlanner:
         shown_loads: Sequence[PrefillLoad] = prefill_loads
         if session:
             shown_loads = self.sessions.hinted(session, prefill_loads, prompt.hashes, prompt_tokens)
-        chosen = self._prefill_policy.choose(shown_loads, prompt_tokens, self._draw())
+        price = self._price(model, served[pool.candidates[0]], shown_loads, now_s)
+        chosen = self._prefill_policy.choose(shown_loads, prompt_tokens, self._draw(), price)
         load = prefill_loads[chosen]
         prefill = prefills[pool.candidates[chosen]]
         is_spilled = pool.is_spilled
@@ -451,6 +453,20 @@ class RoutePlanner:
             objective_s,
         )
         return Route(decision, prefill, decode, is_spilled, 0.0, prefill_rank, decode_rank)
+
+    def _price(self, model: ModelPools, classes: ServedClasses, loads: Sequence[PrefillLoad], now_s: float) -> float:
+        """Return the seconds by which a second of an instance's time delays others; 0 where the choice does not ask.
+
+        A prompt takes as much of the time of each instance unless some of it is cached. Each process of the router has
+        its share of the prompts, and so of the instances.
+        """
+        if len(loads) == 1 or not any(load.cached_tokens for load in loads):
+            return 0.0
+        left_s = sum([predicted_wait_s(load) for load in loads])
+        if left_s == inf:
+            return 0.0
+        share = 1.0 / self._processes
+        return model.prefill_loads[classes].price(now_s, share * left_s, share * len(loads))
 
     def _of_rank(
         self, worker: Worker, load: PrefillLoad, prompt: Prompt, prompt_tokens: int

@@ -11,7 +11,7 @@ arrived. A failed instance loses its cache and what it has begun; its requests a
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -20,6 +20,7 @@ from typing import NamedTuple
 from sglang_ext.costs.engine_profile import IterationCost, PipelineCosts
 from sglang_ext.costs.flow_shop import Stages
 from sglang_ext.laps.decide.cost_model import CostCoefficients, IterationSample
+from sglang_ext.long_pool.decide.pool_load import ROUTED_WINDOW_S, PoolLoad
 from sglang_ext.planner.simulation.cluster_spec import Failure
 from sglang_ext.planner.simulation.events import (
     BusyInterval,
@@ -32,8 +33,8 @@ from sglang_ext.planner.simulation.iteration_policies import Iteration, Iteratio
 from sglang_ext.planner.simulation.iterations import advance, iteration_sample
 from sglang_ext.planner.simulation.prefix_caches import PrefixCaches
 from sglang_ext.types import LengthClass, PrefillLoad, Role
-from sglang_ext_router.decide.pool_choice import FixedBoundary, choose_pool, classes_of_role
-from sglang_ext_router.decide.prefill_choice import PREFILL_POLICIES, PrefillPolicy, prefill_policy
+from sglang_ext_router.decide.pool_choice import FixedBoundary, ServedClasses, choose_pool, classes_of_role
+from sglang_ext_router.decide.prefill_choice import PREFILL_POLICIES, PrefillPolicy, predicted_wait_s, prefill_policy
 from sglang_ext_router.decide.prefill_progress import PrefillProgress
 
 _LONG = LengthClass.LONG
@@ -45,7 +46,7 @@ _RATE_PROBE_TOKENS = 8192  # the rate that a router reckons with is that of chun
 class LeastLoaded:
     """Fewest pending tokens, then fewest in flight, then the first: a load balancer that knows all."""
 
-    def choose(self, loads: Sequence[PrefillLoad], new_prompt_tokens: int, draw: float) -> int:
+    def choose(self, loads: Sequence[PrefillLoad], new_prompt_tokens: int, draw: float, price: float = 0.0) -> int:
         return min(range(len(loads)), key=lambda at: (loads[at].pending_tokens, loads[at].in_flight))
 
 
@@ -153,6 +154,8 @@ class InstancePool:
         self._boundary = FixedBoundary(spec.boundary_tokens)
         # Of pools with different room the caches have the smaller one's.
         self._caches = PrefixCaches(min(spec.max_kv_tokens(role) for role in spec.roles))
+        # As the router counts what it sends to instances that serve the same classes.
+        self._loads: defaultdict[ServedClasses, PoolLoad] = defaultdict(lambda: PoolLoad(ROUTED_WINDOW_S))
         self.instances: list[SimulatedInstance] = []
         for role in spec.roles:
             self._append(role)
@@ -246,7 +249,15 @@ class InstancePool:
             )
             for instance, cached in able
         ]
-        return able[self._router.choose(loads, request.prompt_tokens, self._draws.random())]
+        arrived = self._loads[served[pool.candidates[0]]]
+        price = 0.0
+        if any(load.cached_tokens for load in loads):
+            price = arrived.price(self._loop.now_s, sum(predicted_wait_s(load) for load in loads), len(loads))
+        chosen = self._router.choose(loads, request.prompt_tokens, self._draws.random(), price)
+        load = loads[chosen]
+        new_tokens = max(1, request.prompt_tokens - load.cached_tokens)
+        arrived.record_arrival(self._loop.now_s, new_tokens / load.tokens_per_s)
+        return able[chosen]
 
     # ---- iterations ----
 

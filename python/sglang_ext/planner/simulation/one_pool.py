@@ -41,7 +41,8 @@ from sglang_ext.long_pool.decide.orders import (
     PromptTicket,
     RunChunk,
 )
-from sglang_ext.long_pool.decide.pool_schedule import PoolLoad, PoolSchedule
+from sglang_ext.long_pool.decide.pool_load import ROUTED_WINDOW_S, PoolLoad
+from sglang_ext.long_pool.decide.pool_schedule import PoolSchedule
 from sglang_ext.long_pool.decide.price_planner import PriceOptions, PricePlanner
 from sglang_ext.long_pool.decide.row_pulls import Pull
 from sglang_ext.long_pool.decide.sharding import KvMove, count_tokens
@@ -61,8 +62,6 @@ from sglang_ext.planner.simulation.iterations import advance, iteration_sample
 from sglang_ext.planner.simulation.long_pool import PlanLog
 from sglang_ext.planner.simulation.prefix_caches import PrefixCaches
 from sglang_ext.types import LengthClass, Role
-
-_ROUTING_WINDOW_S = 10.0  # of the load by which short prompts are routed, of which many come
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +183,7 @@ class OnePool:
             pulls_rows=options.pulls_rows,
         )
         self.coordinator = Coordinator(PoolSchedule(planner, OnTimeOrder(OnTimeOptions())), settings)
-        self._load = PoolLoad(_ROUTING_WINDOW_S)  # of batches
+        self._load = PoolLoad(ROUTED_WINDOW_S)  # of batches
         self._caches = PrefixCaches(self._kv_tokens)
         self._members = [_PoolInstance(number, policy(role), self._kv_tokens) for number, role in enumerate(spec.roles)]
         self._shared: dict[int, _SharedPrompt] = {}  # by request
@@ -276,7 +275,7 @@ class OnePool:
     def _batch_price(self, alive: Sequence[_PoolInstance]) -> float:
         """Return what a second of an instance's time costs the prompts that arrive until what is queued has gone."""
         left_s = sum(self._busy_s(member) + self._queued_s(member) for member in alive)
-        return self._load.arrivals_until_empty(self._loop.now_s, left_s, len(alive)) / len(alive)
+        return self._load.price(self._loop.now_s, left_s, len(alive))
 
     def _cost_s(self, member: _PoolInstance, request: SimRequest, cached_tokens: int, price: float) -> float:
         """Return when a member would have computed a prompt behind what it has, from now, and what that costs others.

@@ -91,6 +91,10 @@ class TestPredictedWait:
         assert self.choose([holder, idle], 1000, 0.0) == 0
         assert self.choose([holder._replace(pending_tokens=900), idle], 1000, 0.0) == 1
 
+    def test_where_others_wait_it_is_worth_more(self) -> None:
+        loads = [load(pending=900, cached=800), load()]  # 0.9 s more to wait, 0.8 s less to compute
+        assert [self.choose(loads, 1000, 0.0, price) for price in (0.0, 0.1, 0.2, 5.0)] == [1, 1, 0, 0]
+
     def test_what_is_cached_beyond_the_prompt_saves_nothing(self) -> None:
         assert self.choose([load(pending=1, cached=10_000), load(cached=100)], 100, 0.0) == 1
 

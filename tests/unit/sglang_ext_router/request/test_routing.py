@@ -126,6 +126,24 @@ def test_the_holder_of_the_prefix_is_preferred() -> None:
         assert pools.prefill_of(2000, TEXT) is holder
 
 
+@pytest.mark.parametrize(("waiting", "processes", "goes_to_holder"), [(0, 1, False), (400, 1, True), (100, 4, True)])
+def test_a_cached_prefix_is_worth_what_it_saves_those_behind_it(
+    waiting: int, processes: int, goes_to_holder: bool
+) -> None:
+    """The holder has a queue that is longer than computing the prefix again takes; what follows waits, too."""
+    pools = Pools(SHORT, SHORT, DECODE, processes=processes)
+    holder, other = pools.workers[:2]
+    prompt = measure(b"/generate", {"text": TEXT[:1600]})
+    pools.planner.learn_route(prompt, holder)
+    for worker in (holder, other):
+        worker.rate.tokens_per_s = 10_000.0
+    holder.pending_tokens, other.pending_tokens = 1500, 1000
+    arrived = pools.model.prefill_loads[holder.served_classes]
+    for number in range(waiting):
+        arrived.record_arrival(90.0 + 10.0 * number / waiting, 0.01)
+    assert (pools.route(prompt, 400).prefill is holder) == goes_to_holder
+
+
 def test_what_was_not_prefilled_is_not_counted_on() -> None:
     pools = Pools(LONG, LONG, DECODE)
     prompt = measure(b"/generate", {"text": TEXT})

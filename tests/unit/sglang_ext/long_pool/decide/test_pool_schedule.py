@@ -14,7 +14,6 @@ from sglang_ext.long_pool.decide.chunk_length import ShortLoad
 from sglang_ext.long_pool.decide.on_time_order import PendingPrefill
 from sglang_ext.long_pool.decide.pool_schedule import (
     OrdinaryWork,
-    PoolLoad,
     PoolSchedule,
     PrefillOrder,
     fastest_s,
@@ -95,40 +94,6 @@ def test_those_that_are_not_considered_count_as_waiting() -> None:
     waiting = [pending(key, 1000, 0.0) for key in range(8)]
     assert len(one.turns(0.0, snapshot, waiting[:1], 0.0)[0].placement.group) == 2
     assert len(one.turns(0.0, snapshot, waiting, 0.0)[0].placement.group) == 1
-
-
-def test_arrivals_until_the_queue_has_gone() -> None:
-    load = PoolLoad()
-    assert load.arrivals_until_empty(0.0, 10.0, 4) == 0.0
-    for number in range(6000):
-        load.record_arrival(0.1 * number, 0.2)
-    now_s = 600.0
-    assert load.arrivals_per_s(now_s) == pytest.approx(10.0, rel=0.01)
-    # 2 of 4 instances are busy with what comes: 10 instance-seconds take 5 s.
-    assert load.arrivals_until_empty(now_s, 10.0, 4) == pytest.approx(50.0, rel=0.03)
-    # Beyond its capacity a pool has no such time.
-    assert load.arrivals_until_empty(now_s, 10.0, 1) == pytest.approx(10 * 10 / 0.05, rel=0.02)
-    assert load.arrivals_per_s(now_s + 600.0) < 0.06
-
-
-def test_short_prefills_make_the_queue_longer_and_do_not_wait_for_it() -> None:
-    load = PoolLoad()
-    for number in range(6000):
-        load.record_arrival(0.1 * number, 0.1)
-    # A quarter of the time goes to long prefills, half of it to short ones.
-    assert load.arrivals_until_empty(600.0, 10.0, 4, 0.5) == pytest.approx(10 * 10 / 4 / 0.25, rel=0.03)
-
-
-def test_a_shorter_window_sees_a_burst_sooner() -> None:
-    rates = []
-    for window_s in (60.0, 10.0):
-        load = PoolLoad(window_s)
-        for number in range(500):
-            load.record_arrival(0.1 * number, 0.01)
-        for number in range(1000):
-            load.record_arrival(50.0 + 0.01 * number, 0.01)
-        rates.append(load.arrivals_per_s(60.0))
-    assert rates == [pytest.approx(25.0), pytest.approx(100.0, rel=0.01)]
 
 
 def test_the_price_counts_the_short_prefills_that_wait_for_the_end_of_a_chunk() -> None:
@@ -240,14 +205,6 @@ def test_who_ends_before_an_earlier_one_can_begin_does_not_wait_for_it(tokens: i
     before = pending(1, 5000, 1.0, 4.0)  # no instance is idle
     turns = schedule(UrgencyOrder(deadline)).turns(1.0, snapshot, [follow_up, before], 3.6, shorts)
     assert [turn.key for turn in turns if turn.placement.start_s == 0.0] == ([0] if goes_on else [])
-
-
-def test_one_long_prompt_is_no_full_pool() -> None:
-    load = PoolLoad()
-    load.record_arrival(0.0, 800.0)
-    assert load.arrivals_until_empty(0.0, 800.0, 16) < 0.2
-    load.record_arrival(1.0, math.inf)
-    assert load.arrivals_until_empty(1.0, 800.0, 16) < 0.5
 
 
 @given(st.integers(0, 5000), st.integers(1, 5000), st.floats(0.0, 10.0))
