@@ -51,6 +51,11 @@ async def test_advice_moves_nothing() -> None:
         await served.until(lambda: told(served).get("advise pressure", 0) >= 3)
         assert all(laps(engine).switches == [] for engine in served.short)
         shown = await served.pools()
+        for _ in range(20):  # on a busy machine an instance may not have answered in time for the latest decision
+            if shown["controller"]["decision"]["reason"] != "signals_missing":
+                break
+            await asyncio.sleep(0.1)
+            shown = await served.pools()
         assert shown["controller"]["mode"] == "advise"
         assert shown["controller"]["decision"] == {"reason": "pressure", "wanted": "long", "moves": True}
         assert shown["controller"]["moves"] == []
