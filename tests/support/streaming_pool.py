@@ -32,7 +32,7 @@ from sglang_ext.transfer.transports.registry import create_transport
 from support.memory_pool import MemoryMember, MemoryMeshes, Wires, member_turn
 from support.toy_engine import HEAD_SIZE, KV_HEADS, LAYERS, ToyEngine, ToyPool, kv_of
 
-OPTIONS = HandshakeOptions(retry_s=0.05, heartbeat_s=0.1, lease_s=2.0, stall_timeout_s=20.0)
+OPTIONS = HandshakeOptions(retry_s=0.05, heartbeat_s=0.1, lease_s=30.0, stall_timeout_s=20.0)
 HEADS = HeadLayout(KV_HEADS, 1, KV_HEADS)
 
 
