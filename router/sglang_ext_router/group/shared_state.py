@@ -364,6 +364,7 @@ class SharedState:
         for index, state in tuple(self._states.items()):
             if now_s - state.received_s > forget_after_s:
                 self._forget(index)
+        router.planner.router_count = 1 + len(self._states)
         if router.tenants is not None:
             router.tenants.share(self._states.keys(), router.admission, now_s)
         suspected: set[str] = set()

@@ -140,7 +140,9 @@ class RoutePlanner:
         self._longest_wait_s = [share * objective_s or inf for objective_s in objectives_s]  # by class
         self._shares_long = bool(config.coordinator_url)
         self._max_local_tokens = config.max_local_prefill_length
-        self._processes = config.processes
+        self.router_count = (
+            config.processes
+        )  # that send prompts to the same instances: processes, or routers of a group
         self._prefers_near = config.prefer_same_topology
         self._use_breakers = not config.disable_circuit_breaker
         self._replies_seen = 0
@@ -457,15 +459,15 @@ class RoutePlanner:
     def _price(self, model: ModelPools, classes: ServedClasses, loads: Sequence[PrefillLoad], now_s: float) -> float:
         """Return the seconds by which a second of an instance's time delays others; 0 where the choice does not ask.
 
-        A prompt takes as much of the time of each instance unless some of it is cached. Each process of the router has
-        its share of the prompts, and so of the instances.
+        A prompt takes as much of the time of each instance unless some of it is cached. Each process or router of a
+        group has its share of the prompts, and so of the instances.
         """
         if len(loads) == 1 or not any(load.cached_tokens for load in loads):
             return 0.0
         left_s = sum([predicted_wait_s(load) for load in loads])
         if left_s == inf:
             return 0.0
-        share = 1.0 / self._processes
+        share = 1.0 / self.router_count
         return model.prefill_loads[classes].price(now_s, share * left_s, share * len(loads))
 
     def _of_rank(

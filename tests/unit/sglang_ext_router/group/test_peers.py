@@ -199,10 +199,12 @@ async def test_what_one_has_under_way_all_know_until_it_is_gone(monkeypatch: pyt
         for one in routers[1:]:
             worker = one.worker(engines[0].url)
             await until(lambda worker=worker: worker.sibling_in_flight == 1)  # type: ignore[misc]
+            assert one.router.planner.router_count == len(routers)
         await routers[0].router.siblings.stop()
         for one in routers[1:]:
             worker = one.worker(engines[0].url)
             await until(lambda worker=worker: worker.sibling_in_flight == 0)  # type: ignore[misc]
+            assert one.router.planner.router_count == len(routers) - 1
         client.close()
 
 

@@ -101,8 +101,10 @@ async def test_a_process_that_is_gone_is_forgotten(tmp_path: Path, monkeypatch: 
         await client.send(b'POST /generate HTTP/1.1\r\nHost: a\r\nContent-Length: 13\r\n\r\n{"text": "x"}')
         other = running[1].worker(engines[0].url)
         await until(lambda: other.sibling_in_flight == 1, 2.0)
+        assert running[1].router.planner.router_count == 2
         await running[0].router.siblings.stop()
         await until(lambda: other.sibling_in_flight == 0, 2.0)
+        assert running[1].router.planner.router_count == 1
         client.close()
 
 
