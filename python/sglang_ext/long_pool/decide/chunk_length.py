@@ -8,9 +8,10 @@ chunks delays the short prefills by R c / 2, and costs (1 + p s) k / c. The sum 
 
     c = sqrt(2 k (1 + p s) / R)
 
-So chunks become longer with the load (p), with the fixed cost, and where fewer short prefills arrive. A chunk takes at
-most half of the short prefills' objective, which leaves the other half to their own batch. Neither rule makes a chunk
-shorter than seven times what it takes to launch one: six sevenths of the group's time remain for computing.
+So chunks become longer with the load (p), with the fixed cost, and where fewer short prefills arrive. No chunk is shorter
+than seven times k, so that six sevenths of the group's time remain for computing: where batches follow each other on
+all members, they meet long. But a chunk takes at most half of the short prefills' objective, which leaves the other half
+to their own batch, unless seven times what it takes to launch one is more.
 
 Where many short prefills arrive, one batch does not compute all that came during a chunk before the next chunk. So a
 prefill that has begun lets its members work these off first: its next chunk and the short prefills that wait at a
@@ -46,9 +47,10 @@ def longest_chunk_s(overhead_s: float, size: int, price: float, shorts: ShortLoa
     """
     if shorts == NO_SHORT_LOAD:
         return math.inf
+    fixed_s = overhead_s + meeting_s
     best_s = math.inf
     if shorts.per_s > 0:
-        best_s = math.sqrt(2 * (overhead_s + meeting_s) * (1 + price * size) / (shorts.per_s * size))
+        best_s = max(_OVERHEADS * fixed_s, math.sqrt(2 * fixed_s * (1 + price * size) / (shorts.per_s * size)))
     return max(_OVERHEADS * overhead_s, min(best_s, _SHARE_OF_OBJECTIVE * shorts.slo_s))
 
 
