@@ -172,8 +172,9 @@ def test_recurrent_states_between_other_numbers_of_ranks(
 
 @pytest.mark.full
 def test_other_recurrent_states_go_between_ranks_of_one_number() -> None:
-    """A router pairs no others; without one the request fails and says why."""
-    architecture = "FalconH1ForCausalLM"
+    """Without KV heads there is nothing that pieces could travel with. A router pairs no others; without one the
+    request fails and says why."""
+    architecture = "Mamba2ForCausalLM"
     ranks = (*FEW_STATES, "--tp", "2")
     prefill, decode, other = FLEET.get(
         spec(architecture, Role.SHORT, (*CHUNKS, *ranks), HANDSHAKE),

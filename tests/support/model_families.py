@@ -148,7 +148,9 @@ FAMILIES: dict[str, Family] = {
     "Qwen3_5MoeForCausalLM": Family({**_GDN, **_GDN_EXPERTS}, states=("mamba",), divides_states=True),
     "Mamba2ForCausalLM": Family({**_MAMBA, "num_heads": 8, "rms_norm": True}, states=("mamba",)),
     "FalconH1ForCausalLM": Family(
-        {**_HYBRID, "mamba_d_ssm": 128, "mamba_rms_norm": False, "mamba_norm_before_gate": False}, states=("mamba",)
+        {**_HYBRID, "mamba_d_ssm": 128, "mamba_rms_norm": False, "mamba_norm_before_gate": False},
+        states=("mamba",),
+        divides_states=True,
     ),
     "GraniteMoeHybridForCausalLM": Family(
         {
@@ -158,6 +160,7 @@ FAMILIES: dict[str, Family] = {
             "shared_intermediate_size": 32,
         },
         states=("mamba",),
+        divides_states=True,
     ),
     "NemotronHForCausalLM": Family(
         {
@@ -165,12 +168,13 @@ FAMILIES: dict[str, Family] = {
             "ssm_state_size": 16,
             "mamba_num_heads": 8,
             "mamba_head_dim": 16,
-            "n_groups": 1,
+            "n_groups": 2,
             "chunk_size": 32,
         },
         # The names that both libraries read.
-        {"layers_block_type": None, "hybrid_override_pattern": "M-*-", "mamba_n_groups": 1},
+        {"layers_block_type": None, "hybrid_override_pattern": "M-*-", "mamba_n_groups": 2},
         states=("mamba",),
+        divides_states=True,
     ),
     "Lfm2ForCausalLM": Family(
         {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_multiple_of": 32},

@@ -37,10 +37,20 @@ LayerBuffers: TypeAlias = tuple[ItemBuffer, ...]
 
 
 class StatePart(NamedTuple):
-    """A run of bytes within an item of a state. Each rank of an instance has an equal piece of the whole, in order."""
+    """A run of bytes within an item of a state: each rank of an instance has an equal piece of the whole, in order, or
+    each rank has all of it."""
 
     offset_bytes: int
     length_bytes: int
+    is_on_all_ranks: bool = False
+
+    def whole_bytes(self, ranks: int) -> int:
+        """Return the bytes of the whole, of which this is a rank's piece."""
+        return self.length_bytes * (1 if self.is_on_all_ranks else ranks)
+
+    def first_byte(self, rank: int) -> int:
+        """Return where in the whole a rank's piece begins."""
+        return 0 if self.is_on_all_ranks else rank * self.length_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +109,14 @@ class PoolLayout:
         return None
 
     @property
-    def _state_bytes(self) -> list[tuple[bool, list[int]]]:
+    def _state_bytes(self) -> list[tuple[bool, list[tuple[int, bool]]]]:
         """Per kind, whether its items are cut by heads, and the bytes of a head, of a part on all ranks or of an
-        item."""
+        item, with whether each rank has all of it."""
         sizes = []
         for is_cut, parts, kind in zip(self.cut_states, self.parts_of_states, self.states, strict=True):
-            whole = [part.length_bytes * self.ranks for buffer in parts for part in buffer]
-            sizes.append((is_cut, whole or [item.item_bytes // (self.head_count if is_cut else 1) for item in kind]))
+            whole = [(part.whole_bytes(self.ranks), part.is_on_all_ranks) for buffer in parts for part in buffer]
+            heads = self.head_count if is_cut else 1
+            sizes.append((is_cut, whole or [(item.item_bytes // heads, not is_cut) for item in kind]))
         return sizes
 
     @property
@@ -191,7 +202,7 @@ def plan_states(
     target_slots: Sequence[Slots],
 ) -> list[RowCopy]:
     """Return the copies of extra states, per kind: the shard's heads of cut states, of states in parts what the rank
-    has of the target's pieces, others whole with the metadata.
+    has of the target's pieces. Other states, and parts that all ranks have, come whole with the metadata.
 
     Raises ValueError when the numbers of kinds, buffers or items differ.
     """
@@ -208,9 +219,11 @@ def plan_states(
         if is_cut and shard.head_count:
             copies += _plan_heads(source, target, shard, here, there, mine, theirs)
         elif is_divided:
-            pieces = zip(parts, target.parts_of_states[kind], strict=True)
-            for buffer, ours_and_theirs in zip(zip(here, there, strict=True), pieces, strict=True):
-                copies += _plan_parts(source, target, *buffer, *ours_and_theirs, mine, theirs)
+            pieces = zip(here, there, parts, target.parts_of_states[kind], strict=True)
+            for buffer, other, ours, others in pieces:
+                pairs = zip(ours, others, strict=True)
+                sent = [pair for pair in pairs if shard.has_aux or not pair[0].is_on_all_ranks]
+                copies += _plan_parts(source, target, buffer, other, sent, mine, theirs)
     return copies
 
 
@@ -219,14 +232,13 @@ def _plan_parts(
     target: PoolLayout,
     here: ItemBuffer,
     there: ItemBuffer,
-    source_parts: Sequence[StatePart],
-    target_parts: Sequence[StatePart],
+    parts: Iterable[tuple[StatePart, StatePart]],
     source_slots: Slots,
     target_slots: Slots,
 ) -> Iterator[RowCopy]:
     """Yield a copy for each part of which both ranks have bytes: of the bytes that both have."""
-    for mine, theirs in zip(source_parts, target_parts, strict=True):
-        first, target_first = source.rank * mine.length_bytes, target.rank * theirs.length_bytes
+    for mine, theirs in parts:
+        first, target_first = mine.first_byte(source.rank), theirs.first_byte(target.rank)
         start = max(first, target_first)
         stop = min(first + mine.length_bytes, target_first + theirs.length_bytes)
         if start < stop:

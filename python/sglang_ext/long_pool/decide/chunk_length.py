@@ -8,10 +8,10 @@ chunks delays the short prefills by R c / 2, and costs (1 + p s) k / c. The sum 
 
     c = sqrt(2 k (1 + p s) / R)
 
-So chunks become longer with the load (p), with the fixed cost, and where fewer short prefills arrive. No chunk is shorter
-than seven times k, so that six sevenths of the group's time remain for computing: where batches follow each other on
-all members, they meet long. But a chunk takes at most half of the short prefills' objective, which leaves the other half
-to their own batch, unless seven times what it takes to launch one is more.
+So chunks become longer with the load (p), with the fixed cost, and where fewer short prefills arrive. No chunk is
+shorter than seven times k, so that six sevenths of the group's time remain for computing: where batches follow each
+other on all members, they meet long. But a chunk takes at most half of the short prefills' objective, which leaves the
+other half to their own batch, unless seven times what it takes to launch one is more.
 
 Where many short prefills arrive, one batch does not compute all that came during a chunk before the next chunk. So a
 prefill that has begun lets its members work these off first: its next chunk and the short prefills that wait at a

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
@@ -42,8 +42,32 @@ class PoolArguments(Protocol):
     state_conv_shard_groups: Sequence[Sequence[Sequence[int] | None]]
 
 
+class Mamba2Convolution(NamedTuple):
+    """What a state of Mamba 2's convolution holds on all ranks together: inputs, and behind them B and C, for each
+    group as many numbers as a head's state has."""
+
+    inputs: int
+    groups: int
+    state_size: int
+
+    def parts(self, ranks: int) -> list[tuple[int, bool]] | None:
+        """Return for each part how many numbers a rank has and whether those of all ranks are the same: SGLang gives
+        each rank a copy where there is one group. None where it does not divide them."""
+        has_one_group = self.groups == 1
+        if self.inputs % ranks or (self.groups % ranks and not has_one_group):
+            return None
+        of_groups = self.groups // (1 if has_one_group else ranks) * self.state_size
+        return [(self.inputs // ranks, False), (of_groups, has_one_group), (of_groups, has_one_group)]
+
+
 def pool_layout(
-    arguments: PoolArguments, heads: HeadLayout, rank: int, first_layer: int = 0, *, is_latent: bool = False
+    arguments: PoolArguments,
+    heads: HeadLayout,
+    rank: int,
+    first_layer: int = 0,
+    *,
+    is_latent: bool = False,
+    convolution: Mamba2Convolution | None = None,
 ) -> PoolLayout:
     """Return where a rank's KV, metadata and extra states lie, from this layer of the model on. All buffers of a draft
     model are one layer behind the model's: they are written after all of these.
@@ -71,7 +95,7 @@ def pool_layout(
         tuple(_buffers(arguments.aux_data_ptrs, arguments.aux_data_lens, arguments.aux_item_lens)),
         tuple(states),
         by_head if any(by_head) else (),
-        states_in_parts(arguments, heads) if layers else (),
+        states_in_parts(arguments, heads, convolution) if layers else (),
         rank,
         heads.tp_size,
         bool(draft),
@@ -96,41 +120,55 @@ def windows_by_head(arguments: PoolArguments, heads: HeadLayout) -> tuple[bool, 
     )
 
 
-def states_in_parts(arguments: PoolArguments, heads: HeadLayout) -> tuple[tuple[tuple[StatePart, ...], ...], ...]:
-    """Return per kind of extra state and buffer the parts of which each rank has an equal piece; none at all unless
-    ranks hold equal pieces of the KV heads, too: a rank sends its pieces together with its heads.
+def states_in_parts(
+    arguments: PoolArguments, heads: HeadLayout, convolution: Mamba2Convolution | None = None
+) -> tuple[tuple[tuple[StatePart, ...], ...], ...]:
+    """Return per kind of extra state and buffer the parts of which each rank has an equal piece, or all; none at all
+    unless ranks hold equal pieces of the KV heads, too: a rank sends its pieces together with its heads.
 
-    The convolution of Mamba 2 holds inputs and groups side by side, whose sizes SGLang does not report: those states
-    are not divided.
+    `convolution`: what SGLang's arguments do not say of a model of Mamba 2.
     """
     if heads.kv_heads % heads.tp_size:
         return ()
     kinds = [
-        _recurrent_parts(arguments, kind, heads.tp_size) if getattr(name, "value", name) == RECURRENT else ()
+        _recurrent_parts(arguments, kind, heads.tp_size, convolution)
+        if getattr(name, "value", name) == RECURRENT
+        else ()
         for kind, name in enumerate(arguments.state_types)
     ]
     return tuple(kinds) if any(kinds) else ()
 
 
-def _recurrent_parts(arguments: PoolArguments, kind: int, ranks: int) -> tuple[tuple[StatePart, ...], ...]:
+def _recurrent_parts(
+    arguments: PoolArguments, kind: int, ranks: int, convolution: Mamba2Convolution | None
+) -> tuple[tuple[StatePart, ...], ...]:
     sizes, groups = arguments.state_dim_per_tensor[kind], arguments.state_conv_shard_groups[kind]
-    if not all(sizes) or (not any(groups) and len(set(sizes)) > 1):
+    of_mamba2 = convolution.parts(ranks) if convolution is not None else None
+    mamba2_size = sum(size for size, _ in of_mamba2 or ())
+    if not all(sizes) or (not any(groups) and len(set(sizes)) > 1 and mamba2_size not in sizes):
         return ()
     buffers = []
     rows = arguments.state_slice_outer_counts[kind]
     for size, row_count, group, item_bytes in zip(sizes, rows, groups, arguments.state_item_lens[kind], strict=True):
-        widths = [size] if group is None else [whole // ranks for whole in group]
-        if sum(widths) != size or any(whole % ranks for whole in group or ()):
+        if any(whole % ranks for whole in group or ()):
+            return ()
+        if group is not None:
+            parts = [(whole // ranks, False) for whole in group]
+        else:
+            parts = of_mamba2 if of_mamba2 and size == mamba2_size else [(size, False)]
+        if sum(width for width, _ in parts) != size:
             return ()
         each_bytes = item_bytes // (size * row_count)
-        starts = [row * size + sum(widths[:part]) for row in range(row_count) for part in range(len(widths))]
-        lengths = widths * row_count
-        buffers.append(
-            tuple(
-                StatePart(start * each_bytes, width * each_bytes) for start, width in zip(starts, lengths, strict=True)
-            )
-        )
+        buffers.append(tuple(_parts_of_rows(parts, row_count, each_bytes)))
     return tuple(buffers)
+
+
+def _parts_of_rows(parts: Sequence[tuple[int, bool]], row_count: int, each_bytes: int) -> Iterator[StatePart]:
+    """Yield the parts of each row, one behind the other: of each how many numbers, and whether all ranks have it."""
+    offset_bytes = 0
+    for width, is_on_all_ranks in [*parts] * row_count:
+        yield StatePart(offset_bytes, width * each_bytes, is_on_all_ranks)
+        offset_bytes += width * each_bytes
 
 
 def state_slots(

@@ -32,6 +32,7 @@ from sglang_ext.transfer.decide.slot_calls import SlotCalls
 from sglang_ext.transfer.endpoint.handshake_endpoint import HandshakeEndpoint
 from sglang_ext.transfer.endpoint.invitations import DecodeRank
 from sglang_ext.transfer.sglang.layout import (
+    Mamba2Convolution,
     cpu_head_layout,
     gpu_head_layout,
     is_spread_alike,
@@ -73,7 +74,9 @@ class HandshakeKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is un
         if problem is not None:
             raise ValueError(problem)
         self._is_latent = is_mla_backend
-        self._kv_heads = _kv_heads(ModelConfig.from_server_args(server_args))
+        config = ModelConfig.from_server_args(server_args)
+        self._kv_heads = _kv_heads(config)
+        self._convolution = _mamba2_convolution(config)
         self.is_on_cpu = server_args.device == "cpu"
         self.attempts: dict[int, TransferAttempt] = {}  # decode: of rooms that are being received again
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
@@ -157,7 +160,9 @@ class HandshakeKVManager(CommonKVManager):  # type: ignore[misc]  # SGLang is un
         self.transport_name = transfer.transport
         self.stream_layer_bytes = transfer.stream_layer_bytes
         layout = pool_layout(
-            *(self.kv_args, self.heads, self.attn_tp_rank, self.first_layer), is_latent=self._is_latent
+            *(self.kv_args, self.heads, self.attn_tp_rank, self.first_layer),
+            is_latent=self._is_latent,
+            convolution=self._convolution,
         )
         self.windows_by_head = layout.cut_states
         self.divides_states = any(layout.parts_of_states)
@@ -229,6 +234,16 @@ def _kv_heads(config: ModelConfig) -> int:
     padded: int = config.get_total_num_kv_heads()
     own: int | None = getattr(config.hf_text_config, "original_total_num_kv_heads", None)
     return padded if own is None else own
+
+
+def _mamba2_convolution(config: ModelConfig) -> Mamba2Convolution | None:
+    """Return the sizes of a model of Mamba 2, which has groups; None for another."""
+    text = config.hf_text_config
+    groups = getattr(text, "mamba_n_groups", None) or getattr(text, "n_groups", None)
+    states = getattr(text, "mamba2_cache_params", None)
+    if not groups or states is None:
+        return None
+    return Mamba2Convolution(states.shape.intermediate_size, int(groups), states.shape.ssm_state_size)
 
 
 _LOOK_EVERY_S = 0.1

@@ -169,28 +169,32 @@ def test_states_that_are_not_cut_come_once_with_the_metadata(*, has_aux: bool) -
 
 
 WHOLE_BYTES = (24, 24, 48)  # of the parts of a state on all ranks
+SHARED_PART = 1  # which of them each rank has all of, where one is shared
 ITEMS = 8
 
 
-def divided(rank: int, ranks: int, *, is_divided: bool = True) -> PoolLayout:
+def divided(rank: int, ranks: int, *, is_divided: bool = True, is_shared: bool = False) -> PoolLayout:
     """A rank's pool: two rows of three parts in the items of one buffer, and one part in those of another."""
-    widths = [whole // ranks for whole in WHOLE_BYTES] * 2
-    rows = tuple(StatePart(sum(widths[:part]), width) for part, width in enumerate(widths))
+    shared = [is_shared and number == SHARED_PART for number in range(len(WHOLE_BYTES))] * 2
+    widths = [whole // (1 if is_whole else ranks) for whole, is_whole in zip(WHOLE_BYTES * 2, shared, strict=True)]
+    rows = tuple(StatePart(sum(widths[:part]), width, shared[part]) for part, width in enumerate(widths))
     states = ((ItemBuffer(1 << 20, sum(widths), ITEMS), ItemBuffer(1 << 21, 96 // ranks, ITEMS)),)
     parts = ((rows, (StatePart(0, 96 // ranks),)),) if is_divided else ()
     return PoolLayout("float32", 0, layout().layers, 0, 2, layout().aux, states, (), parts, rank, ranks)
 
 
+@pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (2, 3), (4, 2), (2, 2), (1, 1)])
-def test_each_rank_gets_its_piece_of_each_part(prefill: int, decode: int) -> None:
-    """Bytes are named by part, row and place in the whole; slot 3 of a source becomes slot 5 of a target."""
+def test_each_rank_gets_its_piece_of_each_part(prefill: int, decode: int, *, is_shared: bool) -> None:
+    """Bytes are named by part, row and place in the whole; slot 3 of a source becomes slot 5 of a target. What every
+    rank has comes once, from the rank that brings the metadata."""
 
     def names(pool: PoolLayout, slot: int) -> dict[int, tuple[int, int, int]]:
         return {
             buffer.address + slot * buffer.item_bytes + part.offset_bytes + byte: (
                 index,
                 number,
-                pool.rank * part.length_bytes + byte,
+                (0 if part.is_on_all_ranks else pool.rank * part.length_bytes) + byte,
             )
             for index, (buffer, parts) in enumerate(zip(pool.states[0], pool.state_parts[0], strict=True))
             for number, part in enumerate(parts)
@@ -198,11 +202,11 @@ def test_each_rank_gets_its_piece_of_each_part(prefill: int, decode: int) -> Non
         }
 
     for decode_rank in range(decode):
-        target, got = divided(decode_rank, decode), []
+        target, got = divided(decode_rank, decode, is_shared=is_shared), []
         for prefill_rank in range(prefill):
-            source = divided(prefill_rank, prefill)
+            source = divided(prefill_rank, prefill, is_shared=is_shared)
             # Of ranks of one number only the peer is asked for metadata, and for anything.
-            has_aux = prefill_rank == decode_rank
+            has_aux = prefill_rank == decode_rank % prefill
             if prefill == decode and not has_aux:
                 continue
             shard = KVShard((), 0, 1, 0, 0, has_aux, has_states=True)
@@ -218,6 +222,8 @@ def test_states_in_parts_fit_those_of_any_number_of_ranks() -> None:
     whole = divided(0, 4, is_divided=False)
     assert "both need one tensor parallel size" in (divided(0, 2).layout_mismatch(whole) or "")
     assert whole.layout_mismatch(divided(1, 4, is_divided=False)) is None
+    assert divided(0, 2, is_shared=True).layout_mismatch(divided(1, 4, is_shared=True)) is None
+    assert "both need one tensor parallel size" in (divided(0, 2, is_shared=True).layout_mismatch(divided(1, 4)) or "")
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=30))

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from sglang_ext.transfer.decide.shards import HeadLayout, KVShard
 from sglang_ext.transfer.pool_layout import ItemBuffer, StatePart, plan_rows
 from sglang_ext.transfer.sglang.layout import (
+    Mamba2Convolution,
     Share,
     cpu_head_layout,
     gpu_head_layout,
@@ -204,6 +205,38 @@ def test_recurrent_states_are_divided_in_their_parts() -> None:
     assert in_rows.state_parts[0][0] == tuple(StatePart(start, 16) for start in (0, 16, 32, 48))
     short = pool_layout(with_states([8, 8], [None, None], [1, 1]), HeadLayout(4, 2, 4), rank=0)
     assert short.state_parts[0] == ((StatePart(0, 32),), (StatePart(0, 32),))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_states_of_mamba_2_are_divided_as_its_configuration_says(groups: int, ranks: int) -> None:
+    """Its convolution holds inputs, B and C; each rank has the one group, or its own."""
+    convolution = Mamba2Convolution(inputs=32, groups=groups, state_size=3)
+    group_size = 3 if groups == 1 else 12 // ranks
+    pools = with_states([32 // ranks + 2 * group_size, 8 // ranks], [None, None], [1, 1])
+    layout = pool_layout(pools, HeadLayout(4, ranks, 4), rank=ranks - 1, convolution=convolution)
+    first, second = layout.state_parts[0]
+    assert [(part.length_bytes, part.is_on_all_ranks) for part in first] == [
+        (128 // ranks, False),
+        (4 * group_size, groups == 1),
+        (4 * group_size, groups == 1),
+    ]
+    assert second == (StatePart(0, 32 // ranks),)
+    on_one = with_states([32 + 6 * groups, 8], [None, None], [1, 1])
+    on_one.kv_item_lens = [ranks * size for size in on_one.kv_item_lens]
+    on_one.kv_data_lens = [ranks * size for size in on_one.kv_data_lens]
+    whole = pool_layout(on_one, HeadLayout(4, 1, 4), 0, convolution=convolution)
+    assert layout.layout_mismatch(whole) is None
+    assert pool_layout(pools, HeadLayout(4, ranks, 4), rank=0).state_parts == ()
+    other = Mamba2Convolution(inputs=31, groups=groups, state_size=3)  # not what the buffers hold
+    assert pool_layout(pools, HeadLayout(4, ranks, 4), rank=0, convolution=other).state_parts == ()
+
+
+def test_groups_that_sglang_does_not_divide_have_no_parts() -> None:
+    assert Mamba2Convolution(32, 3, 4).parts(2) is None
+    assert Mamba2Convolution(31, 2, 4).parts(2) is None
+    assert Mamba2Convolution(32, 1, 4).parts(2) == [(16, False), (4, True), (4, True)]
+    assert Mamba2Convolution(32, 8, 4).parts(2) == [(16, False), (16, False), (16, False)]
 
 
 @pytest.mark.parametrize(
