@@ -67,6 +67,7 @@ from sglang_ext.long_pool.decide.sharding import (
 )
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate
 
+_MEETING_SHARE = 1 / 5  # of what a chunk takes, that its members may need until they have met
 _AHEAD_IF_BUSY = 20.0  # times `bind_ahead_s`: this early the next prompt goes to an instance that still computes
 
 
@@ -407,7 +408,8 @@ class Coordinator:
 
     def _bind(self, prompt: AnnouncedPrompt, placement: Placement, now_s: float) -> list[Order]:
         """Return who gets the prompt, shortly before its turn. It is not asked for twice."""
-        if prompt.owner is not None or prompt.pull is not None or placement.start_s > self._settings.bind_ahead_s:
+        ahead_s = max(self._settings.bind_ahead_s, self._may_meet_s(placement))
+        if prompt.owner is not None or prompt.pull is not None or placement.start_s > ahead_s:
             return []
         members = tuple(self.members[position] for position in placement.group)
         if members:
@@ -417,6 +419,16 @@ class Coordinator:
         else:
             owner = max(self._members, key=lambda instance: self._members[instance].report.free_kv_tokens)
         return self._give(prompt, owner, members or (owner,), now_s, self._first_chunk_s(prompt, placement, now_s))
+
+    def _may_meet_s(self, placement: Placement) -> float:
+        """Return how soon a group that is reserved has to be free to begin now: its members end what they have begun,
+        and meet.
+
+        Where batches follow each other on all of them, there is hardly a moment at which a large group is idle.
+        """
+        if len(placement.group) < 2:
+            return 0.0
+        return min(self._members.longest_meeting_s, _MEETING_SHARE * placement.compute_s)
 
     def _first_chunk_s(self, prompt: AnnouncedPrompt, placement: Placement, now_s: float) -> float:
         """Return how long the first chunk of a prompt takes there; 0 where batches of one instance compute it."""
@@ -462,7 +474,7 @@ class Coordinator:
             return self._wait_for_room(prefill, now_s)
         group = tuple(self.members[position] for position in placement.group)
         prefill.planned = NextChunk(placement.tokens, group)
-        if placement.start_s > 0:
+        if placement.start_s > self._may_meet_s(placement):
             return []
         computed = prefill.offer.tokens - count_tokens(prefill.todo)
         chunk_s = self._settings.chunk_s

@@ -17,6 +17,7 @@ _FIRST_SHUNNED_S = 1.0
 _LONGEST_SHUNNED_S = 10.0
 _SHORTS_EXPECTED_FOR_S = 60.0
 _WAIT_OF_OBJECTIVE = 1 / 16  # of short prefills, that members of a chunk may wait for each other
+_MEETING_OF_OBJECTIVE = 1 / 4  # the same, for a long one
 _NONE_KEPT: Mapping[int, float] = {}
 _NONE_PROMISED: Mapping[int, int] = {}
 
@@ -185,10 +186,21 @@ class PoolMembers:
     @property
     def short_backlog_s(self) -> float:
         """Return how much ordinary work keeps no step waiting."""
+        objective_s = self._short_objective_s()
+        return self._short_backlog_s if objective_s is None else _WAIT_OF_OBJECTIVE * objective_s
+
+    @property
+    def longest_meeting_s(self) -> float:
+        """Return how much ordinary work keeps no step waiting, however long that takes."""
+        objective_s = self._short_objective_s()
+        return self._short_backlog_s if objective_s is None else _MEETING_OF_OBJECTIVE * objective_s
+
+    def _short_objective_s(self) -> float | None:
+        """Return the tightest objective that a member has for short prefills; None where none has one."""
         objectives_s = [
             member.report.short_slo_s for member in self._members.values() if member.report.short_slo_s is not None
         ]
-        return _WAIT_OF_OBJECTIVE * min(objectives_s) if objectives_s else self._short_backlog_s
+        return min(objectives_s, default=None)
 
     def short_load(self, now_s: float) -> ShortLoad:
         """Return what short prefills arrive; those of the last minute are expected again."""
