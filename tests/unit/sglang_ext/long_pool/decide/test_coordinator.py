@@ -1318,6 +1318,27 @@ def test_members_wait_for_each_other_for_a_sixteenth_of_the_short_objective(back
     assert any(isinstance(one, RunChunk) and len(one.layout.group) == 2 for one in orders) is is_ordered
 
 
+@pytest.mark.parametrize("is_announced", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "backlog_s", "is_ordered"),
+    [(4000, 0.39, True), (4000, 0.41, False), (1400, 0.15, True), (1400, 0.2, False)],
+)
+def test_a_group_begins_while_its_members_end_their_batches(
+    tokens: int, backlog_s: float, is_ordered: bool, is_announced: bool
+) -> None:
+    """For a fifth of what its chunk takes (2.8 and 0.8 s), and a quarter of the short objective at most."""
+    one = Coordinator(schedule(min_chunk_tokens=600), CoordinationSettings(layers=2, bind_ahead_s=0.0))
+    for instance, left_s in ((0, 0.0), (1, backlog_s)):
+        one.join(instance, 0, MemberReport(left_s, 100_000, None, 0.0, 1.6), 0.0)
+        one.report(instance, MemberReport(left_s, 100_000, None, 0.0, 1.6), 0.0)
+    if is_announced:
+        bound = one.announce(PromptTicket(-1, tokens, 0, 0.0, None, None), 0.0)
+        assert [order.members for order in bound if isinstance(order, Bind)] == ([(1, 0)] if is_ordered else [])
+        return
+    orders = one.offer(offer(1, tokens=tokens), 0.0)
+    assert [len(order.layout.group) for order in orders if isinstance(order, RunChunk)] == ([2] if is_ordered else [])
+
+
 def test_prompts_begin_with_rows_that_were_kept_of_others() -> None:
     borrowed = 0
     for seed in range(20):
