@@ -424,9 +424,11 @@ class Coordinator:
         """Return how soon a group that is reserved has to be free to begin now: its members end what they have begun,
         and meet.
 
-        Where batches follow each other on all of them, there is hardly a moment at which a large group is idle.
+        Where batches follow each other on all of them, there is hardly a moment at which a large group is idle. The end
+        of a chunk is waited for: until then another group may be better.
         """
-        if len(placement.group) < 2:
+        group = [self.members[position] for position in placement.group]
+        if len(group) < 2 or not self._members.are_ready(group):
             return 0.0
         return min(self._members.longest_meeting_s, _MEETING_SHARE * placement.compute_s)
 

@@ -1339,6 +1339,18 @@ def test_a_group_begins_while_its_members_end_their_batches(
     assert [len(order.layout.group) for order in orders if isinstance(order, RunChunk)] == ([2] if is_ordered else [])
 
 
+def test_no_prompt_is_bound_to_a_group_before_the_chunk_of_another_has_ended() -> None:
+    one = Coordinator(schedule((2,)), CoordinationSettings(layers=2, bind_ahead_s=0.0))
+    for instance in range(3):
+        one.join(instance, 0, MemberReport(0.0, 100_000, None, 0.0, 1.6), 0.0)
+    (first,) = one.announce(PromptTicket(-1, 4000, 0, 0.0, None, None), 0.0)
+    assert isinstance(first, Bind)
+    chunk = chunk_of(one.claim(-1, offer(1, first.owner)._replace(is_streamed=True), 0.0))
+    assert not one.announce(PromptTicket(-2, 4000, 0, 2.7, None, None), 2.7)  # a tenth of a second before it ends
+    orders = one.done_together(chunk.layout.group, chunk.sequence, 2.8)
+    assert [order.ticket for order in orders if isinstance(order, Bind)] == [-2]
+
+
 def test_prompts_begin_with_rows_that_were_kept_of_others() -> None:
     borrowed = 0
     for seed in range(20):
