@@ -145,7 +145,7 @@ def test_a_prompt_on_all_instances_leaves_short_ones_on_time() -> None:
 
 @pytest.mark.slow
 def test_short_prompts_leave_members_that_get_a_chunk() -> None:
-    requests = mixture(400, 12.0, long_share=0.1)
+    requests = mixture(400, 16.0, long_share=0.1)
     run = Run(requests)
     served = {one.request.key: one.request for one in run.outcome.served}
     assert len(served) == len(run.outcome.served) == 400
