@@ -309,11 +309,13 @@ async def test_a_tenant_is_not_charged_what_an_instance_has_cached(tmp_path: Pat
         queue = served.router.admission
         assert isinstance(queue, FairAdmissionQueue)
         charged: list[float] = []
-        for _ in range(2):
+        prefill = served.worker(served.long[0].url)
+        for turn in (1, 2):
             served.decode[0].plan(hang())
             client = await served.connect()
             await client.send(request_bytes("POST", "/generate", json.dumps(prompt).encode(), bearer("a")))
-            await served.until(lambda: bool(served.router.running))
+            await served.long[0].received(turn)
+            await served.until(lambda: prefill.in_flight == 0)  # a prompt whose client goes earlier is not cached
             (claim,) = queue._claims.values()
             charged.append(claim.work_tokens)
             client.close()
