@@ -379,9 +379,9 @@ class Coordinator:
             announced = self._announced.get(turn.key)
             if announced is not None:
                 orders += self._rows.pull(announced, turn.placement, snapshot, now_s)
-                orders += self._bind(announced, turn.placement, now_s)
+                orders += self._bind(announced, turn.placement, snapshot, now_s)
             elif turn.key in self._requests:
-                orders += self._start(self._requests[turn.key], turn.placement, now_s)
+                orders += self._start(self._requests[turn.key], turn.placement, snapshot, now_s)
         return orders
 
     def _may_go_on(self, group: Sequence[int]) -> bool:
@@ -406,9 +406,11 @@ class Coordinator:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def _bind(self, prompt: AnnouncedPrompt, placement: Placement, now_s: float) -> list[Order]:
+    def _bind(
+        self, prompt: AnnouncedPrompt, placement: Placement, snapshot: PrefillSnapshot, now_s: float
+    ) -> list[Order]:
         """Return who gets the prompt, shortly before its turn. It is not asked for twice."""
-        ahead_s = max(self._settings.bind_ahead_s, self._may_meet_s(placement))
+        ahead_s = max(self._settings.bind_ahead_s, self._may_meet_s(placement, snapshot))
         if prompt.owner is not None or prompt.pull is not None or placement.start_s > ahead_s:
             return []
         members = tuple(self.members[position] for position in placement.group)
@@ -420,15 +422,18 @@ class Coordinator:
             owner = max(self._members, key=lambda instance: self._members[instance].report.free_kv_tokens)
         return self._give(prompt, owner, members or (owner,), now_s, self._first_chunk_s(prompt, placement, now_s))
 
-    def _may_meet_s(self, placement: Placement) -> float:
+    def _may_meet_s(self, placement: Placement, snapshot: PrefillSnapshot) -> float:
         """Return how soon a group that is reserved has to be free to begin now: its members end what they have begun,
         and meet.
 
         Where batches follow each other on all of them, there is hardly a moment at which a large group is idle. The end
-        of a chunk is waited for: until then another group may be better.
+        of a chunk is waited for, as until then another group may be better, and so is a prompt that has reserved some
+        of them before.
         """
         group = [self.members[position] for position in placement.group]
         if len(group) < 2 or not self._members.are_ready(group):
+            return 0.0
+        if placement.start_s > max(snapshot.queue_delays_s[position] for position in placement.group):
             return 0.0
         return min(self._members.longest_meeting_s, _MEETING_SHARE * placement.compute_s)
 
@@ -470,13 +475,15 @@ class Coordinator:
         prompt.owner, prompt.bound_s, prompt.no_room_s = owner, now_s, None
         return [Bind(prompt.ticket.ticket, owner, members, chunk_s)]
 
-    def _start(self, prefill: SharedPrefill, placement: Placement, now_s: float) -> list[Order]:
+    def _start(
+        self, prefill: SharedPrefill, placement: Placement, snapshot: PrefillSnapshot, now_s: float
+    ) -> list[Order]:
         """The next chunk of a request, if its turn has come and all it needs is there."""
         if not placement.group:
             return self._wait_for_room(prefill, now_s)
         group = tuple(self.members[position] for position in placement.group)
         prefill.planned = NextChunk(placement.tokens, group)
-        if placement.start_s > self._may_meet_s(placement):
+        if placement.start_s > self._may_meet_s(placement, snapshot):
             return []
         computed = prefill.offer.tokens - count_tokens(prefill.todo)
         chunk_s = self._settings.chunk_s

@@ -1339,6 +1339,20 @@ def test_a_group_begins_while_its_members_end_their_batches(
     assert [len(order.layout.group) for order in orders if isinstance(order, RunChunk)] == ([2] if is_ordered else [])
 
 
+def test_a_long_prompt_does_not_begin_before_one_that_has_reserved_its_group() -> None:
+    one = Coordinator(schedule((2,)), CoordinationSettings(layers=2))
+    for instance, left_s in ((0, 0.0), (1, 0.3)):
+        one.join(instance, 0, MemberReport(left_s, 100_000, None, 0.0, 4.0), 0.0)
+        one.report(instance, MemberReport(left_s, 100_000, None, 0.0, 4.0), 0.0)
+    assert not one.offer(offer(1, tokens=700)._replace(deadline_s=5.0), 0.0)  # for a fifth of 0.4 s it would not wait
+    assert not one.offer(offer(2, tokens=40_000), 0.0)
+    alone = Coordinator(schedule((2,)), CoordinationSettings(layers=2))
+    for instance, left_s in ((0, 0.0), (1, 0.3)):
+        alone.join(instance, 0, MemberReport(left_s, 100_000, None, 0.0, 4.0), 0.0)
+        alone.report(instance, MemberReport(left_s, 100_000, None, 0.0, 4.0), 0.0)
+    assert chunk_of(alone.offer(offer(2, tokens=40_000), 0.0)).request == 2
+
+
 def test_no_prompt_is_bound_to_a_group_before_the_chunk_of_another_has_ended() -> None:
     one = Coordinator(schedule((2,)), CoordinationSettings(layers=2, bind_ahead_s=0.0))
     for instance in range(3):
