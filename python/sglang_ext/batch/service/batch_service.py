@@ -367,6 +367,8 @@ class BatchService:
 
     async def _run(self, entry: BatchEntry) -> None:
         job = self._job(entry)
+        # A runner that has failed may have leased lines after its end, on its own thread.
+        self._store.release_leases(job.id)
         running = asyncio.create_task(self._dispatcher.run_job(job.id, entry.tenant))
         try:
             while entry.lifecycle.due_event(self._job(entry).remaining, self._now_s()) is None:
