@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_ext.batch.database import StoreFullError
+from sglang_ext.batch.database import StoreError, StoreFullError
 from sglang_ext.batch.decide.batch_lifecycle import BatchStatus, EventRefusedError
 from sglang_ext.batch.service import batch_service
 from sglang_ext.batch.service.api import build_app
@@ -188,6 +188,31 @@ async def test_one_batch(tmp_path: Path) -> None:
     bench.check_disk()
     reading = bench.service.reading()
     assert reading.outcomes == {"succeeded": 6, "failed": 1}
+    await bench.close()
+
+
+@on_loop
+async def test_lines_that_a_failed_runner_has_leased_are_sent_at_the_next_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+
+    async def run_job(dispatcher: ObedientDispatcher, job: int, tenant: str = DEFAULT_TENANT) -> None:
+        """Fails at first, with lines that it has leased; then it ends where nothing is left to lease."""
+        leased = dispatcher.store.lease(job, 3 if not sent else 100)
+        sent.append(len(leased))
+        if len(sent) == 1:
+            raise StoreError("lost")
+        dispatcher.store.finish([LineResult(one.id, True, 200, "r", None, REPLY) for one in leased])
+        dispatcher.store.release_leases(job)
+
+    monkeypatch.setattr(ObedientDispatcher, "run_job", run_job)
+    bench = Bench(tmp_path)
+    await bench.service.start()
+    batch_id = bench.create(7)
+    await bench.finish_all()
+    assert bench.check(batch_id).status is BatchStatus.COMPLETED
+    assert sent == [3, 7]
     await bench.close()
 
 
