@@ -219,11 +219,11 @@ def plan_states(
         if is_cut and shard.head_count:
             copies += _plan_heads(source, target, shard, here, there, mine, theirs)
         elif is_divided:
-            pieces = zip(here, there, parts, target.parts_of_states[kind], strict=True)
-            for buffer, other, ours, others in pieces:
-                pairs = zip(ours, others, strict=True)
-                sent = [pair for pair in pairs if shard.has_aux or not pair[0].is_on_all_ranks]
-                copies += _plan_parts(source, target, buffer, other, sent, mine, theirs)
+            pieces = zip(parts, target.parts_of_states[kind], strict=True)
+            for buffer, ours_and_theirs in zip(zip(here, there, strict=True), pieces, strict=True):
+                copies += _plan_parts(
+                    *(source, target, *buffer, *ours_and_theirs, mine, theirs), sends_shared=shard.has_aux
+                )
     return copies
 
 
@@ -232,12 +232,20 @@ def _plan_parts(
     target: PoolLayout,
     here: ItemBuffer,
     there: ItemBuffer,
-    parts: Iterable[tuple[StatePart, StatePart]],
+    source_parts: Sequence[StatePart],
+    target_parts: Sequence[StatePart],
     source_slots: Slots,
     target_slots: Slots,
+    *,
+    sends_shared: bool,
 ) -> Iterator[RowCopy]:
-    """Yield a copy for each part of which both ranks have bytes: of the bytes that both have."""
-    for mine, theirs in parts:
+    """Yield a copy for each part of which both ranks have bytes: of the bytes that both have.
+
+    `sends_shared`: parts that all ranks have come from this one.
+    """
+    for mine, theirs in zip(source_parts, target_parts, strict=True):
+        if mine.is_on_all_ranks and not sends_shared:
+            continue
         first, target_first = mine.first_byte(source.rank), theirs.first_byte(target.rank)
         start = max(first, target_first)
         stop = min(first + mine.length_bytes, target_first + theirs.length_bytes)

@@ -140,9 +140,7 @@ class RoutePlanner:
         self._longest_wait_s = [share * objective_s or inf for objective_s in objectives_s]  # by class
         self._shares_long = bool(config.coordinator_url)
         self._max_local_tokens = config.max_local_prefill_length
-        self.router_count = (
-            config.processes
-        )  # that send prompts to the same instances: processes, or routers of a group
+        self.router_count = config.processes  # processes, or routers of a group, that send to the same instances
         self._prefers_near = config.prefer_same_topology
         self._use_breakers = not config.disable_circuit_breaker
         self._replies_seen = 0

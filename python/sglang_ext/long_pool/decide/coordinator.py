@@ -410,8 +410,9 @@ class Coordinator:
         self, prompt: AnnouncedPrompt, placement: Placement, snapshot: PrefillSnapshot, now_s: float
     ) -> list[Order]:
         """Return who gets the prompt, shortly before its turn. It is not asked for twice."""
-        ahead_s = max(self._settings.bind_ahead_s, self._may_meet_s(placement, snapshot))
-        if prompt.owner is not None or prompt.pull is not None or placement.start_s > ahead_s:
+        if prompt.owner is not None or prompt.pull is not None:
+            return []
+        if placement.start_s > max(self._settings.bind_ahead_s, self._may_meet_s(placement, snapshot)):
             return []
         members = tuple(self.members[position] for position in placement.group)
         if members:

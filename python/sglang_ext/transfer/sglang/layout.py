@@ -43,8 +43,8 @@ class PoolArguments(Protocol):
 
 
 class Mamba2Convolution(NamedTuple):
-    """What a state of Mamba 2's convolution holds on all ranks together: inputs, and behind them B and C, for each
-    group as many numbers as a head's state has."""
+    """Describes what a state of Mamba 2's convolution holds on all ranks together: inputs, and behind them B and C, for
+    each group as many numbers as a head's state has."""
 
     inputs: int
     groups: int
@@ -121,7 +121,7 @@ def windows_by_head(arguments: PoolArguments, heads: HeadLayout) -> tuple[bool, 
 
 
 def states_in_parts(
-    arguments: PoolArguments, heads: HeadLayout, convolution: Mamba2Convolution | None = None
+    arguments: PoolArguments, heads: HeadLayout, convolution: Mamba2Convolution | None
 ) -> tuple[tuple[tuple[StatePart, ...], ...], ...]:
     """Return per kind of extra state and buffer the parts of which each rank has an equal piece, or all; none at all
     unless ranks hold equal pieces of the KV heads, too: a rank sends its pieces together with its heads.

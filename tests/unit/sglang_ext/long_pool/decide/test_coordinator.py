@@ -1340,17 +1340,27 @@ def test_a_group_begins_while_its_members_end_their_batches(
 
 
 def test_a_long_prompt_does_not_begin_before_one_that_has_reserved_its_group() -> None:
-    one = Coordinator(schedule((2,)), CoordinationSettings(layers=2))
-    for instance, left_s in ((0, 0.0), (1, 0.3)):
-        one.join(instance, 0, MemberReport(left_s, 100_000, None, 0.0, 4.0), 0.0)
-        one.report(instance, MemberReport(left_s, 100_000, None, 0.0, 4.0), 0.0)
-    assert not one.offer(offer(1, tokens=700)._replace(deadline_s=5.0), 0.0)  # for a fifth of 0.4 s it would not wait
-    assert not one.offer(offer(2, tokens=40_000), 0.0)
-    alone = Coordinator(schedule((2,)), CoordinationSettings(layers=2))
-    for instance, left_s in ((0, 0.0), (1, 0.3)):
-        alone.join(instance, 0, MemberReport(left_s, 100_000, None, 0.0, 4.0), 0.0)
-        alone.report(instance, MemberReport(left_s, 100_000, None, 0.0, 4.0), 0.0)
-    assert chunk_of(alone.offer(offer(2, tokens=40_000), 0.0)).request == 2
+    for is_reserved in (False, True):
+        one = Coordinator(schedule((2,)), CoordinationSettings(layers=2))
+        for instance, left_s in ((0, 0.0), (1, 0.3)):
+            one.join(instance, 0, MemberReport(left_s, 100_000, None, 0.0, 4.0), 0.0)
+            one.report(instance, MemberReport(left_s, 100_000, None, 0.0, 4.0), 0.0)
+        if is_reserved:  # by a prompt whose members would not meet for more than a fifth of 0.4 s
+            assert not one.offer(offer(1, tokens=700)._replace(deadline_s=5.0), 0.0)
+        assert bool(one.offer(offer(2, tokens=40_000), 0.0)) is not is_reserved
+
+
+def test_a_group_that_begins_is_not_given_to_a_prompt_that_would_have_ended_before_it() -> None:
+    one = Coordinator(schedule((2, 3)), CoordinationSettings(layers=2))
+    for instance in range(3):
+        one.join(instance, 0, MemberReport(5.0, 100_000, None, 0.0, 1.6), 0.0)
+        one.report(instance, MemberReport(5.0, 100_000, None, 0.0, 1.6), 0.0)
+    assert not one.offer(offer(1, tokens=4000)._replace(deadline_s=9.0), 0.0)
+    assert not one.offer(offer(2, tokens=200), 0.0)
+    for instance, left_s in ((0, 0.0), (1, 0.0), (2, 0.3)):
+        one.report(instance, MemberReport(left_s, 100_000, None, 0.0, 1.6), 1.0)
+    chunk = chunk_of(one.plan(1.0))
+    assert (chunk.request, len(chunk.layout.group)) == (1, 3)
 
 
 def test_no_prompt_is_bound_to_a_group_before_the_chunk_of_another_has_ended() -> None:
