@@ -318,7 +318,7 @@ def routing_us(size: int) -> float:
     assert model is not None
     prompt = measure(b"/generate", {"text": "".join(f"{number:07d} " for number in range(1000))})
     for worker in registry.ready_prefill[:2]:
-        planner.learn_route(prompt, worker)
+        planner.prefixes.record_sent(worker, prompt.hashes)
     none: frozenset[int] = frozenset()
     return round(_ms(lambda: planner.route(model, prompt, 2000, none, none, 100.0)) * 1000, 1)
 

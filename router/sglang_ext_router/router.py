@@ -111,7 +111,7 @@ class Router:
             last_worked_s=pools.last_worked_s,
             tls=worker_tls,
         )
-        self.kv_events = KvEvents(loop, self.planner.blocks)
+        self.kv_events = KvEvents(loop, self.planner.prefixes.blocks)
         self.load_events = LoadEvents(loop, self.prober.take_published_load, self.prober.check_now)
         self._token_checks = TokenChecks(loop, self.prober.ask, self._on_reading_changed)
         self.lease = _lease_holder(config, loop)
@@ -394,7 +394,7 @@ class Router:
                     waiting.keep_alive(now_s)
         if now_s >= self._next_age_s:
             self._next_age_s = now_s + RECENT_S
-            self.planner.age_recent()
+            self.planner.prefixes.age_recent()
         self.ports.sweep(now_s)
         self.access.reload_keys(now_s)
 
@@ -489,7 +489,7 @@ class Router:
         """Add an instance here only."""
         worker = self.registry.add(address)
         if worker.role.computes_prompts:
-            self.planner.add_worker(worker)
+            self.planner.prefixes.add_worker(worker)
         self.prober.watch(worker)
         logger.info("worker %s (%s) added", worker.url, worker.role)
         return worker
@@ -506,7 +506,7 @@ class Router:
     def drop_worker(self, worker: Worker) -> None:
         """Remove an instance here only; what it is serving runs to its end."""
         self.registry.remove(worker)
-        self.planner.forget_worker(worker)
+        self.planner.prefixes.remove_worker(worker)
         self.kv_events.forget(worker)
         self.load_events.forget(worker)
         self._token_checks.forget(worker)
@@ -537,12 +537,12 @@ class Router:
     def forget_prefixes(self) -> None:
         for worker in self.registry:
             if worker.keeps_prefixes:
-                self.planner.learn_empty(worker)
+                self.planner.prefixes.empty_worker(worker)
 
     def _on_worker_lost(self, worker: Worker) -> None:
         worker.rate.forget()
         if worker.keeps_prefixes:
-            self.planner.learn_empty(worker)
+            self.planner.prefixes.empty_worker(worker)
             self.kv_events.on_lost(worker)
             self._token_checks.forget(worker)
 
@@ -563,7 +563,7 @@ class Router:
         if worker.label_header:
             self.services.forwarded_headers.add(worker.label_header)
         if worker.keeps_prefixes:  # it may have been a decode instance without so far
-            self.planner.add_worker(worker)
+            self.planner.prefixes.add_worker(worker)
         if self.config.kv_events:
             self.kv_events.follow(worker)
         self.load_events.follow(worker)

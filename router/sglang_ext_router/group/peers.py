@@ -278,7 +278,7 @@ class Peers(SharedState):
         started_s = time.perf_counter()
         message = self._next_message()
         loads: Loads = message["loads"]
-        message["known_bytes"] = self._router.planner.index.used
+        message["known_bytes"] = self._router.planner.prefixes.index.used
         message["asks"] = self._prefix_asker.next_asked(self._router.loop.time(), self._known_bytes)
         whole = changes = b""
         for receiver in self._receivers:
@@ -308,7 +308,7 @@ class Peers(SharedState):
         places = [(worker.url, worker.id) for worker in workers if not worker.ranks]
         places += [(f"{one.url}#{rank}", load.prefix_id) for one in workers for rank, load in enumerate(one.ranks)]
         for place, prefix_id in places:
-            for path in router.planner.index.newest_paths(prefix_id, SNAPSHOT_BLOCKS // len(places)):
+            for path in router.planner.prefixes.index.newest_paths(prefix_id, SNAPSHOT_BLOCKS // len(places)):
                 if blocks + len(path) > SNAPSHOT_FRAME_BLOCKS and blocks:
                     frames.append([])
                     blocks = 0

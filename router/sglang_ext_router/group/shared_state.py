@@ -331,7 +331,7 @@ class SharedState:
             url, _, rank = place.partition("#")  # of an instance with several
             worker = router.registry.find(url)
             if worker is not None and worker.keeps_prefixes:
-                router.planner.learn_sent(worker, hashes, int(rank) if rank.isdecimal() else None)
+                router.planner.prefixes.record_sent(worker, hashes, int(rank) if rank.isdecimal() else None)
 
     def _replace_state(self, index: int, state: SiblingState | None) -> None:
         known = self._states.get(index)

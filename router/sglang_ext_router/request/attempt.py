@@ -128,7 +128,7 @@ class Attempt:
             services.learn_prefix(request.prompt, route.prefill, route.prefill_rank)
         if request.session:
             hashes = request.prompt.hashes
-            services.planner.sessions.record(request.session, route.prefill.id, request.prompt_tokens, hashes)
+            services.planner.prefixes.sessions.record(request.session, route.prefill.id, request.prompt_tokens, hashes)
         self._record.room_id = made_id = request.made_id(room)
         decode_worker = route.decode
         if decode_worker is not None and decode_worker.caches_at_decode:
@@ -418,11 +418,11 @@ class Attempt:
         if leg is _PREFILL and not (self._has_first_byte and self.route.is_plain):
             request = self._request
             held_tokens = self.route.decision.cached_tokens
-            self._services.planner.learn_not_prefilled(
+            self._services.planner.prefixes.forget_sent(
                 *(request.prompt, worker, held_tokens, request.prompt_tokens, request.session, self.route.prefill_rank)
             )
         elif leg is _DECODE and worker.caches_at_decode and not self._has_first_byte:  # nor has it the prompt's KV
             held_tokens = self.route.decision.decode_cached_tokens
-            self._services.planner.learn_not_prefilled(
+            self._services.planner.prefixes.forget_sent(
                 self._request.prompt, worker, held_tokens, self._request.prompt_tokens, rank=self.route.decode_rank
             )

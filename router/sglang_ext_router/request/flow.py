@@ -2,10 +2,10 @@
 
     read -> count tokens -> admit -> place -> attempts -> relay -> account
 
-`RequestFlow.begin` reads the request, `_count` sizes its prompt, `_admit` offers it to the admission queue, `start` has
-the long pool's coordinator place it, `_send` begins the attempts, and `_account` closes its record. From the first
-attempt on `PDProtocol` decides: what the legs, the client and the timers do are its events, and `_act` carries out the
-actions that it answers with.
+`RequestFlow.begin` reads the request, `_prepare` checks it and has its prompt counted, `_admit` offers it to the
+admission queue, `start` has the long pool's coordinator place it, `_send` begins the attempts, and `_account` closes
+its record. From the first attempt on `PDProtocol` decides: what the legs, the client and the timers do are its events,
+and `_act` carries out the actions that it answers with.
 """
 
 from __future__ import annotations
@@ -39,19 +39,18 @@ from sglang_ext_router.decide.pd_actions import (
     StartLegs,
 )
 from sglang_ext_router.decide.pd_protocol import PDProtocol, RequestPhase
-from sglang_ext_router.http.replies import MODEL_NOT_FOUND, shown_names, unknown_model
 from sglang_ext_router.instances.pool_offers import OfferOutcome, PoolAnswer
 from sglang_ext_router.observe.access_log import peer_of
 from sglang_ext_router.observe.request_record import QUEUE_TIMEOUT_STATUS, RequestRecord
 from sglang_ext_router.request.attempt import Attempt
 from sglang_ext_router.request.body_reader import SMALL_BYTES, Outcome, is_read_at_once
+from sglang_ext_router.request.checks import RefusedError, check_request, find_model
+from sglang_ext_router.request.counting import count_tokens
 from sglang_ext_router.request.prepared_request import ClientHeaders, PreparedRequest, ReadBody, read_body, read_headers
 from sglang_ext_router.request.prompt import BadRequestError
 from sglang_ext_router.request.relay import REASON_TEXT, Relay, begins_unclear, stream_error_status
 from sglang_ext_router.request.routing import NoInstanceError, PoolPlace, capacity_refusal
-from sglang_ext_router.request.scores import NO_SCORES
 from sglang_ext_router.request.services import Services
-from sglang_ext_router.request.tokenising import MIN_TEXT_BYTES, TokenisedPrompt
 from sglang_ext_router.request.upstream import UpstreamConnection
 from sglang_ext_router.tenants.accounts import Charge, refusal_text
 
@@ -63,7 +62,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ABORTED_EARLY = "the request was aborted before it had any output"
-SAFELY_SMALL = 4  # an estimate of the tokens is hardly ever this many times too low
 REFUSED_STATUS = 400
 _DECODE = Leg.DECODE
 _NONE_EXCLUDED: tuple[set[int], set[int]] = (set(), set())
@@ -161,120 +159,22 @@ class RequestFlow:
         elif isinstance(outcome, BadRequestError):
             self._refuse(400, str(outcome), "bad_request", outcome.param)
         else:
-            try:
-                self._prepare(outcome)
-            except BadRequestError as error:
-                self._refuse(400, str(error), "bad_request", error.param)
+            self._prepare(outcome)
 
     def _prepare(self, body: ReadBody) -> None:
-        """Find the instances of the request's model, and check what does not depend on the prompt's length."""
+        """Find the instances of the request's model, check what is asked of them, and count the prompt's tokens."""
         services = self._services
-        model = services.registry.find_model(body.model)
-        if model is None:
-            self._refuse_model(body.model or "")
+        try:
+            model = find_model(services.registry, body)
+            request = PreparedRequest(self._unread, self._headers, body, model, self.started_s)
+            request.may_migrate = request.may_migrate and services.max_migrations > 0
+            self._request = self.record.request = request
+            self._unread.body = b""  # the prepared request has what is needed of it
+            check_request(services.registry, request, services.config.max_sequences_per_request)
+        except RefusedError as error:
+            self._refuse(error.status, str(error), error.reason, error.param, error.code)
             return
-        if body.target is not None and body.model and services.registry.names_adapter(body.model):
-            # SGLang's own way of scoring knows no such names.
-            message = (
-                f"log-probabilities of the prompt by an adapter: name it in lora_path, not in model {body.model!r}"
-            )
-            self._refuse(400, message, "bad_request", "model")
-            return
-        request = PreparedRequest(self._unread, self._headers, body, model, self.started_s)
-        request.may_migrate = request.may_migrate and services.max_migrations > 0
-        self._request = self.record.request = request
-        self._unread.body = b""  # the prepared request has what is needed of it
-        if not self._is_for_model():
-            return
-        sequences, limit = request.prompt.sequence_count, services.config.max_sequences_per_request
-        if sequences > limit and not request.is_undivided:  # whose inputs take no rooms
-            field = "n" if request.prompt.samples_per_prompt > limit else None
-            message = f"the request makes {sequences} sequences (prompts × n), more than the {limit} that are allowed"
-            self._refuse(400, message, "too_many_sequences", field)
-            return
-        self._count()
-
-    def _is_for_model(self) -> bool:
-        """Refuse what the model's instances cannot do: generate, or serve a path that only undivided ones serve.
-
-        An instance of a model that embeds ends when it is asked to generate.
-        """
-        request, registry = self._request, self._services.registry
-        model, path = request.model, request.path.decode()
-        shown = f"the model {model.name!r}" if model.name else "the model"
-        if not request.is_undivided and not model.generates:
-            message = f"{shown} does not generate: ask /v1/embeddings, /v1/rerank, /v1/score or /v1/classify"
-            self._refuse(400, message, "bad_request", "model")
-        elif request.is_undivided and not registry.may_be_undivided(model):
-            message = f"it needs an undivided instance (--plain URL), and {shown} has prefill and decode instances only"
-            self._refuse(404, f"{path} of SGLang is not served here: {message}", "bad_request")
-        else:
-            return True
-        return False
-
-    # -- count ------------------------------------------------------------------------------------------
-
-    def _count(self) -> None:
-        """Estimate the prompt's tokens; a tokenizer makes them where instances say which blocks of tokens they hold."""
-        request = self._request
-        prompt, tokeniser = request.prompt, request.model.tokeniser
-        if (
-            tokeniser is not None
-            and request.model.alike
-            and prompt.text_bytes >= MIN_TEXT_BYTES
-            and len(prompt.texts) == 1
-            and not (prompt.images or prompt.audios or request.is_undivided or request.scores != NO_SCORES)
-            and tokeniser.can_read(request.path, len(request.raw_body))
-        ):
-            tokeniser.read(request.path, request.raw_body, request.model.alike, self._on_tokenised)
-        else:
-            self._count_in_doubt()
-
-    def _on_tokenised(self, read: TokenisedPrompt | None) -> None:
-        """The tokenizer has made the prompt's tokens, or does not know what instances make of it."""
-        if not self._relay.is_open:  # the client has left in the meantime
-            return
-        request = self._request
-        if read is None:
-            self._count_in_doubt()
-            return
-        self._services.metrics.tokenised_for_blocks += 1
-        request.prompt = request.prompt._replace(blocks=read.blocks, needs=read.needs)
-        self._admit(read.blocks.tokens, read.blocks.tokens)
-
-    def _count_in_doubt(self) -> None:
-        """Estimate the prompt's tokens; a tokenizer counts them where the estimate leaves the length class in doubt."""
-        planner, request = self._services.planner, self._request
-        tokeniser = request.model.tokeniser
-        is_undivided = request.is_undivided  # which instances hold it is theirs to say
-        if tokeniser is not None and request.prompt.texts and not is_undivided and self._needs_exact_count():
-            self._services.metrics.tokenised += 1
-            tokeniser.count(request.prompt.texts, self._on_counted)
-        else:
-            known_tokens = None if request.prompt.texts else request.prompt.known_tokens
-            self._admit(planner.estimate_tokens(request.model, request.prompt), known_tokens)
-
-    def _needs_exact_count(self) -> bool:
-        """Return whether something is decided by the number of tokens that an estimate leaves open."""
-        planner, request = self._services.planner, self._request
-        prompt = request.prompt
-        if request.scores.entries_per_token:
-            tokens = planner.estimate_tokens(request.model, prompt) * prompt.sequence_count
-            if not request.scores.is_small(SAFELY_SMALL * tokens):
-                return True
-        return planner.needs_exact_count(request.model, prompt)
-
-    def _on_counted(self, counts: list[int] | None) -> None:
-        """The tokenizer has counted the texts, or cannot."""
-        if not self._relay.is_open:  # the client has left in the meantime
-            return
-        model, prompt = self._request.model, self._request.prompt
-        if counts:
-            # The chat template's own tokens are what the estimator adds to an empty prompt.
-            tokens = max(counts) + int(model.estimator.overhead_tokens)
-            self._admit(tokens, (prompt.known_tokens or 0) + sum(counts))
-        else:
-            self._admit(self._services.planner.estimate_tokens(model, prompt), None)
+        count_tokens(services, request, self._admit)
 
     # -- admit ------------------------------------------------------------------------------------------
 
@@ -283,6 +183,8 @@ class RequestFlow:
 
         A prompt that is longer than any instance holds is theirs to refuse: they count all of it.
         """
+        if not self._relay.is_open:  # the client has left in the meantime
+            return
         services, request = self._services, self._request
         prompt, config = request.prompt, services.config
         if prompt.images or prompt.audios:
@@ -322,16 +224,6 @@ class RequestFlow:
         """The request waited in the queue until its deadline or the queue's limit."""
         self._is_queued = False
         self._refuse(QUEUE_TIMEOUT_STATUS, REASON_TEXT[FailureReason.QUEUE_TIMEOUT], "queue_timeout")
-
-    def _refuse_model(self, name: str) -> None:
-        """Refuse a request that names no model that is served; `name` is empty where the client gave none."""
-        names = self._services.registry.served_names()
-        if not names or (name and not self._services.registry.is_complete):
-            self._refuse(503, "no instance that is ready serves this model yet; try again later", "no_instance")
-        elif name:
-            self._refuse(404, unknown_model(name, names), "model_not_found", "model", MODEL_NOT_FOUND)
-        else:
-            self._refuse(400, f"name a model in `model`: {shown_names(names)}", "no_model", "model")
 
     def _refuse(
         self,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from math import inf
 from typing import NamedTuple
 
 from sglang_ext.types import DecodeLoad, LengthClass, PrefillLoad, Role, RouteDecision
 from sglang_ext_router.config import RouterConfig
-from sglang_ext_router.decide.block_index import BlockIndex, PromptKind, TokenBlocks
+from sglang_ext_router.decide.block_index import PromptKind
 from sglang_ext_router.decide.decode_choice import Freeness, decode_policy
 from sglang_ext_router.decide.length_classes import upper_bounds
 from sglang_ext_router.decide.pairing import choose_revision, nearest
@@ -32,19 +32,17 @@ from sglang_ext_router.decide.prefill_choice import (
     predicted_wait_s,
     prefill_policy,
 )
-from sglang_ext_router.decide.prefix_index import BLOCK_BYTES, BLOCK_ENDS, PrefixIndex, RecentPrompts
-from sglang_ext_router.decide.session_hints import NO_SESSION, SessionHints
+from sglang_ext_router.decide.session_hints import NO_SESSION
 from sglang_ext_router.decide.way_choice import PlainLoad, choose_plain, common_rate, way_costs_s
 from sglang_ext_router.instances.registry import PLAIN_KIND, ModelPools, WorkerRegistry
 from sglang_ext_router.instances.workers import Worker
+from sglang_ext_router.request.known_prefixes import KnownPrefixes
 from sglang_ext_router.request.prompt import Prompt
 
 logger = logging.getLogger(__name__)
 
-MAX_SESSIONS = 65_536  # whose last turn is remembered: 20 MB
 # Choose among the data-parallel ranks of an instance, also where another policy chooses among instances.
 _RANK_POLICY, _DECODE_RANK_POLICY = PredictedWait(), Freeness()
-TOKEN_ID_BYTES = 8  # in the text over which prompts of token ids are hashed
 
 
 class Route(NamedTuple):
@@ -119,7 +117,7 @@ class NoInstanceError(Exception):
 
 
 class RoutePlanner:
-    """Chooses instances by the policies, and keeps what it learns of the instances' prefix caches."""
+    """Chooses instances by the policies, and learns from their answers."""
 
     def __init__(self, config: RouterConfig, registry: WorkerRegistry, draw: Callable[[], float]) -> None:
         self._registry = registry
@@ -144,18 +142,7 @@ class RoutePlanner:
         self._prefers_near = config.prefer_same_topology
         self._use_breakers = not config.disable_circuit_breaker
         self._replies_seen = 0
-        self.sessions = SessionHints(MAX_SESSIONS)
-        self.index = PrefixIndex(config.prefix_index_blocks * BLOCK_BYTES, BLOCK_ENDS)
-        self.blocks = BlockIndex(config.event_blocks)  # of the instances that report them
-        self._recent = RecentPrompts(config.prefix_index_blocks * BLOCK_BYTES, BLOCK_ENDS)
-        for worker in registry:
-            if worker.role.computes_prompts:
-                self.add_worker(worker)
-
-    def add_worker(self, worker: Worker) -> None:
-        """Learn from now on what is in the prefix cache of each of its ranks."""
-        for prefix_id in worker.prefix_ids:
-            self.index.add_worker(prefix_id)
+        self.prefixes = KnownPrefixes(registry, config.prefix_index_blocks, config.event_blocks)
 
     # -- size of the prompt -----------------------------------------------------------------------------
 
@@ -178,11 +165,7 @@ class RoutePlanner:
                 return True
         if low <= model.shortest_context_tokens - prompt.max_new_tokens < high:
             return True
-        matched = self.index.matched(prompt.hashes)
-        cached = 0
-        if matched:
-            max_bytes = max([_matched_bytes(matched, worker) for worker in model.ready_prefill], default=0)
-            cached = int(max_bytes * _tokens_per_byte(prompt, (low + high) // 2))
+        cached = self.prefixes.most_sent_tokens(prompt, (low + high) // 2, model.ready_prefill)
         if self._decode_bounds is not None:
             low_peak, high_peak = low + prompt.max_new_tokens, high + prompt.max_new_tokens
             if is_in_doubt(low_peak, high_peak, 0, self._decode_bounds):
@@ -191,7 +174,7 @@ class RoutePlanner:
 
     def max_cached_tokens(self, model: ModelPools, prompt: Prompt, prompt_tokens: int) -> int:
         """Return how many of the prompt's tokens the instance with the longest cached prefix is believed to hold."""
-        return max(self._cached_tokens(prompt, prompt_tokens, model.ready_prefill), default=0)
+        return max(self.prefixes.cached_tokens(prompt, prompt_tokens, model.ready_prefill), default=0)
 
     def boundary(self, model: ModelPools) -> FixedBoundary:
         """Return where short ends for a model: by the option, otherwise by its prefill instances."""
@@ -271,7 +254,7 @@ class RoutePlanner:
             and worker.role.serves(LengthClass.SHORT)
             and prompt_tokens <= worker.max_prompt_tokens
         ]
-        cached = self._cached_tokens(prompt, prompt_tokens, others)
+        cached = self.prefixes.cached_tokens(prompt, prompt_tokens, others)
         loads = [worker.prefill_load(tokens, now_s) for worker, tokens in zip(others, cached, strict=True)]
         return min([predicted_end_s(load, prompt_tokens) for load in loads], default=inf)
 
@@ -302,11 +285,11 @@ class RoutePlanner:
             plains = self._usable(_with_context(model.ready_plain, total_tokens), excluded, now_s)
         if not plains:
             return divided
-        cached = self._cached_tokens(prompt, prompt_tokens, plains)
+        cached = self.prefixes.cached_tokens(prompt, prompt_tokens, plains)
         loads = [worker.prefill_load(tokens, now_s) for worker, tokens in zip(plains, cached, strict=True)]
         shown_loads: Sequence[PrefillLoad] = loads
         if session and divided is None:
-            shown_loads = self.sessions.hinted(session, loads, prompt.hashes, prompt_tokens)
+            shown_loads = self.prefixes.sessions.hinted(session, loads, prompt.hashes, prompt_tokens)
         boundary = self.boundary(model)
         max_local_tokens = self._max_local_tokens or boundary.limit_tokens
         divided_load: PrefillLoad | None = None
@@ -388,7 +371,7 @@ class RoutePlanner:
             if not prefills:
                 raise NoInstanceError(model.lacks_pair())
             served = [worker.served_classes for worker in prefills]
-        cached = self._cached_tokens(prompt, prompt_tokens, prefills)
+        cached = self.prefixes.cached_tokens(prompt, prompt_tokens, prefills)
         # Where only instances of the other pool hold the prompt, it goes there.
         allow_spill = self._allow_spill or len(ready_prefill) < len(model.ready_prefill)
         pool = choose_pool(prompt_tokens, served, cached, self._bounds(model), allow_spill)
@@ -406,7 +389,7 @@ class RoutePlanner:
         prefill_loads = [prefills[i].prefill_load(cached[i], now_s) for i in pool.candidates]
         shown_loads: Sequence[PrefillLoad] = prefill_loads
         if session:
-            shown_loads = self.sessions.hinted(session, prefill_loads, prompt.hashes, prompt_tokens)
+            shown_loads = self.prefixes.sessions.hinted(session, prefill_loads, prompt.hashes, prompt_tokens)
         price = self._price(model, served[pool.candidates[0]], shown_loads, now_s)
         chosen = self._prefill_policy.choose(shown_loads, prompt_tokens, self._draw(), price)
         load = prefill_loads[chosen]
@@ -477,7 +460,7 @@ class RoutePlanner:
         """
         if not worker.ranks:
             return load, None
-        cached = self._cached_tokens_by_rank(prompt, prompt_tokens, worker)
+        cached = self.prefixes.cached_tokens_by_rank(prompt, prompt_tokens, worker)
         loads = worker.rank_prefill_loads(cached)
         rank = _RANK_POLICY.choose(loads, prompt_tokens, self._draw())
         return loads[rank], rank
@@ -486,15 +469,10 @@ class RoutePlanner:
         """Return the freest rank, and the share of the prompt that it holds."""
         shares = [0.0] * len(worker.ranks)
         if worker.caches_at_decode:
-            cached = self._cached_tokens_by_rank(prompt, prompt_tokens, worker)
+            cached = self.prefixes.cached_tokens_by_rank(prompt, prompt_tokens, worker)
             shares = [tokens / prompt_tokens for tokens in cached]
         rank = _DECODE_RANK_POLICY.choose(worker.rank_decode_loads(shares), self._draw())
         return rank, shares[rank]
-
-    def _cached_tokens_by_rank(self, prompt: Prompt, prompt_tokens: int, worker: Worker) -> list[int]:
-        """Return how many of the prompt's tokens each rank of an instance holds."""
-        ranks = range(len(worker.ranks))
-        return self._cached_tokens(prompt, prompt_tokens, [worker] * len(ranks), ranks)
 
     def _decode_loads(
         self, model: ModelPools, prompt: Prompt, prompt_tokens: int, decodes: Sequence[Worker]
@@ -502,7 +480,7 @@ class RoutePlanner:
         """Return the loads of decode instances, with the share of the prompt that each of them holds."""
         if not model.caches_at_decode:
             return [worker.decode_load() for worker in decodes]
-        cached = self._cached_tokens(prompt, prompt_tokens, decodes)
+        cached = self.prefixes.cached_tokens(prompt, prompt_tokens, decodes)
         return [worker.decode_load(tokens / prompt_tokens) for worker, tokens in zip(decodes, cached, strict=True)]
 
     def _helper(
@@ -548,74 +526,6 @@ class RoutePlanner:
             PoolChoice(pool.class_number, candidates, pool.is_spilled),
             [worker for worker in decodes if worker.revision == revision],
         )
-
-    def _cached_tokens(
-        self, prompt: Prompt, prompt_tokens: int, prefills: Sequence[Worker], ranks: Sequence[int] = ()
-    ) -> list[int]:
-        """Return how many of the prompt's tokens each instance holds, by its events, or is believed to hold.
-
-        With `ranks`: each instance's rank of this number; else its rank that holds most.
-        """
-        matched = self.index.matched(prompt.hashes)
-        if prompt.blocks is not None:
-            return self._reported_tokens(prompt, prompt.blocks, prompt_tokens, prefills, ranks, matched)
-        if not matched:
-            return [0] * len(prefills)
-        per_byte = _tokens_per_byte(prompt, prompt_tokens)
-        max_tokens = prompt_tokens - 1  # the last token is always computed again
-        cached = []
-        for position, worker in enumerate(prefills):
-            if worker.ranks:
-                size_bytes = _matched_bytes(matched, worker, ranks[position] if ranks else None)
-            else:
-                size_bytes = matched.get(worker.id, 0)
-            if not size_bytes:
-                cached.append(0)
-            else:
-                tokens = int(size_bytes * per_byte)
-                cached.append(tokens if tokens < max_tokens else max_tokens)
-        return cached
-
-    def _reported_tokens(
-        self,
-        prompt: Prompt,
-        blocks: TokenBlocks,
-        prompt_tokens: int,
-        prefills: Sequence[Worker],
-        ranks: Sequence[int],
-        matched: Mapping[int, int],
-    ) -> list[int]:
-        """Return the same of a prompt whose token ids are known: what an instance reports, and was sent just now.
-
-        What it was sent at any time (`matched`) counts where its events leave out what it held before.
-        """
-        per_byte = _tokens_per_byte(prompt, prompt_tokens)
-        max_tokens = prompt_tokens - 1
-        recent: Mapping[int, int] | None = None
-        reported: dict[int, dict[int, float]] = {}  # blocks of each source, by their size
-        cached = []
-        for position, worker in enumerate(prefills):
-            held = worker.held_blocks if prompt.needs <= worker.alike else None
-            rank = ranks[position] if ranks else None
-            size_bytes = _matched_bytes(matched, worker, rank)
-            tokens = 0
-            if held is not None:
-                sizes = reported.get(held.block_tokens)
-                if sizes is None:
-                    sizes = reported[held.block_tokens] = self.blocks.worth(blocks.of(held.block_tokens))
-                if sizes:
-                    sources = held.sources if rank is None else held.sources[rank : rank + 1]
-                    tokens = int(held.block_tokens * max([sizes.get(source, 0.0) for source in sources], default=0.0))
-                if held.is_whole and size_bytes:
-                    if recent is None:
-                        recent = self._recent.matched(prompt.hashes)
-                    size_bytes = _matched_bytes(recent, worker, rank)
-            sent_tokens = int(size_bytes * per_byte)
-            if held is not None:  # which keeps whole blocks
-                sent_tokens -= sent_tokens % held.block_tokens
-            tokens = max(tokens, sent_tokens)
-            cached.append(tokens if tokens < max_tokens else max_tokens)
-        return cached
 
     def _that_hold(self, ready: Sequence[Worker], prompt_tokens: int) -> Sequence[Worker]:
         """Return the instances that hold a prompt of this length; the largest ones where none does.
@@ -667,57 +577,6 @@ class RoutePlanner:
 
     # -- learning ---------------------------------------------------------------------------------------
 
-    def learn_route(self, prompt: Prompt, prefill: Worker, rank: int | None = None) -> None:
-        """Record that the prompt's prefix will be in this instance's cache, that of its rank."""
-        self.learn_sent(prefill, prompt.hashes, rank)
-
-    def learn_sent(self, prefill: Worker, hashes: Sequence[int], rank: int | None = None) -> None:
-        """Record that a prompt with these hashes was sent there, by this router or another.
-
-        Where the instance has ranks, it is not known what a rank holds of a prompt that names none.
-        """
-        prefix_id = _prefix_id(prefill, rank)
-        if prefix_id is None:
-            return
-        self.index.record(prefix_id, hashes)
-        if prefill.held_blocks is not None:
-            self._recent.record(prefix_id, hashes)
-
-    def learn_not_prefilled(
-        self,
-        prompt: Prompt,
-        prefill: Worker,
-        held_tokens: int,
-        prompt_tokens: int,
-        session: int = NO_SESSION,
-        rank: int | None = None,
-    ) -> None:
-        """Forget the part of the prompt that the instance did not hold before: its prefill did not end."""
-        if session:
-            self.sessions.forget(session, prefill.id)
-        prefix_id = _prefix_id(prefill, rank)
-        if prompt.hashes and prefix_id is not None and self._registry.contains(prefill):
-            held_bytes = (held_tokens + 1) / _tokens_per_byte(prompt, max(1, prompt_tokens))  # tokens were rounded down
-            self.index.forget(prefix_id, prompt.hashes, int(held_bytes) if held_tokens else 0)
-            self._recent.forget(prefix_id, prompt.hashes, int(held_bytes) if held_tokens else 0)
-
-    def learn_empty(self, prefill: Worker) -> None:
-        """Its prefix cache is empty, or will be when it comes back."""
-        for prefix_id in prefill.prefix_ids:
-            self.index.clear(prefix_id)
-            self._recent.clear(prefix_id)
-        self.sessions.forget_worker(prefill.id)
-
-    def forget_worker(self, worker: Worker) -> None:
-        """The instance is not one of the router's any more."""
-        for prefix_id in (worker.id, *worker.prefix_ids):
-            self.index.remove_worker(prefix_id)
-            self._recent.clear(prefix_id)
-
-    def age_recent(self) -> None:
-        """Take prompts sent before the last call as reported, where the instance has them."""
-        self._recent.age()
-
     def wants_token_count(self) -> bool:
         """Return whether to read this reply's token count: that of every reply at first, then of a sample."""
         self._replies_seen += 1
@@ -753,24 +612,7 @@ class RoutePlanner:
         model = self._registry.models.get(prefill.model)
         if prefill.keeps_prefixes and model is not None:
             size_bytes = prefill.kv_capacity_tokens * model.estimator.bytes_per_token
-            for prefix_id in prefill.prefix_ids:
-                self.index.set_capacity(prefix_id, max(BLOCK_BYTES, int(size_bytes)))
-
-
-def _prefix_id(worker: Worker, rank: int | None) -> int | None:
-    """Return the name of a prefix cache in the prefix index; None where an instance has ranks and none is named."""
-    if not worker.ranks:
-        return worker.id
-    return None if rank is None or rank >= len(worker.ranks) else worker.ranks[rank].prefix_id
-
-
-def _matched_bytes(matched: Mapping[int, int], worker: Worker, rank: int | None = None) -> int:
-    """Return how much of a prompt's start an instance was sent, or one of its ranks."""
-    if not worker.ranks:
-        return matched.get(worker.id, 0)
-    if rank is not None:
-        return matched.get(worker.ranks[rank].prefix_id, 0)
-    return max([matched.get(load.prefix_id, 0) for load in worker.ranks])
+            self.prefixes.set_capacity(prefill, int(size_bytes))
 
 
 def _pairs(prefills: Sequence[Worker], decodes: Sequence[Worker]) -> tuple[Sequence[Worker], Sequence[Worker]] | None:
@@ -788,8 +630,3 @@ def _with_context(ready: Sequence[Worker], tokens: int) -> Sequence[Worker]:
     """Return the instances whose context holds a prompt and its reply; those with the longest where none does."""
     needed_tokens = min(tokens, max([worker.context_tokens for worker in ready], default=0))
     return [worker for worker in ready if worker.context_tokens >= needed_tokens]
-
-
-def _tokens_per_byte(prompt: Prompt, prompt_tokens: int) -> float:
-    size_bytes = prompt.longest_bytes or (prompt.longest_known_tokens or 1) * TOKEN_ID_BYTES
-    return prompt_tokens / size_bytes

@@ -73,7 +73,7 @@ class Services:
     def learn_prefix(self, prompt: Prompt, worker: Worker, rank: int | None = None) -> None:
         """Record that the prompt is in this instance's prefix cache, that of its rank, or will be."""
         if self.registry.contains(worker):
-            self.planner.learn_route(prompt, worker, rank)
+            self.planner.prefixes.record_sent(worker, prompt.hashes, rank)
             if prompt.hashes:
                 self.siblings.send_prefix(worker.url if rank is None else f"{worker.url}#{rank}", prompt.hashes)
 

@@ -661,7 +661,7 @@ async def test_what_one_model_has_cached_does_not_count_for_another() -> None:
         planner, qwen = served.router.planner, served.router.registry.models["qwen"]
         measured = measure(b"/v1/completions", {"prompt": prompt})
         assert planner.route(qwen, measured, 2000, set(), set(), 0.0).decision.cached_tokens > 1900
-        planner.index.clear(served.worker(served.engines["qwen"][LONG].url).id)
+        planner.prefixes.index.clear(served.worker(served.engines["qwen"][LONG].url).id)
         assert planner.route(qwen, measured, 2000, set(), set(), 0.0).decision.cached_tokens == 0
 
 

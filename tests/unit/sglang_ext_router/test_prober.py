@@ -72,7 +72,7 @@ async def test_an_instance_whose_port_is_closed_is_taken_out_at_once() -> None:
 async def test_what_a_lost_instance_had_cached_is_forgotten() -> None:
     async with cluster(health_check_interval_secs=0.1) as served:
         await served.ask("POST", "/generate", {"text": "word " * 300})
-        index = served.router.planner.index
+        index = served.router.planner.prefixes.index
         worker = served.worker(served.short[0].url)
         assert index.worker_block_count(worker.id) > 0
         await served.short[0].stop()

@@ -60,7 +60,7 @@ async def test_the_header_counts_before_the_fields() -> None:
         for number in range(8):
             body = {**CHAT, "prompt_cache_key": str(number), "user": "u"}
             assert await prefill_of(served, "/v1/chat/completions", body, {"x-session-id": "s"}) == home
-        assert len(served.router.planner.sessions) == 1
+        assert len(served.router.planner.prefixes.sessions) == 1
 
 
 async def test_a_conversation_leaves_an_instance_that_fails() -> None:
@@ -83,7 +83,7 @@ def route(pools: Pools, text: str, tokens: int, session: int = 1) -> Any:
 def test_a_turn_waits_no_longer_than_its_prefix_takes() -> None:
     pools = Pools(SHORT, SHORT, DECODE)
     busy, idle = pools.workers[:2]
-    pools.planner.sessions.record(1, busy.id, 300, [])
+    pools.planner.prefixes.sessions.record(1, busy.id, 300, [])
     busy.pending_tokens = 299
     assert route(pools, "x", 400).prefill is busy
     busy.pending_tokens = 301
@@ -96,7 +96,7 @@ def test_a_hint_changes_neither_class_nor_account() -> None:
     pools = Pools(SHORT, LONG, LONG, DECODE)
     short, _, third = pools.workers[:3]
     for worker in (short, third):
-        pools.planner.sessions.record(1, worker.id, 2000, [])
+        pools.planner.prefixes.sessions.record(1, worker.id, 2000, [])
         chosen = route(pools, "x", 2100)
         assert chosen.prefill.role is LONG
         assert chosen.decision.length_class is LengthClass.LONG
@@ -107,14 +107,14 @@ def test_a_hint_changes_neither_class_nor_account() -> None:
 def test_undivided_instances_keep_conversations_too() -> None:
     pools = Pools(Role.PLAIN, Role.PLAIN, Role.PLAIN)
     for worker in pools.workers:
-        pools.planner.sessions.record(1, worker.id, 100, [])
+        pools.planner.prefixes.sessions.record(1, worker.id, 100, [])
         assert route(pools, "x", 150).prefill is worker
 
 
 def test_a_restarted_instance_holds_nothing() -> None:
     pools = Pools(SHORT, SHORT, DECODE)
     second = pools.workers[1]
-    pools.planner.sessions.record(1, second.id, 300, [])
+    pools.planner.prefixes.sessions.record(1, second.id, 300, [])
     assert route(pools, "x", 400).prefill is second
-    pools.planner.learn_empty(second)
+    pools.planner.prefixes.empty_worker(second)
     assert route(pools, "x", 400).prefill is pools.workers[0]

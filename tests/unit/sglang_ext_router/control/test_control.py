@@ -264,11 +264,11 @@ async def test_the_cache_is_flushed_everywhere() -> None:
     async with cluster(admin_api_key="admin") as served:
         text = "word " * 500
         await served.ask("POST", "/generate", {"text": text})
-        assert served.router.planner.index.block_count > 0
+        assert served.router.planner.prefixes.index.block_count > 0
         answer = await served.ask("POST", "/flush_cache", headers=ADMIN)
         assert answer.status == 200
         assert sorted(answer.json["flushed"]) == sorted(engine.url for engine in served.engines)
-        assert served.router.planner.index.block_count == 0
+        assert served.router.planner.prefixes.index.block_count == 0
         await served.decode[0].stop()
         answer = await served.ask("POST", "/flush_cache", headers=ADMIN)
         assert answer.status == 502

@@ -252,8 +252,8 @@ async def test_a_router_that_starts_learns_what_the_others_know(monkeypatch: pyt
         task = asyncio.create_task(first._keep_connected(("127.0.0.1", second.getsockname()[1])))
         late = await stack.enter_async_context(running_router(config, siblings=link))
         await late.until_ready()
-        index = late.router.planner.index
-        await until(lambda: index.used == one.router.planner.index.used)
+        index = late.router.planner.prefixes.index
+        await until(lambda: index.used == one.router.planner.prefixes.index.used)
         for text, url in zip(prompts, where, strict=True):
             answer = await late.ask("POST", "/generate", {"text": text})
             assert answer.headers["x-sglang-ext-prefill"] == url
@@ -687,7 +687,7 @@ async def test_a_peer_that_does_not_read_holds_up_no_other() -> None:
                 await asyncio.sleep(0)
             assert link.skipped > 0
             assert writer.transport.get_write_buffer_size() < 2 << 20
-            await until(lambda: routers[1].router.planner.index.block_count > 0)
+            await until(lambda: routers[1].router.planner.prefixes.index.block_count > 0)
             link._receivers.pop(receiver)
             writer.transport.abort()
 

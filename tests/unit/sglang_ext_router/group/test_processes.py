@@ -114,7 +114,7 @@ async def test_prefixes_are_shared(tmp_path: Path) -> None:
     engines = [ScriptedEngine(Role.BOTH), ScriptedEngine(Role.BOTH), ScriptedEngine(Role.DECODE)]
     async with processes(tmp_path, engines) as running:
         first = (await running[0].ask("POST", "/generate", {"text": text})).headers["x-sglang-ext-prefill"]
-        index = running[1].router.planner.index
+        index = running[1].router.planner.prefixes.index
         await until(lambda: index.block_count > 0, 2.0)
         for _ in range(3):
             answer = await running[1].ask("POST", "/generate", {"text": text})

@@ -265,7 +265,7 @@ async def test_a_prompt_that_its_own_instance_has_computed_is_cached(outcome: st
 
 def has_prefixes(served: Cluster) -> bool:
     """Whether the router believes that any instance has a part of any prompt."""
-    return served.router.planner.index.block_count > 0
+    return served.router.planner.prefixes.index.block_count > 0
 
 
 async def test_a_retry_is_routed_as_any_other() -> None:

@@ -88,7 +88,7 @@ def test_a_cached_prefix_changes_the_class() -> None:
     pools = Pools(SHORT, LONG, DECODE)
     prompt = measure(b"/generate", {"text": TEXT})
     assert pools.route(prompt, 2000).prefill is pools.workers[1]
-    pools.planner.index.record(pools.workers[0].id, prompt.hashes[: 7000 // BLOCK_BYTES])
+    pools.planner.prefixes.index.record(pools.workers[0].id, prompt.hashes[: 7000 // BLOCK_BYTES])
     route = pools.route(prompt, 2000)
     assert route.prefill is pools.workers[0]
     assert route.decision.length_class is LengthClass.SHORT
@@ -101,17 +101,17 @@ def test_what_instances_of_other_models_hold_puts_no_class_in_doubt() -> None:
     prompt = measure(b"/generate", {"text": 3 * TEXT})
     cached_bytes = 3 * len(TEXT) - 4000
     assert not pools.planner.needs_exact_count(pools.model, prompt)
-    pools.planner.index.add_worker(99)
-    pools.planner.index.record(99, prompt.hashes[: cached_bytes // BLOCK_BYTES])
+    pools.planner.prefixes.index.add_worker(99)
+    pools.planner.prefixes.index.record(99, prompt.hashes[: cached_bytes // BLOCK_BYTES])
     assert not pools.planner.needs_exact_count(pools.model, prompt)
-    pools.planner.index.record(pools.workers[0].id, prompt.hashes[: cached_bytes // BLOCK_BYTES])
+    pools.planner.prefixes.index.record(pools.workers[0].id, prompt.hashes[: cached_bytes // BLOCK_BYTES])
     assert pools.planner.needs_exact_count(pools.model, prompt)
 
 
 def test_all_cached_still_leaves_one_token_to_compute() -> None:
     pools = Pools(SHORT, DECODE)
     prompt = measure(b"/generate", {"text": "x" * BLOCK_BYTES * 4})
-    pools.planner.learn_route(prompt, pools.workers[0])
+    pools.planner.prefixes.record_sent(pools.workers[0], prompt.hashes)
     decision = pools.route(prompt, 256).decision
     assert (decision.cached_tokens, decision.new_tokens) == (255, 1)
 
@@ -120,9 +120,9 @@ def test_the_holder_of_the_prefix_is_preferred() -> None:
     pools = Pools(LONG, LONG, DECODE)
     prompt = measure(b"/generate", {"text": TEXT})
     for holder in pools.workers[:2]:
-        pools.planner.index.clear(pools.workers[0].id)
-        pools.planner.index.clear(pools.workers[1].id)
-        pools.planner.learn_route(prompt, holder)
+        pools.planner.prefixes.index.clear(pools.workers[0].id)
+        pools.planner.prefixes.index.clear(pools.workers[1].id)
+        pools.planner.prefixes.record_sent(holder, prompt.hashes)
         assert pools.prefill_of(2000, TEXT) is holder
 
 
@@ -134,7 +134,7 @@ def test_a_cached_prefix_is_worth_what_it_saves_those_behind_it(
     pools = Pools(SHORT, SHORT, DECODE, processes=processes)
     holder, other = pools.workers[:2]
     prompt = measure(b"/generate", {"text": TEXT[:1600]})
-    pools.planner.learn_route(prompt, holder)
+    pools.planner.prefixes.record_sent(holder, prompt.hashes)
     for worker in (holder, other):
         worker.rate.tokens_per_s = 10_000.0
     holder.pending_tokens, other.pending_tokens = 1500, 1000
@@ -148,8 +148,8 @@ def test_what_was_not_prefilled_is_not_counted_on() -> None:
     pools = Pools(LONG, LONG, DECODE)
     prompt = measure(b"/generate", {"text": TEXT})
     worker = pools.workers[0]
-    pools.planner.learn_route(prompt, worker)
-    pools.planner.learn_not_prefilled(prompt, worker, 1000, 2000)
+    pools.planner.prefixes.record_sent(worker, prompt.hashes)
+    pools.planner.prefixes.forget_sent(prompt, worker, 1000, 2000)
     cached = pools.route(prompt, 2000).decision.cached_tokens
     assert 1000 - BLOCK_BYTES <= cached <= 1000
 
@@ -261,7 +261,7 @@ def test_what_is_cached_in_the_own_pool_may_be_worth_the_wait() -> None:
     for one in pools.workers[:2]:
         one.rate.tokens_per_s = 500.0  # 2,000 tokens are 4 s
     waits(pools, 3.0, 0.0)
-    pools.planner.learn_route(prompt, worker)
+    pools.planner.prefixes.record_sent(worker, prompt.hashes)
     assert pools.route(prompt, 2000).prefill is worker
 
 
@@ -315,8 +315,8 @@ def test_decode_where_the_prompt_is_held_unless_that_is_much_fuller() -> None:
     prompt = measure(b"/generate", {"text": TEXT})
     for worker in (first, second):
         worker.caches_at_decode = True
-        pools.planner.index.add_worker(worker.id)
-    pools.planner.learn_route(prompt, second)
+        pools.planner.prefixes.index.add_worker(worker.id)
+    pools.planner.prefixes.record_sent(second, prompt.hashes)
     first.reported_free_kv_tokens, second.reported_free_kv_tokens = 100_000, 60_000
     assert pools.route(prompt, 2000).decode is first  # it is not known to the model that any of them keeps prefixes
     pools.registry.refresh()
@@ -337,13 +337,13 @@ def test_a_decode_instance_that_reports_its_blocks() -> None:
     for worker in pools.workers[1:]:
         worker.caches_at_decode = True
         worker.held_blocks = HeldBlocks(16)
-        worker.held_blocks.sources = (pools.planner.blocks.add_source(),)
+        worker.held_blocks.sources = (pools.planner.prefixes.blocks.add_source(),)
         worker.held_blocks.is_whole = True
     pools.registry.refresh()
     held = pools.workers[2].held_blocks
     assert held is not None
     blocks = TokenBlocks(array("q", ids).tobytes()).of(16)
-    pools.planner.blocks.store(held.sources[0], [blocks.key(at) for at in range(20)])
+    pools.planner.prefixes.blocks.store(held.sources[0], [blocks.key(at) for at in range(20)])
     route = pools.route(prompt, 500)
     assert (route.decode, route.decision.decode_cached_tokens) == (pools.workers[2], 320)
 
@@ -355,15 +355,15 @@ def test_a_prefix_on_the_host_counts_less_than_one_on_the_device() -> None:
     sources = []
     for worker in pools.workers[:2]:
         worker.held_blocks = HeldBlocks(16)
-        worker.held_blocks.sources = (pools.planner.blocks.add_source(),)
+        worker.held_blocks.sources = (pools.planner.prefixes.blocks.add_source(),)
         worker.held_blocks.is_whole = True
         sources += worker.held_blocks.sources
     blocks = TokenBlocks(array("q", ids).tobytes()).of(16)
     keys = [blocks.key(at) for at in range(20)]
-    pools.planner.blocks.store(sources[1], keys, Tier.HOST)
+    pools.planner.prefixes.blocks.store(sources[1], keys, Tier.HOST)
     route = pools.route(prompt, 500)
     assert (route.prefill, route.decision.cached_tokens) == (pools.workers[1], 288)
-    pools.planner.blocks.store(sources[0], keys)
+    pools.planner.prefixes.blocks.store(sources[0], keys)
     route = pools.route(prompt, 500)
     assert (route.prefill, route.decision.cached_tokens) == (pools.workers[0], 320)
 
@@ -407,11 +407,11 @@ async def test_a_conversation_stays_with_its_decode_instance() -> None:
         other = await home()
         assert (other != first, held[-1]) == (True, False)
         planner, worker = served.router.planner, served.worker(other)
-        assert planner.index.worker_block_count(worker.id) > 0
-        planner.learn_empty(worker)
+        assert planner.prefixes.index.worker_block_count(worker.id) > 0
+        planner.prefixes.empty_worker(worker)
         next(engine for engine in served.decode if engine.url == other).plan(reply({"error": "no"}, status=500))
         assert await home() == first
-        assert planner.index.worker_block_count(worker.id) == 0
+        assert planner.prefixes.index.worker_block_count(worker.id) == 0
 
 
 def test_decode_instances_that_are_too_small_are_passed_over() -> None:
@@ -499,7 +499,7 @@ def test_prompts_of_token_ids_share_prefixes_too() -> None:
     pools = Pools(LONG, LONG, DECODE)
     ids = list(range(1000))
     prompt = measure(b"/generate", {"input_ids": ids})
-    pools.planner.learn_route(prompt, pools.workers[1])
+    pools.planner.prefixes.record_sent(pools.workers[1], prompt.hashes)
     longer = measure(b"/generate", {"input_ids": [*ids, *range(5000, 6000)]})
     assert pools.planner.estimate_tokens(pools.model, longer) == 2000
     route = pools.route(longer, 2000)
@@ -700,7 +700,10 @@ class TestReportedBlocks:
         pools = Pools(BOTH, BOTH, BOTH, DECODE)
         for worker in pools.workers[:2]:
             worker.held_blocks = HeldBlocks(16)
-            worker.held_blocks.sources = (pools.planner.blocks.add_source(), pools.planner.blocks.add_source())
+            worker.held_blocks.sources = (
+                pools.planner.prefixes.blocks.add_source(),
+                pools.planner.prefixes.blocks.add_source(),
+            )
             worker.held_blocks.is_whole = True
         return pools
 
@@ -708,11 +711,11 @@ class TestReportedBlocks:
         held = pools.workers[number].held_blocks
         assert held is not None
         blocks = TokenBlocks(array("q", ids).tobytes()).of(16)
-        pools.planner.blocks.store(held.sources[rank], [blocks.key(at) for at in range(tokens // 16)])
+        pools.planner.prefixes.blocks.store(held.sources[rank], [blocks.key(at) for at in range(tokens // 16)])
 
     def cached(self, pools: Pools, **fields: Any) -> list[int]:
         prompt = measure(b"/generate", {"input_ids": list(self.IDS), **fields})
-        return pools.planner._cached_tokens(prompt, len(self.IDS), pools.workers[:3])
+        return pools.planner.prefixes.cached_tokens(prompt, len(self.IDS), pools.workers[:3])
 
     def test_the_rank_that_holds_most_counts(self) -> None:
         pools = self.pools()
@@ -727,18 +730,18 @@ class TestReportedBlocks:
         self.store(pools, 0, 0, 1000, self.IDS)
         ids = self.IDS[:16]
         prompt = measure(b"/generate", {"input_ids": list(ids)})
-        assert pools.planner._cached_tokens(prompt, 16, pools.workers[:1]) == [15]
+        assert pools.planner.prefixes.cached_tokens(prompt, 16, pools.workers[:1]) == [15]
 
     def test_what_was_sent_long_ago_counts_only_where_events_do_not_say_all(self) -> None:
         pools = self.pools()
         prompt = measure(b"/generate", {"input_ids": list(self.IDS)})
         for worker in pools.workers[:3]:
-            pools.planner.learn_route(prompt, worker)
+            pools.planner.prefixes.record_sent(worker, prompt.hashes)
         just_sent = self.cached(pools)
         assert just_sent[0] == just_sent[1] == just_sent[2] > 900
-        pools.planner.age_recent()
+        pools.planner.prefixes.age_recent()
         assert self.cached(pools) == just_sent
-        pools.planner.age_recent()
+        pools.planner.prefixes.age_recent()
         assert self.cached(pools) == [0, 0, just_sent[2]]
         held = pools.workers[1].held_blocks
         assert held is not None
@@ -751,10 +754,10 @@ class TestReportedBlocks:
         pools = self.pools()
         prompt = measure(b"/generate", {"input_ids": list(self.IDS)})
         for worker in pools.workers[:3]:
-            pools.planner.learn_route(prompt, worker)
-        pools.planner.learn_not_prefilled(prompt, pools.workers[0], 0, 1000)
-        pools.planner.learn_empty(pools.workers[1])
-        pools.planner.forget_worker(pools.workers[2])
+            pools.planner.prefixes.record_sent(worker, prompt.hashes)
+        pools.planner.prefixes.forget_sent(prompt, pools.workers[0], 0, 1000)
+        pools.planner.prefixes.empty_worker(pools.workers[1])
+        pools.planner.prefixes.remove_worker(pools.workers[2])
         assert self.cached(pools) == [0, 0, 0]
 
     @pytest.mark.parametrize(
@@ -779,7 +782,7 @@ class TestReportedBlocks:
         held = pools.workers[0].held_blocks
         assert held is not None
         blocks = TokenBlocks(array("q", self.IDS).tobytes(), salt_seed("s")).of(16)
-        pools.planner.blocks.store(held.sources[0], [blocks.key(at) for at in range(5)])
+        pools.planner.prefixes.blocks.store(held.sources[0], [blocks.key(at) for at in range(5)])
         assert self.cached(pools, cache_salt="s") == [80, 0, 0]
 
     def test_texts_and_batches_go_by_what_was_sent(self) -> None:
@@ -800,12 +803,12 @@ class TestRanks:
         for worker in pools.workers:
             worker.set_ranks(3)
             worker.caches_at_decode = worker.role is DECODE
-            pools.planner.add_worker(worker)
+            pools.planner.prefixes.add_worker(worker)
             for rank in worker.ranks:
                 rank.free_kv_tokens = 100_000
             if has_events:
                 worker.held_blocks = HeldBlocks(16)
-                worker.held_blocks.sources = tuple(pools.planner.blocks.add_source() for _ in range(3))
+                worker.held_blocks.sources = tuple(pools.planner.prefixes.blocks.add_source() for _ in range(3))
                 worker.held_blocks.is_whole = True
         pools.registry.refresh()
         return pools
@@ -813,11 +816,11 @@ class TestRanks:
     def hold(self, pools: Pools, worker: Worker, rank: int) -> None:
         """The rank holds the prompt, by its events or as it was sent there."""
         if worker.held_blocks is None:
-            pools.planner.learn_route(self.PROMPT, worker, rank)
+            pools.planner.prefixes.record_sent(worker, self.PROMPT.hashes, rank)
         else:
             blocks = TokenBlocks(array("q", self.IDS).tobytes()).of(16)
             source = worker.held_blocks.sources[rank]
-            pools.planner.blocks.store(source, [blocks.key(at) for at in range(blocks.count)])
+            pools.planner.prefixes.blocks.store(source, [blocks.key(at) for at in range(blocks.count)])
 
     @pytest.mark.parametrize("has_events", [True, False])
     def test_the_ranks_that_hold_the_prompt_get_it_unless_they_are_busy(self, has_events: bool) -> None:
@@ -853,15 +856,17 @@ class TestRanks:
     def test_what_a_rank_holds_is_forgotten(self) -> None:
         pools = self.pools(has_events=False)
         prefill = pools.workers[0]
-        pools.planner.learn_sent(prefill, self.PROMPT.hashes)  # by another router, which does not name the rank
+        pools.planner.prefixes.record_sent(
+            prefill, self.PROMPT.hashes
+        )  # by another router, which does not name the rank
         assert pools.route(self.PROMPT, 1000).decision.cached_tokens == 0
         self.hold(pools, prefill, 1)
-        pools.planner.learn_not_prefilled(self.PROMPT, prefill, 0, 1000, rank=0)
+        pools.planner.prefixes.forget_sent(self.PROMPT, prefill, 0, 1000, rank=0)
         assert pools.route(self.PROMPT, 1000).prefill_rank == 1
-        pools.planner.learn_not_prefilled(self.PROMPT, prefill, 0, 1000, rank=1)
+        pools.planner.prefixes.forget_sent(self.PROMPT, prefill, 0, 1000, rank=1)
         assert pools.route(self.PROMPT, 1000).decision.cached_tokens == 0
         self.hold(pools, prefill, 1)
-        pools.planner.learn_empty(prefill)
+        pools.planner.prefixes.empty_worker(prefill)
         assert pools.route(self.PROMPT, 1000).decision.cached_tokens == 0
 
 
@@ -886,7 +891,7 @@ async def test_each_leg_names_its_rank() -> None:
             lines = ("x-override-routed-dp-rank", "x-data-parallel-rank")
             assert [[dict(one.headers)[line] for line in lines] for one in received] == [2 * [str(held)], 2 * ["0"]]
             assert received[0].body == received[1].body
-            index = served.router.planner.index
+            index = served.router.planner.prefixes.index
             known = [[index.worker_block_count(rank.prefix_id) > 0 for rank in worker.ranks] for worker in workers]
             assert known == [[True, held == 1], [True, False]]
             assert json.loads(received[0].body)["disagg_prefill_dp_rank"] == held

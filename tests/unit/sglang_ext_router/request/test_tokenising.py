@@ -169,7 +169,7 @@ async def test_a_response_of_other_tokens_is_no_longer_read(folder: Path) -> Non
     async with cluster(tokenizer_path=str(tiny_model())) as served:
         worker = served.worker(served.short[0].url)
         held = worker.held_blocks = HeldBlocks(16)
-        held.sources = (served.router.planner.blocks.add_source(),)
+        held.sources = (served.router.planner.prefixes.blocks.add_source(),)
         read = frozenset({PromptKind.CHATS, PromptKind.RESPONSES})
         worker.alike = served.model.alike = read
         body = {"input": "words " * 100}
@@ -290,9 +290,11 @@ async def test_a_text_goes_where_its_blocks_are_reported(folder: Path) -> None:
             worker = served.worker(engine.url)
             held = worker.held_blocks = HeldBlocks(16)
             held.is_whole = True
-            held.sources = (served.router.planner.blocks.add_source(),)
+            held.sources = (served.router.planner.prefixes.blocks.add_source(),)
             if number == 1:
-                served.router.planner.blocks.store(held.sources[0], [blocks.key(i) for i in range(blocks.count)])
+                served.router.planner.prefixes.blocks.store(
+                    held.sources[0], [blocks.key(i) for i in range(blocks.count)]
+                )
 
         def cached() -> int:
             return served.router.metrics.cached_tokens
