@@ -68,9 +68,10 @@ from sglang_ext.planner.simulation.engines import SimEngine, load_engine
 from sglang_ext.planner.simulation.events import EventLoop, PrefillListener, ServedPrefill, SimRequest, feed
 from sglang_ext.planner.simulation.instances import InstancePool, InstancesSpec, router_policy
 from sglang_ext.planner.simulation.iteration_policies import ChunkedPrefill, LapsPolicy, QueueOrder
-from sglang_ext.planner.simulation.one_pool import OnePool, OnePoolOptions
+from sglang_ext.planner.simulation.one_pool import OnePool
 from sglang_ext.planner.simulation.operator_engine import BARE
 from sglang_ext.planner.simulation.pool_controller import SimulatedController
+from sglang_ext.planner.simulation.pool_instances import OnePoolOptions
 from sglang_ext.planner.simulation.run import RecordedStage
 from sglang_ext.planner.simulation.workload import WorkloadError, load_workload, poisson_s, scaled, session_requests
 from sglang_ext.types import Role

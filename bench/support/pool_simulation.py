@@ -15,7 +15,8 @@ from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
 from sglang_ext.planner.simulation.events import EventLoop, Prefix, ServedPrefill, SimRequest, feed
 from sglang_ext.planner.simulation.instances import InstancesSpec
 from sglang_ext.planner.simulation.iteration_policies import LapsPolicy
-from sglang_ext.planner.simulation.one_pool import OnePool, OnePoolOptions
+from sglang_ext.planner.simulation.one_pool import OnePool
+from sglang_ext.planner.simulation.pool_instances import OnePoolOptions
 from sglang_ext.types import Role
 from support.conversations import Answer
 

@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from sglang_ext.laps.decide.cost_model import IterationSample
 from sglang_ext.long_pool.decide.coordination_settings import CoordinationSettings
 from sglang_ext.long_pool.decide.coordinator import Coordinator
 from sglang_ext.long_pool.decide.kept_prompts import PromptBlocks, PromptText
@@ -60,79 +59,16 @@ from sglang_ext.planner.simulation.instances import InstancesSpec
 from sglang_ext.planner.simulation.iteration_policies import Iteration, LapsPolicy, Slice, WorkItem
 from sglang_ext.planner.simulation.iterations import advance, iteration_sample
 from sglang_ext.planner.simulation.long_pool import PlanLog
+from sglang_ext.planner.simulation.pool_instances import (
+    Chunk,
+    KvHoldings,
+    OnePoolOptions,
+    PoolInstance,
+    PoolTimes,
+    RunningBatch,
+)
 from sglang_ext.planner.simulation.prefix_caches import PrefixCaches
 from sglang_ext.types import LengthClass, Role
-
-
-@dataclass(frozen=True, slots=True)
-class OnePoolOptions:
-    """Settings of the pool besides the instances' costs. ValueError naming a time, factor or bandwidth that is not
-    above 0."""
-
-    slo_s: float = 1.0  # TTFT objective of a shared prompt, or
-    slo_stretch: float = 5.0  # this many times its time on an idle pool if that is more
-    short_slo_s: float = 0.4  # TTFT objective of a short prompt; infinity: chunks are as long as they like
-    min_chunk_tokens: int = 512
-    chunk_s: float | None = None  # longest time of a chunk, also where short prompts would let it take longer
-    cross_node_factor: float = 1.1  # of a group over more nodes than it needs; infinity: there is none
-    per_node: int = 8  # instances
-    keeps_rows: bool = True  # rows of a shared prompt stay where they were computed, as a prefix cache
-    pulls_rows: bool = True  # they may be brought to one instance
-    kv_bytes_per_token: int = 131_072
-    link_bytes_per_s: float = 50e9  # from one instance to others
-
-    def __post_init__(self) -> None:
-        for name in ("slo_s", "slo_stretch", "short_slo_s", "chunk_s", "per_node", "link_bytes_per_s"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name}: {value} is not above 0")
-
-
-@dataclass(slots=True, eq=False)
-class _Chunk:
-    """A chunk that is ordered, until it has ended."""
-
-    order: RunChunk
-    compute_s: float
-    missing: set[int]  # members that are not ready for it
-    held_before: dict[int, int]  # of its request, by member
-    ready_s: dict[int, float] = field(default_factory=dict)  # since when each of the others waits
-    waited_s: float = 0.0  # by members that computed a batch meanwhile
-    start_s: float = math.inf
-    is_void: bool = False
-
-    @property
-    def is_running(self) -> bool:
-        return self.start_s < math.inf
-
-    @property
-    def end_s(self) -> float:
-        return self.start_s + self.compute_s
-
-
-@dataclass(slots=True, eq=False)
-class _RunningBatch:
-    """An iteration of ordinary work that runs."""
-
-    iteration: Iteration
-    sample: IterationSample
-    start_s: float
-    end_s: float
-    is_void: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _PoolInstance:
-    number: int
-    policy: LapsPolicy
-    free_tokens: int  # of KV
-    items: list[WorkItem] = field(default_factory=list)
-    batch: _RunningBatch | None = None
-    chunk: _Chunk | None = None
-    owes_batch: bool = False  # a chunk has ended, and this turn's batch has not run yet
-    computed_tokens: int = 0
-    generation: int = 0  # a wake-up of an earlier one means nothing
-    is_alive: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -167,8 +103,10 @@ class OnePool:
         self._listener = listener
         self._boundary_tokens = spec.boundary_tokens
         self._kv_tokens = spec.max_kv_tokens(Role.BOTH)
-        self._costs = {candidate.size: candidate.cost for candidate in candidates}
+        self._max_group = max(candidate.size for candidate in candidates)
         self._own_costs = spec.costs(Role.BOTH)
+        costs = {candidate.size: candidate.cost for candidate in candidates}
+        self._times = PoolTimes(options, costs, self._own_costs.coefficients, spec.boundary_tokens)
         planner = PricePlanner(
             PriceOptions(tuple(candidates), options.min_chunk_tokens, cross_node_factor=options.cross_node_factor)
         )
@@ -185,12 +123,12 @@ class OnePool:
         self.coordinator = Coordinator(PoolSchedule(planner, OnTimeOrder(OnTimeOptions())), settings)
         self._load = PoolLoad(ROUTED_WINDOW_S)  # of batches
         self._caches = PrefixCaches(self._kv_tokens)
-        self._members = [_PoolInstance(number, policy(role), self._kv_tokens) for number, role in enumerate(spec.roles)]
+        self._members = [PoolInstance(number, policy(role), self._kv_tokens) for number, role in enumerate(spec.roles)]
+        self._holdings = KvHoldings(self._members)
         self._shared: dict[int, _SharedPrompt] = {}  # by request
         self._tickets: dict[int, int] = {}  # request by ticket, before it is bound
         self._next_ticket = 0
         self._collects: dict[int, Collect] = {}  # on their way, by sequence
-        self._holds: dict[int, dict[int, int]] = {}  # KV tokens by request and member
         self._stranded: dict[int, SimRequest] = {}  # no instance is there for them
         self._keeps_kv = False
         self.gang_wait_s = 0.0  # of members that were ready, until their group was
@@ -217,7 +155,7 @@ class OnePool:
     # ---- arrivals ----
 
     def arrive(self, request: SimRequest) -> None:
-        if request.prompt_tokens > max(self._costs) * self._kv_tokens:
+        if request.prompt_tokens > self._max_group * self._kv_tokens:
             self._listener.on_refused(request)  # no group can ever hold it
             return
         alive = [member for member in self._members if member.is_alive]
@@ -232,7 +170,7 @@ class OnePool:
             member, tokens = min(
                 zip(alive, cached, strict=True), key=lambda choice: self._cost_s(choice[0], request, choice[1], price)
             )
-            self._load.record_arrival(self._loop.now_s, self._item_s(request.prompt_tokens - tokens, tokens))
+            self._load.record_arrival(self._loop.now_s, self._times.item_s(request.prompt_tokens - tokens, tokens))
             self._queue(request._replace(cached_tokens=tokens), member)
             self._plan()
 
@@ -272,47 +210,30 @@ class OnePool:
         kept = None if blocks is None else self.coordinator.kept.match(blocks, request.prompt_tokens - 1)
         return 2 * cached_tokens < request.prompt_tokens or (kept is not None and kept.tokens > cached_tokens)
 
-    def _batch_price(self, alive: Sequence[_PoolInstance]) -> float:
+    def _batch_price(self, alive: Sequence[PoolInstance]) -> float:
         """Return what a second of an instance's time costs the prompts that arrive until what is queued has gone."""
-        left_s = sum(self._busy_s(member) + self._queued_s(member) for member in alive)
+        left_s = sum(self._left_s(member) for member in alive)
         return self._load.price(self._loop.now_s, left_s, len(alive))
 
-    def _cost_s(self, member: _PoolInstance, request: SimRequest, cached_tokens: int, price: float) -> float:
+    def _cost_s(self, member: PoolInstance, request: SimRequest, cached_tokens: int, price: float) -> float:
         """Return when a member would have computed a prompt behind what it has, from now, and what that costs others.
 
         Where a prefix is cached a prompt takes less of the time that others wait for.
         """
-        own_s = self._item_s(request.prompt_tokens - cached_tokens, cached_tokens)
-        return self._busy_s(member) + self._queued_s(member) + (1 + price) * own_s
+        own_s = self._times.item_s(request.prompt_tokens - cached_tokens, cached_tokens)
+        return self._left_s(member) + (1 + price) * own_s
 
-    def _queue(self, request: SimRequest, member: _PoolInstance) -> None:
+    def _queue(self, request: SimRequest, member: PoolInstance) -> None:
         item = WorkItem(request, request.new_tokens, request.cached_tokens, member.computed_tokens)
         member.items.append(item)
         member.policy.record_arrival(item, self._loop.now_s)
         self._go_on(member)
 
-    def _item_s(self, new_tokens: int, cached_tokens: int) -> float:
-        coefficients = self._own_costs.coefficients
-        return coefficients.alpha_s * new_tokens * (new_tokens + 2 * cached_tokens) + coefficients.token_s * new_tokens
+    def _left_s(self, member: PoolInstance) -> float:
+        """Return how long all that a member has takes from now on."""
+        return self._busy_s(member) + self._times.queued_s(member, self._holdings)
 
-    def _queued_s(self, member: _PoolInstance, max_new_tokens: float = math.inf) -> float:
-        """Return how long a member's ordinary work takes, without the batch that runs and without prompts that have not
-        begun and are longer than `max_new_tokens`."""
-        running = {} if member.batch is None else {id(item): tokens for item, tokens in member.batch.iteration.slices}
-        work_s = 0.0
-        for item in member.items:
-            done = running.get(id(item), 0)
-            if item.new_tokens > done and (item.new_tokens <= max_new_tokens or item.request.key in self._holds):
-                work_s += self._item_s(item.new_tokens - done, item.cached_tokens + done)
-        return work_s + self._own_costs.coefficients.kappa_s if work_s else 0.0
-
-    def _shorts_s(self, member: _PoolInstance) -> float:
-        """Return how long the short prompts take that wait at a member."""
-        waiting = [item for item in member.items if item.start_s is None and item.new_tokens <= self._boundary_tokens]
-        work_s = sum(self._item_s(item.new_tokens, item.cached_tokens) for item in waiting)
-        return work_s + self._own_costs.coefficients.kappa_s if waiting else 0.0
-
-    def _busy_s(self, member: _PoolInstance) -> float:
+    def _busy_s(self, member: PoolInstance) -> float:
         """Return how long the batch and the chunk of a member take from now on."""
         now_s = self._loop.now_s
         free_s = now_s if member.batch is None else member.batch.end_s
@@ -322,14 +243,14 @@ class OnePool:
                 free_s = member.chunk.end_s
         return max(0.0, free_s - now_s)
 
-    def _meet_s(self, chunk: _Chunk) -> float:
+    def _meet_s(self, chunk: Chunk) -> float:
         """Return when the batches of the members that are missing have ended."""
         batches = [batch for number in chunk.missing if (batch := self._members[number].batch) is not None]
         return max((batch.end_s for batch in batches), default=self._loop.now_s)
 
     # ---- a member's turn ----
 
-    def _go_on(self, member: _PoolInstance) -> None:
+    def _go_on(self, member: PoolInstance) -> None:
         """Begin what a member does next, where it does nothing: a batch, or waiting for the group of its chunk."""
         chunk, now_s = member.chunk, self._loop.now_s
         if not member.is_alive or member.batch is not None or (chunk is not None and chunk.is_running):
@@ -352,23 +273,23 @@ class OnePool:
             if not chunk.missing:
                 self._begin(chunk)
 
-    def _wake(self, awaited: tuple[_PoolInstance, int]) -> None:
+    def _wake(self, awaited: tuple[PoolInstance, int]) -> None:
         member, generation = awaited
         if member.generation == generation:
             self._go_on(member)
 
     # ---- batches ----
 
-    def _choose(self, member: _PoolInstance, longest_s: float) -> Iteration:
+    def _choose(self, member: PoolInstance, longest_s: float) -> Iteration:
         """Return what the policy would run, without prompts that have not begun and do not fit as a whole: what has
         begun never waits for memory."""
-        holds, room = self._holds, member.free_tokens
-        begun = [item for item in member.items if item.request.key in holds]
+        holdings, room = self._holdings, member.free_tokens
+        begun = [item for item in member.items if item.request.key in holdings]
         reserved = sum(item.new_tokens for item in begun)
         iteration = member.policy.choose_within(member.items, max(0, room) + reserved, self._loop.now_s, longest_s)
         fitting = []
         for chosen in iteration.slices:
-            if chosen.item.request.key not in holds:
+            if chosen.item.request.key not in holdings:
                 if chosen.item.new_tokens > room:
                     member.policy.correct(chosen.item, 0, self._loop.now_s)
                     continue
@@ -382,22 +303,22 @@ class OnePool:
         wake_s = math.inf if iteration.slices else iteration.wake_s
         return iteration._replace(slices=tuple(fitting), wake_s=wake_s)
 
-    def _run(self, member: _PoolInstance, iteration: Iteration) -> None:
+    def _run(self, member: PoolInstance, iteration: Iteration) -> None:
         now_s = self._loop.now_s
         sample = iteration_sample(iteration, self._own_costs)
         member.owes_batch = False
         if member.chunk is not None and member.number in member.chunk.ready_s:
             member.chunk.waited_s += now_s - member.chunk.ready_s.pop(member.number)
             member.chunk.missing.add(member.number)
-        batch = member.batch = _RunningBatch(iteration, sample, now_s, now_s + sample.duration_s)
+        batch = member.batch = RunningBatch(iteration, sample, now_s, now_s + sample.duration_s)
         for item, _ in iteration.slices:
-            if item.request.key not in self._holds:
-                self._hold(item.request.key, member, item.new_tokens)
+            if item.request.key not in self._holdings:
+                self._holdings.take(item.request.key, member, item.new_tokens)
             if item.start_s is None:
                 item.start_s = now_s
         self._loop.schedule(batch.end_s, self._end_batch, (member, batch))
 
-    def _end_batch(self, awaited: tuple[_PoolInstance, _RunningBatch]) -> None:
+    def _end_batch(self, awaited: tuple[PoolInstance, RunningBatch]) -> None:
         member, batch = awaited
         if batch.is_void:
             return
@@ -434,19 +355,19 @@ class OnePool:
             blocks=_blocks_of(request),
         )
 
-    def _report_of(self, member: _PoolInstance) -> MemberReport:
+    def _report_of(self, member: PoolInstance) -> MemberReport:
         # The time of a chunk is the coordinator's own to know.
         busy_s = 0.0 if member.chunk is not None else self._busy_s(member)
         short_slo_s = self._options.short_slo_s
         return MemberReport(
             # What has no memory does not run before others have ended.
-            busy_s + self._queued_s(member, member.free_tokens),
+            busy_s + self._times.queued_s(member, self._holdings, member.free_tokens),
             max(0, member.free_tokens - self.coordinator.kept.locked_on(member.number)),
             short_per_s=member.policy.laps.short_per_s(self._loop.now_s),
             short_slo_s=short_slo_s if short_slo_s < math.inf else None,
             short_work_s=member.policy.laps.short_work_s(self._loop.now_s),
             running_s=busy_s,
-            short_backlog_s=self._shorts_s(member),
+            short_backlog_s=self._times.shorts_s(member),
         )
 
     def _report_all(self) -> None:
@@ -479,7 +400,7 @@ class OnePool:
                 self._order(order)
             case Collect():
                 self._collects[order.sequence] = order
-                self._loop.schedule(now_s + self._move_s(order.moves), self._end_collect, order)
+                self._loop.schedule(now_s + self._times.move_s(order.moves), self._end_collect, order)
             case Finish(key):
                 self._end_shared(key)
                 return () if self._keeps_kv else self.coordinator.transferred(key, now_s)
@@ -493,7 +414,8 @@ class OnePool:
                     return self.coordinator.plan(now_s)
             case Pull():
                 turn_s = max(map(self._turn_in_s, order.members))
-                self._loop.schedule(now_s + turn_s + self._move_s(self._pull_moves(order)), self._receive_pull, order)
+                sent_s = now_s + turn_s + self._times.move_s(self._pull_moves(order))
+                self._loop.schedule(sent_s, self._receive_pull, order)
             case DropKept():
                 self._share_room()
         return ()
@@ -526,10 +448,10 @@ class OnePool:
                 cached = self._caches.cached_tokens(item.request, [other.number for other in others])
                 tokens = item.request.prompt_tokens
                 elsewhere_s, best = min(
-                    (self._busy_s(other) + self._queued_s(other) + self._item_s(tokens - held, held), at)
+                    (self._left_s(other) + self._times.item_s(tokens - held, held), at)
                     for at, (other, held) in enumerate(zip(others, cached, strict=True))
                 )
-                if ends_much_sooner(elsewhere_s, wait_s + self._item_s(item.new_tokens, item.cached_tokens)):
+                if ends_much_sooner(elsewhere_s, wait_s + self._times.item_s(item.new_tokens, item.cached_tokens)):
                     member.items.remove(item)
                     self.moved.add(item.request.key)
                     self._queue(item.request._replace(cached_tokens=cached[best]), others[best])
@@ -542,12 +464,12 @@ class OnePool:
         new = sum(map(count_tokens, layout.new))
         if shared.start_s is None and not shared.borrowed and cached:
             self._borrow(shared, order)
-        compute_s = max(self._compute_s(layout.group, cached, new), self._move_s(layout.moves))
-        held_before = dict(self._holds.get(order.request, {}))
-        chunk = _Chunk(order, compute_s, set(layout.group), held_before)
+        compute_s = max(self._times.chunk_s(layout.group, cached, new), self._times.move_s(layout.moves))
+        held_before = dict(self._holdings.of(order.request))
+        chunk = Chunk(order, compute_s, set(layout.group), held_before)
         for number, history, part in zip(layout.group, layout.history, layout.new, strict=True):
             owned = count_tokens(history) + count_tokens(part) - shared.borrowed.get(number, 0)
-            self._hold(order.request, self._members[number], max(0, owned) - held_before.get(number, 0))
+            self._holdings.take(order.request, self._members[number], max(0, owned) - held_before.get(number, 0))
             self._members[number].chunk = chunk
         if shared.start_s is None and shared.borrowed and cached + new == shared.request.prompt_tokens:
             self._count_follow_up(layout.group, new, cached)
@@ -572,23 +494,6 @@ class OnePool:
         shared.borrowed = held
         shared.request = shared.request._replace(cached_tokens=sum(map(count_tokens, layout.history)))
 
-    def _compute_s(self, group: Sequence[int], cached_tokens: int, new_tokens: int) -> float:
-        options = self._options
-        compute_s = self._costs[len(group)].predict_s(cached_tokens, new_tokens)
-        nodes = {number // options.per_node for number in group}
-        if len(nodes) > 1 and len(group) <= options.per_node and options.cross_node_factor < math.inf:
-            compute_s *= options.cross_node_factor
-        return compute_s
-
-    def _move_s(self, moves: Iterable[KvMove]) -> float:
-        """Return how long history is on its way: every instance sends over a link of its own, and receives over one."""
-        options = self._options
-        by_link: dict[tuple[str, int], int] = {}
-        for move in moves:
-            for link in (("out", move.source), ("in", move.target)):
-                by_link[link] = by_link.get(link, 0) + move.tokens
-        return max(by_link.values(), default=0) * options.kv_bytes_per_token / options.link_bytes_per_s
-
     def _pull_moves(self, order: Pull) -> list[KvMove]:
         """Return what every source sends; the coordinator has one pull at a time on each link."""
         rows = self.coordinator.kept.rows(order.parts[-1])
@@ -598,12 +503,7 @@ class OnePool:
 
     def _turn_in_s(self, number: int) -> float:
         """Return how long the batch or chunk that runs at a member takes from now on: it follows orders behind that."""
-        member, end_s = self._members[number], 0.0
-        if member.batch is not None:
-            end_s = member.batch.end_s
-        elif member.chunk is not None and member.chunk.is_running:
-            end_s = member.chunk.end_s
-        return max(0.0, end_s - self._loop.now_s)
+        return max(0.0, self._members[number].turn_end_s() - self._loop.now_s)
 
     def _receive_pull(self, order: Pull) -> None:
         """All rows have come; the target looks for them between a batch and a chunk."""
@@ -616,7 +516,7 @@ class OnePool:
         self._carry_out(self.coordinator.pulled(order.target, order.pull, self._loop.now_s))
         self._share_room()
 
-    def _begin(self, chunk: _Chunk) -> None:
+    def _begin(self, chunk: Chunk) -> None:
         now_s = self._loop.now_s
         size = len(chunk.ready_s)
         chunk.start_s = now_s
@@ -628,7 +528,7 @@ class OnePool:
             shared.start_s = now_s
         self._loop.schedule(chunk.end_s, self._end_chunk, chunk)
 
-    def _end_chunk(self, chunk: _Chunk) -> None:
+    def _end_chunk(self, chunk: Chunk) -> None:
         if chunk.is_void:
             return
         group = chunk.order.layout.group
@@ -648,13 +548,13 @@ class OnePool:
         owner = self._members[order.owner]
         shared = self._shared.pop(order.request)
         request = shared.request
-        held = self._holds.get(order.request, {})
+        held = self._holdings.of(order.request)
         computed = sum(held.values()) + sum(shared.borrowed.values())
         for number, tokens in list(held.items()):
-            self._hold(order.request, self._members[number], -tokens)
+            self._holdings.take(order.request, self._members[number], -tokens)
         # The last token is computed again, for its logits.
         cached = min(computed, request.prompt_tokens - 1)
-        self._hold(order.request, owner, request.prompt_tokens)
+        self._holdings.take(order.request, owner, request.prompt_tokens)
         self._carry_out(self.coordinator.done_together(order.members, order.sequence, self._loop.now_s))
         self._queue(request._replace(cached_tokens=cached), owner)
         for number in held:
@@ -667,20 +567,10 @@ class OnePool:
 
     # ---- KV ----
 
-    def _hold(self, key: int, member: _PoolInstance, tokens: int) -> None:
-        """Take `tokens` more slots of a member for a request, or give them back where `tokens` is negative."""
-        holds = self._holds.setdefault(key, {})
-        holds[member.number] = holds.get(member.number, 0) + tokens
-        member.free_tokens -= tokens
-
     def _free(self, key: int) -> None:
         """Give back all that a request holds; members may have waited for it."""
-        freed = []
-        for number, tokens in self._holds.pop(key, {}).items():
-            self._members[number].free_tokens += tokens
-            freed.append(number)
-        for number in freed:
-            self._go_on(self._members[number])
+        for member in self._holdings.free(key):
+            self._go_on(member)
 
     def _share_room(self) -> None:
         """Leave the instances' own caches what the rows that the pool keeps do not take."""
@@ -690,7 +580,7 @@ class OnePool:
 
     # ---- what was busy ----
 
-    def _record_batch(self, member: _PoolInstance, batch: _RunningBatch) -> None:
+    def _record_batch(self, member: PoolInstance, batch: RunningBatch) -> None:
         if self._is_recorded:
             first, *others = (item.request.key for item, _ in batch.iteration.slices)
             tokens = sum(tokens for _, tokens in batch.iteration.slices)
@@ -698,7 +588,7 @@ class OnePool:
                 BusyInterval(member.number, batch.start_s, self._loop.now_s, first, tuple(others), tokens)
             )
 
-    def _record_chunk(self, chunk: _Chunk) -> None:
+    def _record_chunk(self, chunk: Chunk) -> None:
         if self._is_recorded:
             layout, shared = chunk.order.layout, self._shared[chunk.order.request]
             self.timeline += [
@@ -713,7 +603,7 @@ class OnePool:
 
     # ---- instances that come and go ----
 
-    def _join(self, member: _PoolInstance) -> None:
+    def _join(self, member: PoolInstance) -> None:
         member.is_alive = True
         self._caches.add(member.number)
         node = member.number // self._options.per_node
@@ -749,10 +639,9 @@ class OnePool:
         orders: list[Order] = []
         # Decode gets what has its first token all the same: only the KV is lost here.
         for key in self.coordinator.requests:
-            if key not in self._shared and lost.number in self._holds.get(key, {}):
+            if key not in self._shared and lost.number in self._holdings.of(key):
                 orders += self.coordinator.cancel(key, now_s)
-        for holds in self._holds.values():
-            holds.pop(lost.number, None)
+        self._holdings.lose(lost)
         orders += self.coordinator.lose(lost.number, now_s)
         steps = [(chunk.order.sequence, chunk.order.layout.group) for chunk in broken]
         steps += [(order.sequence, order.members) for order in collects]
@@ -773,7 +662,7 @@ class OnePool:
         self._plan()
         self._loop.schedule(now_s + failure.down_s, self._join, lost)
 
-    def _break(self, chunk: _Chunk) -> None:
+    def _break(self, chunk: Chunk) -> None:
         """Take a chunk that cannot end from its members; they hold what they did before."""
         if chunk.is_running:
             self._record_chunk(chunk)
@@ -782,8 +671,9 @@ class OnePool:
             member = self._members[number]
             member.chunk = None
             if member.is_alive:
-                before = chunk.held_before.get(number, 0)
-                self._hold(chunk.order.request, member, before - self._holds[chunk.order.request].get(number, 0))
+                key = chunk.order.request
+                taken = self._holdings.of(key).get(number, 0) - chunk.held_before.get(number, 0)
+                self._holdings.take(key, member, -taken)
 
 
 def _blocks_of(request: SimRequest) -> PromptBlocks | None:

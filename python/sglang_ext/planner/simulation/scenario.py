@@ -20,7 +20,8 @@ from sglang_ext.planner.simulation.events import BusyInterval, EventLoop, Planne
 from sglang_ext.planner.simulation.instances import InstancePool, InstancesSpec, router_policy
 from sglang_ext.planner.simulation.iteration_policies import ChunkedPrefill, IterationPolicy, LapsPolicy, QueueOrder
 from sglang_ext.planner.simulation.long_pool import LongPool, LongPoolOptions, usable_candidates
-from sglang_ext.planner.simulation.one_pool import OnePool, OnePoolOptions
+from sglang_ext.planner.simulation.one_pool import OnePool
+from sglang_ext.planner.simulation.pool_instances import OnePoolOptions
 from sglang_ext.planner.simulation.run import KeepingStage, PlanningStage, RecordedStage, RunOptions, StageBuilder
 from sglang_ext.planner.simulation.scaler import ScalerSettings
 from sglang_ext.planner.simulation.workload import Workload, drawn_requests, scaled, session_requests

@@ -23,7 +23,8 @@ from sglang_ext.planner.simulation.events import EventLoop, PrefillListener, Pre
 from sglang_ext.planner.simulation.instances import InstancePool, InstancesSpec, router_policy
 from sglang_ext.planner.simulation.iteration_policies import LapsPolicy
 from sglang_ext.planner.simulation.long_pool import LongPool, LongPoolOptions
-from sglang_ext.planner.simulation.one_pool import OnePool, OnePoolOptions
+from sglang_ext.planner.simulation.one_pool import OnePool
+from sglang_ext.planner.simulation.pool_instances import OnePoolOptions
 from sglang_ext.planner.simulation.run import Outcome, RunOptions, simulate
 from sglang_ext.types import Role
 
