@@ -1,4 +1,4 @@
-"""What is refused before a prompt is counted: a model that is not served, a path or a size that its instances lack."""
+"""Refuses requests before their prompts are counted: for a model that is not served, or for what it cannot do."""
 
 from __future__ import annotations
 

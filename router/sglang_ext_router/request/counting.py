@@ -1,4 +1,4 @@
-"""How many tokens a prompt has: estimated from its bytes, and counted by a tokenizer where a decision needs it."""
+"""Counts the tokens of a prompt: an estimate from its bytes, or a tokenizer's count where a decision needs it."""
 
 from __future__ import annotations
 

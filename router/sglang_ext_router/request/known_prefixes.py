@@ -1,4 +1,4 @@
-"""Which instance holds how much of a prompt: what the router has sent it, and what it says of itself by events."""
+"""Knows how much of a prompt each instance holds: by what it was sent, and by the events that it publishes."""
 
 from __future__ import annotations
 
