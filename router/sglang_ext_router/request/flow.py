@@ -44,9 +44,17 @@ from sglang_ext_router.observe.access_log import peer_of
 from sglang_ext_router.observe.request_record import QUEUE_TIMEOUT_STATUS, RequestRecord
 from sglang_ext_router.request.attempt import Attempt
 from sglang_ext_router.request.body_reader import SMALL_BYTES, Outcome, is_read_at_once
-from sglang_ext_router.request.checks import RefusedError, check_request, find_model
 from sglang_ext_router.request.counting import count_tokens
-from sglang_ext_router.request.prepared_request import ClientHeaders, PreparedRequest, ReadBody, read_body, read_headers
+from sglang_ext_router.request.prepared_request import (
+    ClientHeaders,
+    PreparedRequest,
+    ReadBody,
+    RefusedError,
+    check_request,
+    find_model,
+    read_body,
+    read_headers,
+)
 from sglang_ext_router.request.prompt import BadRequestError
 from sglang_ext_router.request.relay import REASON_TEXT, Relay, begins_unclear, stream_error_status
 from sglang_ext_router.request.routing import NoInstanceError, PoolPlace, capacity_refusal

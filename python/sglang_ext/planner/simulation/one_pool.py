@@ -60,12 +60,12 @@ from sglang_ext.planner.simulation.iteration_policies import Iteration, LapsPoli
 from sglang_ext.planner.simulation.iterations import advance, iteration_sample
 from sglang_ext.planner.simulation.long_pool import PlanLog
 from sglang_ext.planner.simulation.pool_instances import (
-    Chunk,
     KvHoldings,
     OnePoolOptions,
-    PoolInstance,
+    OrderedChunk,
     PoolTimes,
     RunningBatch,
+    SimulatedMember,
 )
 from sglang_ext.planner.simulation.prefix_caches import PrefixCaches
 from sglang_ext.types import LengthClass, Role
@@ -123,7 +123,9 @@ class OnePool:
         self.coordinator = Coordinator(PoolSchedule(planner, OnTimeOrder(OnTimeOptions())), settings)
         self._load = PoolLoad(ROUTED_WINDOW_S)  # of batches
         self._caches = PrefixCaches(self._kv_tokens)
-        self._members = [PoolInstance(number, policy(role), self._kv_tokens) for number, role in enumerate(spec.roles)]
+        self._members = [
+            SimulatedMember(number, policy(role), self._kv_tokens) for number, role in enumerate(spec.roles)
+        ]
         self._holdings = KvHoldings(self._members)
         self._shared: dict[int, _SharedPrompt] = {}  # by request
         self._tickets: dict[int, int] = {}  # request by ticket, before it is bound
@@ -210,12 +212,12 @@ class OnePool:
         kept = None if blocks is None else self.coordinator.kept.match(blocks, request.prompt_tokens - 1)
         return 2 * cached_tokens < request.prompt_tokens or (kept is not None and kept.tokens > cached_tokens)
 
-    def _batch_price(self, alive: Sequence[PoolInstance]) -> float:
+    def _batch_price(self, alive: Sequence[SimulatedMember]) -> float:
         """Return what a second of an instance's time costs the prompts that arrive until what is queued has gone."""
         left_s = sum(self._left_s(member) for member in alive)
         return self._load.price(self._loop.now_s, left_s, len(alive))
 
-    def _cost_s(self, member: PoolInstance, request: SimRequest, cached_tokens: int, price: float) -> float:
+    def _cost_s(self, member: SimulatedMember, request: SimRequest, cached_tokens: int, price: float) -> float:
         """Return when a member would have computed a prompt behind what it has, from now, and what that costs others.
 
         Where a prefix is cached a prompt takes less of the time that others wait for.
@@ -223,17 +225,17 @@ class OnePool:
         own_s = self._times.item_s(request.prompt_tokens - cached_tokens, cached_tokens)
         return self._left_s(member) + (1 + price) * own_s
 
-    def _queue(self, request: SimRequest, member: PoolInstance) -> None:
+    def _queue(self, request: SimRequest, member: SimulatedMember) -> None:
         item = WorkItem(request, request.new_tokens, request.cached_tokens, member.computed_tokens)
         member.items.append(item)
         member.policy.record_arrival(item, self._loop.now_s)
         self._go_on(member)
 
-    def _left_s(self, member: PoolInstance) -> float:
+    def _left_s(self, member: SimulatedMember) -> float:
         """Return how long all that a member has takes from now on."""
         return self._busy_s(member) + self._times.queued_s(member, self._holdings)
 
-    def _busy_s(self, member: PoolInstance) -> float:
+    def _busy_s(self, member: SimulatedMember) -> float:
         """Return how long the batch and the chunk of a member take from now on."""
         now_s = self._loop.now_s
         free_s = now_s if member.batch is None else member.batch.end_s
@@ -243,14 +245,14 @@ class OnePool:
                 free_s = member.chunk.end_s
         return max(0.0, free_s - now_s)
 
-    def _meet_s(self, chunk: Chunk) -> float:
+    def _meet_s(self, chunk: OrderedChunk) -> float:
         """Return when the batches of the members that are missing have ended."""
         batches = [batch for number in chunk.missing if (batch := self._members[number].batch) is not None]
         return max((batch.end_s for batch in batches), default=self._loop.now_s)
 
     # ---- a member's turn ----
 
-    def _go_on(self, member: PoolInstance) -> None:
+    def _go_on(self, member: SimulatedMember) -> None:
         """Begin what a member does next, where it does nothing: a batch, or waiting for the group of its chunk."""
         chunk, now_s = member.chunk, self._loop.now_s
         if not member.is_alive or member.batch is not None or (chunk is not None and chunk.is_running):
@@ -273,14 +275,14 @@ class OnePool:
             if not chunk.missing:
                 self._begin(chunk)
 
-    def _wake(self, awaited: tuple[PoolInstance, int]) -> None:
+    def _wake(self, awaited: tuple[SimulatedMember, int]) -> None:
         member, generation = awaited
         if member.generation == generation:
             self._go_on(member)
 
     # ---- batches ----
 
-    def _choose(self, member: PoolInstance, longest_s: float) -> Iteration:
+    def _choose(self, member: SimulatedMember, longest_s: float) -> Iteration:
         """Return what the policy would run, without prompts that have not begun and do not fit as a whole: what has
         begun never waits for memory."""
         holdings, room = self._holdings, member.free_tokens
@@ -303,7 +305,7 @@ class OnePool:
         wake_s = math.inf if iteration.slices else iteration.wake_s
         return iteration._replace(slices=tuple(fitting), wake_s=wake_s)
 
-    def _run(self, member: PoolInstance, iteration: Iteration) -> None:
+    def _run(self, member: SimulatedMember, iteration: Iteration) -> None:
         now_s = self._loop.now_s
         sample = iteration_sample(iteration, self._own_costs)
         member.owes_batch = False
@@ -318,7 +320,7 @@ class OnePool:
                 item.start_s = now_s
         self._loop.schedule(batch.end_s, self._end_batch, (member, batch))
 
-    def _end_batch(self, awaited: tuple[PoolInstance, RunningBatch]) -> None:
+    def _end_batch(self, awaited: tuple[SimulatedMember, RunningBatch]) -> None:
         member, batch = awaited
         if batch.is_void:
             return
@@ -355,7 +357,7 @@ class OnePool:
             blocks=_blocks_of(request),
         )
 
-    def _report_of(self, member: PoolInstance) -> MemberReport:
+    def _report_of(self, member: SimulatedMember) -> MemberReport:
         # The time of a chunk is the coordinator's own to know.
         busy_s = 0.0 if member.chunk is not None else self._busy_s(member)
         short_slo_s = self._options.short_slo_s
@@ -466,7 +468,7 @@ class OnePool:
             self._borrow(shared, order)
         compute_s = max(self._times.chunk_s(layout.group, cached, new), self._times.move_s(layout.moves))
         held_before = dict(self._holdings.of(order.request))
-        chunk = Chunk(order, compute_s, set(layout.group), held_before)
+        chunk = OrderedChunk(order, compute_s, set(layout.group), held_before)
         for number, history, part in zip(layout.group, layout.history, layout.new, strict=True):
             owned = count_tokens(history) + count_tokens(part) - shared.borrowed.get(number, 0)
             self._holdings.take(order.request, self._members[number], max(0, owned) - held_before.get(number, 0))
@@ -516,7 +518,7 @@ class OnePool:
         self._carry_out(self.coordinator.pulled(order.target, order.pull, self._loop.now_s))
         self._share_room()
 
-    def _begin(self, chunk: Chunk) -> None:
+    def _begin(self, chunk: OrderedChunk) -> None:
         now_s = self._loop.now_s
         size = len(chunk.ready_s)
         chunk.start_s = now_s
@@ -528,7 +530,7 @@ class OnePool:
             shared.start_s = now_s
         self._loop.schedule(chunk.end_s, self._end_chunk, chunk)
 
-    def _end_chunk(self, chunk: Chunk) -> None:
+    def _end_chunk(self, chunk: OrderedChunk) -> None:
         if chunk.is_void:
             return
         group = chunk.order.layout.group
@@ -580,7 +582,7 @@ class OnePool:
 
     # ---- what was busy ----
 
-    def _record_batch(self, member: PoolInstance, batch: RunningBatch) -> None:
+    def _record_batch(self, member: SimulatedMember, batch: RunningBatch) -> None:
         if self._is_recorded:
             first, *others = (item.request.key for item, _ in batch.iteration.slices)
             tokens = sum(tokens for _, tokens in batch.iteration.slices)
@@ -588,7 +590,7 @@ class OnePool:
                 BusyInterval(member.number, batch.start_s, self._loop.now_s, first, tuple(others), tokens)
             )
 
-    def _record_chunk(self, chunk: Chunk) -> None:
+    def _record_chunk(self, chunk: OrderedChunk) -> None:
         if self._is_recorded:
             layout, shared = chunk.order.layout, self._shared[chunk.order.request]
             self.timeline += [
@@ -603,7 +605,7 @@ class OnePool:
 
     # ---- instances that come and go ----
 
-    def _join(self, member: PoolInstance) -> None:
+    def _join(self, member: SimulatedMember) -> None:
         member.is_alive = True
         self._caches.add(member.number)
         node = member.number // self._options.per_node
@@ -662,7 +664,7 @@ class OnePool:
         self._plan()
         self._loop.schedule(now_s + failure.down_s, self._join, lost)
 
-    def _break(self, chunk: Chunk) -> None:
+    def _break(self, chunk: OrderedChunk) -> None:
         """Take a chunk that cannot end from its members; they hold what they did before."""
         if chunk.is_running:
             self._record_chunk(chunk)

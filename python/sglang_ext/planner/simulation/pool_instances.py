@@ -38,7 +38,7 @@ class OnePoolOptions:
 
 
 @dataclass(slots=True, eq=False)
-class Chunk:
+class OrderedChunk:
     """A chunk that is ordered, until it has ended."""
 
     order: RunChunk
@@ -71,7 +71,7 @@ class RunningBatch:
 
 
 @dataclass(slots=True, eq=False)
-class PoolInstance:
+class SimulatedMember:
     """One instance of the pool: its queue, and what it is doing."""
 
     number: int
@@ -79,7 +79,7 @@ class PoolInstance:
     free_tokens: int  # of KV
     items: list[WorkItem] = field(default_factory=list)
     batch: RunningBatch | None = None
-    chunk: Chunk | None = None
+    chunk: OrderedChunk | None = None
     owes_batch: bool = False  # a chunk has ended, and this turn's batch has not run yet
     computed_tokens: int = 0
     generation: int = 0  # a wake-up of an earlier one means nothing
@@ -95,7 +95,7 @@ class PoolInstance:
 class KvHoldings:
     """The KV tokens that each request holds on each instance."""
 
-    def __init__(self, members: Sequence[PoolInstance]) -> None:
+    def __init__(self, members: Sequence[SimulatedMember]) -> None:
         self._members = members
         self._held: dict[int, dict[int, int]] = {}  # by request and instance
 
@@ -106,13 +106,13 @@ class KvHoldings:
         """Return what a request holds, by instance."""
         return self._held.get(key, {})
 
-    def take(self, key: int, member: PoolInstance, tokens: int) -> None:
+    def take(self, key: int, member: SimulatedMember, tokens: int) -> None:
         """Take `tokens` more slots of an instance for a request, or give them back where `tokens` is negative."""
         held = self._held.setdefault(key, {})
         held[member.number] = held.get(member.number, 0) + tokens
         member.free_tokens -= tokens
 
-    def free(self, key: int) -> list[PoolInstance]:
+    def free(self, key: int) -> list[SimulatedMember]:
         """Give back all that a request holds; return the instances that it was on, which may have waited for it."""
         freed = []
         for number, tokens in self._held.pop(key, {}).items():
@@ -120,7 +120,7 @@ class KvHoldings:
             freed.append(self._members[number])
         return freed
 
-    def lose(self, member: PoolInstance) -> None:
+    def lose(self, member: SimulatedMember) -> None:
         """Forget what was on an instance that has failed."""
         for held in self._held.values():
             held.pop(member.number, None)
@@ -146,7 +146,7 @@ class PoolTimes:
         own = self._own
         return own.alpha_s * new_tokens * (new_tokens + 2 * cached_tokens) + own.token_s * new_tokens
 
-    def queued_s(self, member: PoolInstance, holdings: KvHoldings, max_new_tokens: float = math.inf) -> float:
+    def queued_s(self, member: SimulatedMember, holdings: KvHoldings, max_new_tokens: float = math.inf) -> float:
         """Return how long an instance's ordinary work takes, without the batch that runs.
 
         Prompts that have not begun and are longer than `max_new_tokens` are left out.
@@ -159,7 +159,7 @@ class PoolTimes:
                 work_s += self.item_s(item.new_tokens - done, item.cached_tokens + done)
         return work_s + self._own.kappa_s if work_s else 0.0
 
-    def shorts_s(self, member: PoolInstance) -> float:
+    def shorts_s(self, member: SimulatedMember) -> float:
         """Return how long the short prompts take that wait at an instance."""
         waiting = [item for item in member.items if item.start_s is None and item.new_tokens <= self._boundary_tokens]
         work_s = sum(self.item_s(item.new_tokens, item.cached_tokens) for item in waiting)
