@@ -46,8 +46,8 @@ HOT_MODULES = (
     *(f"sglang_ext_router/instances/{name}.py" for name in ("registry", "workers")),
     *(f"sglang_ext_router/observe/{name}.py" for name in ("histograms", "metrics", "request_record")),
     *(f"sglang_ext_router/request/{name}.py" for name in (
-        *("aborting", "attempt", "flow", "migration", "prepared_request", "prompt", "relay", "request_body"),
-        *("request_fields", "request_ids", "routing", "services", "upstream"),
+        *("aborting", "attempt", "counting", "flow", "known_prefixes", "migration", "prepared_request", "prompt"),
+        *("relay", "request_body", "request_fields", "request_ids", "routing", "services", "upstream"),
     )),
     "sglang_ext_router/tenants/accounts.py",
 )  # fmt: skip
