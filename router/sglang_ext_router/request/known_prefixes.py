@@ -16,7 +16,7 @@ TOKEN_ID_BYTES = 8  # in the text over which prompts of token ids are hashed
 
 
 class KnownPrefixes:
-    """What one router knows of the prefix caches of its instances.
+    """Holds what one router knows of the prefix caches of its instances.
 
     It remembers `sent_blocks` of the text that was sent, in the blocks of `PrefixIndex`, and `reported_blocks` of what
     instances report.

@@ -287,7 +287,7 @@ def find_model(registry: WorkerRegistry, body: ReadBody) -> ModelPools:
 
 
 def check_request(registry: WorkerRegistry, request: PreparedRequest, max_sequences: int) -> None:
-    """Refuse what the model's instances cannot do: generate, serve the path, or make so many sequences.
+    """Refuse a path or text that the model's instances cannot give, and more than `max_sequences` sequences.
 
     Only undivided instances serve some paths, and an instance of a model that embeds ends when it is asked to generate.
     Raises RefusedError.
