@@ -42,7 +42,7 @@ from statistics import mean, median
 from typing import Any, NamedTuple
 
 from sglang_ext.live.decide.instance_work import PREFILL, WORK_KEY, read_work
-from support.conversations import Answer, Client, draw_load
+from support.conversations import Answer, Client, draw_load, opening_s
 from support.engines import BenchEngine, EngineStartError, free_port
 from support.mixed_load import percentile
 from support.pool_simulation import batch_costs_of, costs_of, simulated_ttfts_s
@@ -179,9 +179,10 @@ class Bench:
         ours = self._served[OURS].client
         idle_short_s = min(ours.ask(ours.tokens(IDLE_TOKENS, 9 + number)).ttft_s or 1e9 for number in range(4))
         self._idle_overhead_s = idle_short_s - self._shortest_batch_s(IDLE_TOKENS)
-        work_s = LOAD * len(self._cores[:2]) * self._plan.round_s
-        conversations = max(2, round((1 - CHAT_SHARE) * work_s / (document_s + 2 * chat_s)))
-        chats_per_s = CHAT_SHARE * work_s / chat_s / self._plan.round_s
+        load_cores = LOAD * len(self._cores[:2])
+        begun_s = (1 - CHAT_SHARE) * load_cores * opening_s(self._plan.round_s)
+        conversations = max(2, round(begun_s / (document_s + 2 * chat_s)))
+        chats_per_s = CHAT_SHARE * load_cores / chat_s
         progress(
             f"both instances at once: 4,000 tokens take {document_s:.1f} s, {IDLE_TOKENS} tokens {chat_s:.3f} s; "
             f"a round has {conversations} conversations and {chats_per_s:.1f} chat prompts/s"

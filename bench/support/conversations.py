@@ -13,6 +13,7 @@ import aiohttp
 
 FIRST_ORDINARY_TOKEN = 8
 _FIRST_CHAT = 500_000  # of the keys in a round
+_CLOSING_S = 12.0  # of a round, in which no conversation begins: the last turns shall not be alone
 _JSON = {"content-type": "application/json"}
 
 
@@ -57,6 +58,11 @@ class Answer(NamedTuple):
         return self.key[1]
 
 
+def opening_s(duration_s: float) -> float:
+    """Return how long conversations begin in a round of this length."""
+    return max(0.5 * duration_s, duration_s - _CLOSING_S)
+
+
 def draw_load(duration_s: float, chats_per_s: float, conversations: int, seed: int) -> Load:
     """Draw a round. Documents have 2,000 to 6,000 tokens, evenly over that range; deterministic by seed."""
     draw = random.Random(seed)
@@ -66,7 +72,7 @@ def draw_load(duration_s: float, chats_per_s: float, conversations: int, seed: i
         at_s += draw.expovariate(chats_per_s)
     documents = [2000 + int(4000 * (number + draw.random()) / conversations) for number in range(conversations)]
     draw.shuffle(documents)
-    begin_s = 0.6 * duration_s / conversations  # the last turns shall not be alone
+    begin_s = opening_s(duration_s) / conversations
     talks = tuple(
         Conversation(begin_s * (number + draw.random()), tokens, (draw.randint(30, 120), draw.randint(30, 120)), 3.0)
         for number, tokens in enumerate(documents)

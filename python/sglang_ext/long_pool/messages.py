@@ -41,7 +41,7 @@ from sglang_ext.long_pool.step_clock import StepTimes
 from sglang_ext.long_pool.wire_types import Count, Line, Logits, Positive, Seconds, TokenIds
 from sglang_ext.transfer.decide.shards import HeadLayout
 
-PROTOCOL_VERSION = 19
+PROTOCOL_VERSION = 20
 KEY_PROTOCOL = "long pool"  # what the proofs of a key hold for
 MAX_LINE_BYTES = 2**24
 FIRST_LINE_BYTES = 2**16  # of who has not proved yet that it knows the pool's key

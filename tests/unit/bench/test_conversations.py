@@ -10,7 +10,7 @@ def test_a_round_is_the_same_each_time_and_covers_its_range() -> None:
     assert load == draw_load(60.0, 2.0, 8, seed=3) != draw_load(60.0, 2.0, 8, seed=4)
     lengths = sorted(one.document_tokens for one in load.conversations)
     assert all(2000 + 500 * number <= tokens < 2500 + 500 * number for number, tokens in enumerate(lengths))
-    assert all(len(one.turn_tokens) == 2 and one.at_s < 36.0 for one in load.conversations)
+    assert all(len(one.turn_tokens) == 2 and one.at_s < 48.0 for one in load.conversations)
     assert 80 < len(load.chats) < 160
     assert all(0 < chat.at_s < 60.0 and 10 <= chat.tokens <= 200 for chat in load.chats)
 

@@ -186,9 +186,14 @@ class Laps:
 
     @property
     def measured_cost(self) -> CostCoefficients | None:
-        """Return what iterations were found to take here; None before they determine the time of a long prefill."""
+        """Return what iterations were found to take here; None before they determine what a token costs."""
         fit = self._model.fit
-        return fit.fitted if fit.is_determined(_LONG_TOKENS) else None
+        return fit.fitted if fit.determined.token or fit.is_determined(_LONG_TOKENS) else None
+
+    @property
+    def has_measured_long(self) -> bool:
+        """Return whether `measured_cost` holds for long prefills, too: its iterations determine their time."""
+        return self._model.fit.is_determined(_LONG_TOKENS)
 
     @property
     def short_slo_s(self) -> float | None:

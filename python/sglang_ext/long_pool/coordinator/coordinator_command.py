@@ -83,7 +83,7 @@ SETTINGS = (
         float,
         None,
         "longest time of a chunk, as predicted, for which other work of its instances waits (default: what the short "
-        "prompts that arrive allow); a chunk takes at least seven times what every chunk costs again",
+        "prompts that arrive allow); a chunk takes at least four times what every chunk costs again",
     ),
     _POOL(
         "step_timeout_ms",

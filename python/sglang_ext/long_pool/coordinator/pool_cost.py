@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
+from typing import NamedTuple
 
 from sglang_ext.costs.engine_profile import EngineProfile
 from sglang_ext.long_pool.decide.orders import MeasuredCost
@@ -26,6 +27,7 @@ _SAMPLES = 15
 _KEPT = 64
 _LEAST_SAMPLES = 3
 _LEAST_CHANGE = 1.1
+_REMEMBERED_S = 300.0
 _USUAL_TOKENS = 2048
 
 
@@ -72,12 +74,24 @@ def profiled_candidates(profile: EngineProfile, sizes: Sequence[int]) -> tuple[S
     return tuple(candidates)
 
 
+class _Ratio(NamedTuple):
+    """What a chunk took over what was predicted."""
+
+    at_s: float
+    size: int
+    ratio: float
+
+
 class PoolCosts:
     """Costs that follow what chunks take: all sizes times the median of the last 15 ratios of measured to predicted.
 
     A ratio to a prior that is too fast is that of what a chunk takes beyond its fixed cost. Where members have measured
     what a batch costs, each size is corrected by its own ratios: what a ring of two adds to that is not known before,
-    and a size that looks better than it is wastes instances.
+    and a size that looks better than it is wastes instances. One that looks worse is not used, and would remain what it
+    was in its worst minute: ratios are forgotten after five minutes.
+
+    What members have found with short prefills alone counts until one has measured long ones. By that a single instance
+    looks faster than it is, so that prompts go there and it is measured; ratios begin again then.
     """
 
     def __init__(self, candidates: Sequence[SpCandidate], *, is_prior: bool = False) -> None:
@@ -86,7 +100,8 @@ class PoolCosts:
         self._is_prior = is_prior
         self._measured: dict[int, MeasuredCost] = {}  # by member
         self._single: SpCost | None = None  # that the candidates are made of
-        self._ratios: deque[tuple[int, float]] = deque(maxlen=_KEPT)  # with the chunk's size
+        self._is_extrapolated = False  # it is of short prefills
+        self._ratios: deque[_Ratio] = deque(maxlen=_KEPT)
         self._scales = {candidate.size: 1.0 for candidate in candidates}
 
     @property
@@ -113,19 +128,26 @@ class PoolCosts:
         fixed_s = cost.a_s * (min(1.0, scale) if self._is_guessed else scale)
         return SpCost(fixed_s, cost.b_s_per_token * scale, cost.c_s_per_token2 * scale, cost.d_s_per_token2 * scale)
 
-    def learn(self, instance: int, cost: MeasuredCost | None) -> bool:
+    def learn(self, instance: int, cost: MeasuredCost | None, now_s: float) -> bool:
         """A member reports what its batches cost; whether the costs to plan with have changed by a tenth or more."""
+        has_forgotten = self._forget_ratios(now_s) and self._rescale()
         if not self._is_prior or cost is None:
-            return False
+            return has_forgotten
+        before = self._measured.get(instance)
+        if cost.is_extrapolated and before is not None and not before.is_extrapolated:
+            return has_forgotten
         self._measured[instance] = cost
-        fixed_s, token_s, work_s = (median(values) for values in zip(*self._measured.values(), strict=True))
+        known = [one for one in self._measured.values() if not one.is_extrapolated]
+        believed = known or list(self._measured.values())
+        fixed_s, token_s, work_s = (median(values) for values in zip(*(one[:3] for one in believed), strict=True))
         single = SpCost(fixed_s, token_s, 2 * work_s, work_s)
-        if self._single is not None and not _differ(single, self._single):
-            return False
-        if self._single is None:  # of the prior
+        is_first = self._single is None or (bool(known) and self._is_extrapolated)
+        if not is_first and self._single is not None and not _differ(single, self._single):
+            return has_forgotten
+        if is_first:  # the ratios are those to something else
             self._ratios.clear()
             self._scales = dict.fromkeys(self._scales, 1.0)
-        self._single = single
+        self._single, self._is_extrapolated = single, not known
         self._candidates = tuple(
             SpCandidate(candidate.size, divided(single, candidate.size)) for candidate in self._candidates
         )
@@ -135,7 +157,7 @@ class PoolCosts:
         """A member has gone."""
         self._measured.pop(instance, None)
 
-    def observe(self, size: int, cached_tokens: int, new_tokens: int, duration_s: float) -> bool:
+    def observe(self, size: int, cached_tokens: int, new_tokens: int, duration_s: float, now_s: float) -> bool:
         """A chunk has taken this long; whether the costs to plan with have changed by a tenth or more."""
         cost = next((candidate.cost for candidate in self._candidates if candidate.size == size), None)
         if cost is None:
@@ -146,7 +168,21 @@ class PoolCosts:
         fixed_s = cost.predict_s(0, 0) if self._is_guessed and duration_s > predicted_s else 0.0
         if predicted_s <= fixed_s:
             return False
-        self._ratios.append((size, (duration_s - fixed_s) / (predicted_s - fixed_s)))
+        self._forget_ratios(now_s)
+        self._ratios.append(_Ratio(now_s, size, (duration_s - fixed_s) / (predicted_s - fixed_s)))
+        return self._rescale()
+
+    def _forget_ratios(self, now_s: float) -> bool:
+        """Return whether there were old ones. They are kept where only they correct a prior or a profile."""
+        if self._single is None:
+            return False
+        count = len(self._ratios)
+        while self._ratios and self._ratios[0].at_s < now_s - _REMEMBERED_S:
+            self._ratios.popleft()
+        return len(self._ratios) < count
+
+    def _rescale(self) -> bool:
+        """Return whether the ratios correct a size by a tenth more or less than before."""
         scales = {size: self._scale_of(size) for size in self._scales}
         if all(1 / _LEAST_CHANGE < scales[size] / scale < _LEAST_CHANGE for size, scale in self._scales.items()):
             return False
@@ -155,8 +191,8 @@ class PoolCosts:
 
     def _scale_of(self, size: int) -> float:
         """Return the ratio of a size; where it was seldom run, the ratio of all groups, or of a single instance."""
-        own = [ratio for of_size, ratio in self._ratios if of_size == size]
-        like = [ratio for of_size, ratio in self._ratios if self._single is None or (of_size > 1) == (size > 1)]
+        own = [one.ratio for one in self._ratios if one.size == size]
+        like = [one.ratio for one in self._ratios if self._single is None or (one.size > 1) == (size > 1)]
         ratios = own if self._single is not None and len(own) >= _LEAST_SAMPLES else like
         least_samples = 1 if self._is_guessed else _LEAST_SAMPLES
         return median(ratios[-_SAMPLES:]) if len(ratios) >= least_samples else 1.0

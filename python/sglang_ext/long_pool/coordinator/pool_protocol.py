@@ -216,7 +216,7 @@ class PoolProtocol:
             case ReportMessage(report, begun_step):
                 self._peers[instance].hello = self._peers[instance].hello._replace(report=report)
                 core.report(instance, report, now_s, begun_step)
-                if self._costs.learn(instance, report.cost):
+                if self._costs.learn(instance, report.cost, now_s):
                     self._plan_with_costs(core)
                 return core.plan(now_s) if core.waits_for_shorts else []
             case OfferMessage():
@@ -228,7 +228,7 @@ class PoolProtocol:
                 return core.cancel(request, now_s)
             case StepDone(sequence, times, free_kv_tokens, logits):
                 self._answered(core, sequence, instance, now_s, times, logits)
-                return core.done(instance, sequence, now_s, free_kv_tokens)
+                return core.done(instance, sequence, now_s, free_kv_tokens, times.total_s)
             case StepFailed(sequence, reason, unreachable, is_out_of_memory, free_kv_tokens, is_unsent):
                 self._events.failed.append(Lost(instance, f"step {sequence}: {reason} ({free_kv_tokens} tokens free)"))
                 self._answered(core, sequence, instance, now_s, None, is_unsent=is_unsent)
@@ -494,7 +494,7 @@ class PoolProtocol:
         if isinstance(order, Collect) or record.has_failed or self._pool is None:
             return
         cached_tokens = sum(map(count_tokens, order.layout.history))
-        if self._costs.observe(len(record.members), cached_tokens, record.new_tokens, record.together_s):
+        if self._costs.observe(len(record.members), cached_tokens, record.new_tokens, record.together_s, now_s):
             self._plan_with_costs(self._pool.coordinator)
 
     def _plan_with_costs(self, core: Coordinator) -> None:

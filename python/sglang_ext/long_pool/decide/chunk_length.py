@@ -9,9 +9,9 @@ chunks delays the short prefills by R c / 2, and costs (1 + p s) k / c. The sum 
     c = sqrt(2 k (1 + p s) / R)
 
 So chunks become longer with the load (p), with the fixed cost, and where fewer short prefills arrive. No chunk is
-shorter than seven times k, so that six sevenths of the group's time remain for computing: where batches follow each
+shorter than four times k, so that three quarters of the group's time remain for computing: where batches follow each
 other on all members, they meet long. But a chunk takes at most half of the short prefills' objective, which leaves the
-other half to their own batch, unless seven times what it takes to launch one is more.
+other half to their own batch, unless four times what it takes to launch one is more.
 
 Where many short prefills arrive, one batch does not compute all that came during a chunk before the next chunk. So a
 prefill that has begun lets its members work these off first: its next chunk and the short prefills that wait at a
@@ -24,7 +24,7 @@ import math
 from typing import NamedTuple
 
 _SHARE_OF_OBJECTIVE = 0.5
-_OVERHEADS = 7.0
+_OVERHEADS = 4.0
 _SPARE_TIME = 2.0  # times what is left of a prefill takes, until its deadline
 
 

@@ -300,9 +300,19 @@ class Coordinator:
         """The rows of a pull do not come: its target has no room, or a source no rows, or they could not be sent."""
         return [*self._rows.give_up((pull,), now_s), *self.plan(now_s)]
 
-    def done(self, instance: int, sequence: int, now_s: float, free_kv_tokens: int | None = None) -> list[Order]:
-        """A member has done its part of a step, and has this much free KV now."""
+    def done(
+        self,
+        instance: int,
+        sequence: int,
+        now_s: float,
+        free_kv_tokens: int | None = None,
+        took_s: float | None = None,
+    ) -> list[Order]:
+        """A member has done its part of a step, and has this much free KV now. `took_s`: since it began."""
         self._members.record_free(instance, sequence, free_kv_tokens)
+        step = self._steps.get(sequence)
+        if took_s is not None and step is not None and step.running is not None:
+            step.running.shortest_s = min(step.running.shortest_s, took_s)
         return self.done_together((instance,), sequence, now_s)
 
     def done_together(self, instances: Sequence[int], sequence: int, now_s: float) -> list[Order]:
@@ -637,7 +647,8 @@ class Coordinator:
         if not running.has_failed:
             assert isinstance(order, RunChunk)
             self._members.record_reached(order.layout.group)
-            self._schedule.record_meeting(running.meeting_s(now_s))
+            if len(order.layout.group) > 1:
+                self._schedule.record_meeting(running.meeting_s(now_s))
             prefill.attempts = 0
             prefill.held = running.after
             prefill.todo = without_head(prefill.todo, sum(count_tokens(part) for part in order.layout.new))

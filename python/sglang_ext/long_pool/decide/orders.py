@@ -43,6 +43,7 @@ class MeasuredCost(NamedTuple):
     fixed_s: Rate
     token_s: Rate
     work_s: Rate
+    is_extrapolated: bool = False  # from short prefills: long ones take longer, as attention is not in it
 
 
 class MemberReport(NamedTuple):

@@ -32,10 +32,13 @@ class RunningStep:
     has_failed: bool = False
     is_unsent: bool = True  # nothing of it has gone to where it is wanted, as far as has been answered
     done: set[int] = field(default_factory=set)
+    shortest_s: float = math.inf  # that a member which is done has taken since it began
 
     def meeting_s(self, now_s: float) -> float:
-        """Return how long a step that ends now has taken beyond its computing: its members have met."""
-        return max(0.0, now_s - self.ordered_s - self.compute_s)
+        """Return how long a step that ends now has taken beyond its computing: its members have met. The member that
+        came last has said what it took from then on, where any has."""
+        computed_s = self.shortest_s if self.shortest_s < math.inf else self.compute_s
+        return max(0.0, now_s - self.ordered_s - computed_s)
 
     def new_tokens(self, instance: int) -> int:
         """Return how many it computes."""

@@ -21,6 +21,7 @@ from sglang_ext.long_pool.decide.chunk_length import (
     shorts_delayed,
     should_wait,
 )
+from sglang_ext.long_pool.decide.chunked_costs import ChunkBound, ChunkedPlanner
 from sglang_ext.long_pool.decide.on_time_order import OnTimeOptions, OnTimeOrder, OrderedPrefill, PendingPrefill
 from sglang_ext.long_pool.decide.pool_load import PoolLoad
 from sglang_ext.long_pool.decide.price_planner import Placement, PrefillSnapshot, PricePlanner, WaitingPrompt
@@ -92,6 +93,7 @@ class PoolSchedule:
     price: float = 0.0  # of an instance-second at the last decision, to the first prompt
     waits_for_shorts: bool = False  # at the last decision a begun prefill waited for short ones
     _latest: list[int] = field(default_factory=list)  # keys in the order of the latest decision
+    _expected: ChunkedPlanner | None = None
     _meetings_s: deque[float] = field(default_factory=lambda: deque(maxlen=_MEETINGS))
 
     def record_arrival(self, now_s: float, work_s: float) -> None:
@@ -109,14 +111,13 @@ class PoolSchedule:
         """Return tokens and time of what is run of a chunk: all of it, or the first of as many equal parts as fit the
         longest time of one. What is left of a chunk costs its group a turn, however short it is.
 
-        `chunk_s`: a bound besides that of `chunk_length`; where every chunk costs a seventh of it, that counts.
+        `chunk_s`: a bound besides that of `chunk_length`; where every chunk costs a quarter of it, that counts.
         """
         options = self.planner.options
         size = len(placement.group)
         cost = next(candidate.cost for candidate in options.candidates if candidate.size == size)
         overhead_s = cost.predict_s(0, 0)
-        meeting_s = sum(self._meetings_s) / len(self._meetings_s) if self._meetings_s else 0.0
-        budget_s = longest_chunk_s(overhead_s, size, self.price, shorts, meeting_s)
+        budget_s = self._bound(size, overhead_s, shorts).longest_s
         if chunk_s is not None:
             budget_s = min(budget_s, longest_chunk_s(overhead_s, size, self.price, ShortLoad(0.0, 2 * chunk_s)))
         if placement.compute_s <= budget_s:
@@ -126,6 +127,12 @@ class PoolSchedule:
         fitting = tokens_within(cost, cached_tokens, placement.tokens, part_s / factor)
         tokens = min(placement.tokens, max(options.min_chunk_tokens, fitting))
         return tokens, cost.predict_s(cached_tokens, tokens) * factor
+
+    def _bound(self, size: int, overhead_s: float, shorts: ShortLoad) -> ChunkBound:
+        """Return the bound of a chunk that takes `overhead_s` to launch."""
+        are_known = size > 1 and self._meetings_s
+        meeting_s = sum(self._meetings_s) / len(self._meetings_s) if are_known else 0.0
+        return ChunkBound(longest_chunk_s(overhead_s, size, self.price, shorts, meeting_s), meeting_s)
 
     def turns(
         self,
@@ -152,8 +159,12 @@ class PoolSchedule:
         behind = len(ordered) - len(waiting)
         others = behind + self.load.arrivals_until_empty(now_s, left_s, instances, shorts.work_s)
         others += instances * shorts_delayed(shorts)
-        placements = self.planner.place(snapshot, waiting, others)
         self.price = max(options.min_price, (len(waiting) - 1 + others) / instances)
+        if self._expected is None or self._expected.of_chunks is not self.planner:
+            self._expected = ChunkedPlanner(self.planner)
+        bounds = {one.size: self._bound(one.size, one.cost.predict_s(0, 0), shorts) for one in options.candidates}
+        self._expected.bound(bounds)
+        placements = self._expected.place(snapshot, waiting, others)
         turns = [PlacedPrefill(ordered[placed.prompt].prefill.key, placed) for placed in placements]
         if shorts == NO_SHORT_LOAD:
             return turns

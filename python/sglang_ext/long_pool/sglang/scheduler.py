@@ -488,7 +488,7 @@ class SequenceParallelScheduler(LengthAwareScheduler):
                     report.short_rate_per_s,
                     short_slo_s,
                     laps.policy.short_work_s(laps.now_s()),
-                    _batch_cost(laps.policy.measured_cost),
+                    _batch_cost(laps.policy.measured_cost, is_extrapolated=not laps.policy.has_measured_long),
                     batch_s,
                     report.short.backlog_s,
                 )
@@ -549,8 +549,10 @@ def _send_the_rest(sender: Any, shared: _Shared, outcome: Declined | Collected, 
         sender.go_on_alone(())
 
 
-def _batch_cost(cost: CostCoefficients | None) -> MeasuredCost | None:
-    return None if cost is None else MeasuredCost(cost.kappa_s + cost.request_s, cost.token_s, cost.alpha_s)
+def _batch_cost(cost: CostCoefficients | None, *, is_extrapolated: bool) -> MeasuredCost | None:
+    if cost is None:
+        return None
+    return MeasuredCost(cost.kappa_s + cost.request_s, cost.token_s, cost.alpha_s, is_extrapolated)
 
 
 def _has_failed(sender: Any) -> bool:

@@ -169,12 +169,12 @@ def test_a_short_prompt_gets_in_between_the_chunks_of_a_long_one(name: OrderFact
     assert ttfts_s(serve([(0, 4000), (0.3, 100)], options, 1, ALONE)) == pytest.approx(expected_s)
 
 
-def test_a_chunk_is_not_cut_below_seven_times_its_overhead() -> None:
-    # At most 0.7 s. A third of 2.1 s, the short prompt, then a third of 1.5 s, half of 1.1 s and what is left.
+def test_a_chunk_is_not_cut_below_four_times_its_overhead() -> None:
+    # At most 0.4 s. Half of 0.79 s, the short prompt, then half of 0.495 s and what is left.
     costs = (SpCandidate(1, SpCost(0.1, 1e-3, 0.0, 0.0)),)
-    outcome = serve([(0, 2000), (0.3, 100)], system(srpt, chunk_s=0.2), 1, costs)
-    assert ttfts_s(outcome) == pytest.approx([2.6, 0.6])
-    assert [busy.end_s for busy in outcome.timeline] == pytest.approx([0.7, 0.9, 1.4, 1.95, 2.6])
+    outcome = serve([(0, 690), (0.3, 100)], system(srpt, chunk_s=0.1), 1, costs)
+    assert ttfts_s(outcome) == pytest.approx([1.19, 0.295])
+    assert [busy.end_s for busy in outcome.timeline] == pytest.approx([0.395, 0.595, 0.842, 1.19])
 
 
 def test_chunks_shrink_as_the_prefix_grows() -> None:

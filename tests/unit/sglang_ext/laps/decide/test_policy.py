@@ -363,3 +363,21 @@ def test_the_report() -> None:
 
 def test_offline_longs_run_in_large_chunks_while_no_client_is_near() -> None:
     check_offline_chunks(policy(short_ttft_slo_ms=400.0), 1.5 * 0.4, 1.5 * YIELD_S)
+
+
+def test_short_iterations_say_what_a_token_costs_before_a_long_one_says_the_rest() -> None:
+    laps, random = policy(), Random(0)
+
+    def run(new_tokens: int) -> None:
+        took_s = (0.03 + 5e-4 * new_tokens + 1e-7 * new_tokens**2) * random.uniform(0.8, 1.25)
+        laps.record_iteration(IterationSample(float(new_tokens**2), new_tokens, 0, 1, took_s))
+
+    assert laps.measured_cost is None
+    for new_tokens in (20, 200, 60, 120) * 20:
+        run(new_tokens)
+    assert laps.measured_cost is not None
+    assert laps.measured_cost.token_s == pytest.approx(5e-4, rel=0.2)
+    assert not laps.has_measured_long
+    for new_tokens in (2000, 4000, 1000) * 5:
+        run(new_tokens)
+    assert laps.has_measured_long

@@ -73,46 +73,46 @@ def test_a_profile_without_what_is_needed(profile: Callable[..., EngineProfile])
 def test_costs_follow_the_median_and_small_changes_are_none() -> None:
     costs = PoolCosts([SpCandidate(1, ONE), SpCandidate(2, TabulatedCost((0, 100), (0.0, 1.0)))])
     expected_s = ONE.predict_s(0, 100)
-    answers = [costs.observe(1, 0, 100, expected_s * ratio) for ratio in (3.0, 1000.0, 3.0, 3.1, 2.9)]
+    answers = [costs.observe(1, 0, 100, expected_s * ratio, 0.0) for ratio in (3.0, 1000.0, 3.0, 3.1, 2.9)]
     assert answers == [False, False, True, False, False]
     assert costs.scale == pytest.approx(3.0)
     assert costs.candidates[0].cost.predict_s(0, 100) == pytest.approx(3 * expected_s)
     assert costs.candidates[1].cost.predict_s(0, 100) == pytest.approx(3.0)
     for _ in range(15):
-        costs.observe(2, 0, 100, 1.0)
+        costs.observe(2, 0, 100, 1.0, 0.0)
     assert costs.scale == pytest.approx(1.0)
 
 
 def test_what_tells_nothing_changes_nothing() -> None:
     costs = PoolCosts([SpCandidate(2, TabulatedCost((0, 100), (0.0, 1.0)))])
     for size, tokens, duration_s in ((1, 100, 1.0), (2, 101, 1.0), (2, 0, 1.0), (2, 100, 0.0)):
-        assert not any(costs.observe(size, 0, tokens, duration_s) for _ in range(9))
+        assert not any(costs.observe(size, 0, tokens, duration_s, 0.0) for _ in range(9))
     assert costs.scale == 1.0
 
 
 def test_what_members_measure_counts_instead_of_a_prior() -> None:
     costs = PoolCosts(prior_candidates((1, 2)), is_prior=True)
-    assert not costs.learn(0, None)
+    assert not costs.learn(0, None, 0.0)
     for _ in range(3):
-        costs.observe(1, 0, 4000, 60.0)
+        costs.observe(1, 0, 4000, 60.0, 0.0)
     assert costs.scale > 10
-    assert costs.learn(0, MeasuredCost(0.04, 1e-3, 1e-7))
+    assert costs.learn(0, MeasuredCost(0.04, 1e-3, 1e-7), 0.0)
     assert costs.scale == 1.0
     one, two = (candidate.cost for candidate in costs.candidates)
     assert one.predict_s(1000, 2000) == pytest.approx(0.04 + 2.0 + 1e-7 * 2000 * 4000)
     assert two.predict_s(0, 0) == pytest.approx(0.04 + RING_OVERHEAD_S)
-    assert not costs.learn(0, MeasuredCost(0.041, 1.02e-3, 1e-7)), "nearly the same"
-    assert costs.learn(1, MeasuredCost(0.08, 1e-3, 1e-7)), "what every chunk costs has changed"
+    assert not costs.learn(0, MeasuredCost(0.041, 1.02e-3, 1e-7), 0.0), "nearly the same"
+    assert costs.learn(1, MeasuredCost(0.08, 1e-3, 1e-7), 0.0), "what every chunk costs has changed"
     assert costs.candidates[0].cost.predict_s(0, 0) == pytest.approx(0.0605)
     costs.forget(1)
-    assert costs.learn(0, MeasuredCost(0.04, 1e-3, 1e-7))
+    assert costs.learn(0, MeasuredCost(0.04, 1e-3, 1e-7), 0.0)
     assert costs.candidates[0].cost.predict_s(0, 0) == pytest.approx(0.04)
 
 
 def test_the_first_chunk_corrects_a_prior_that_is_too_fast_but_for_its_fixed_cost() -> None:
     costs = PoolCosts(prior_candidates((1, 2)), is_prior=True)
     one, two = (candidate.cost for candidate in prior_candidates((1, 2)))
-    assert costs.observe(2, 0, 1500, two.predict_s(0, 0) + 12 * (two.predict_s(0, 1500) - two.predict_s(0, 0)))
+    assert costs.observe(2, 0, 1500, two.predict_s(0, 0) + 12 * (two.predict_s(0, 1500) - two.predict_s(0, 0)), 0.0)
     for cost, before in zip([candidate.cost for candidate in costs.candidates], (one, two), strict=True):
         assert cost.predict_s(0, 0) == before.predict_s(0, 0)
         expected_s = before.predict_s(0, 0) + 12 * (before.predict_s(500, 4000) - before.predict_s(0, 0))
@@ -123,7 +123,7 @@ def test_the_first_chunk_corrects_a_prior_that_is_too_fast_but_for_its_fixed_cos
 def test_a_machine_that_is_faster_than_the_prior_also_launches_faster() -> None:
     costs = PoolCosts(prior_candidates((1,)), is_prior=True)
     (before,) = (candidate.cost for candidate in prior_candidates((1,)))
-    assert costs.observe(1, 0, 4000, before.predict_s(0, 4000) / 4)
+    assert costs.observe(1, 0, 4000, before.predict_s(0, 4000) / 4, 0.0)
     (after,) = (candidate.cost for candidate in costs.candidates)
     for cached, new in ((0, 0), (0, 4000), (9000, 100)):
         assert after.predict_s(cached, new) == pytest.approx(before.predict_s(cached, new) / 4)
@@ -131,21 +131,21 @@ def test_a_machine_that_is_faster_than_the_prior_also_launches_faster() -> None:
 
 def test_each_size_has_a_ratio_of_its_own_where_members_have_measured() -> None:
     costs = PoolCosts(prior_candidates((1, 2, 4)), is_prior=True)
-    costs.learn(0, MeasuredCost(0.04, 1e-3, 0.0))
+    costs.learn(0, MeasuredCost(0.04, 1e-3, 0.0), 0.0)
     one, two, four = (candidate.cost.predict_s(0, 2000) for candidate in costs.candidates)
     for _ in range(3):
-        costs.observe(1, 0, 2000, one)
-    assert [costs.observe(2, 0, 2000, 1.5 * two) for _ in range(3)] == [False, False, True]
+        costs.observe(1, 0, 2000, one, 0.0)
+    assert [costs.observe(2, 0, 2000, 1.5 * two, 0.0) for _ in range(3)] == [False, False, True]
     assert [candidate.cost.predict_s(0, 2000) for candidate in costs.candidates] == pytest.approx(
         [one, 1.5 * two, 1.5 * four]
     ), "a ring of four was never run: it is as far from what was expected as one of two"
     assert costs.scale == 1.5
     for _ in range(3):
-        costs.observe(4, 0, 2000, 2.0 * four)
+        costs.observe(4, 0, 2000, 2.0 * four, 0.0)
     assert costs.candidates[1].cost.predict_s(0, 2000) == pytest.approx(1.5 * two)
     assert costs.scale == 2.0
     # A member's own costs change, and what a ring adds to them does not.
-    assert costs.learn(0, MeasuredCost(0.08, 2e-3, 0.0))
+    assert costs.learn(0, MeasuredCost(0.08, 2e-3, 0.0), 0.0)
     assert costs.candidates[0].cost.predict_s(0, 2000) == pytest.approx(4.08)
     assert costs.scale == 2.0
 
@@ -153,5 +153,38 @@ def test_each_size_has_a_ratio_of_its_own_where_members_have_measured() -> None:
 def test_what_members_measure_does_not_count_where_there_is_a_profile() -> None:
     costs = PoolCosts(prior_candidates((1, 2)))
     before = costs.candidates
-    assert not costs.learn(0, MeasuredCost(0.04, 1e-3, 1e-7))
+    assert not costs.learn(0, MeasuredCost(0.04, 1e-3, 1e-7), 0.0)
     assert costs.candidates == before
+
+
+def test_what_short_prefills_show_counts_until_a_member_has_measured_long_ones() -> None:
+    costs = PoolCosts(prior_candidates((1, 2)), is_prior=True)
+    assert costs.learn(0, MeasuredCost(0.04, 1e-3, 0.0, is_extrapolated=True), 0.0)
+    for _ in range(3):
+        costs.observe(2, 0, 4000, 6.0, 0.0)
+    assert costs.scale > 2, "two instances take what a single one was expected to take, and more"
+    assert costs.learn(1, MeasuredCost(0.05, 1e-3, 1e-7), 1.0)
+    assert costs.candidates[0].cost.predict_s(0, 4000) == pytest.approx(0.05 + 4.0 + 1.6)
+    assert costs.scale == 1.0, "what two take is compared with that anew"
+    assert not costs.learn(0, MeasuredCost(0.9, 1e-3, 0.0, is_extrapolated=True), 2.0), "one knows better"
+    assert not costs.learn(1, MeasuredCost(0.9, 1e-3, 0.0, is_extrapolated=True), 3.0), "it knew better"
+
+
+def test_ratios_are_forgotten_so_that_a_size_that_was_slow_is_tried_again() -> None:
+    costs = PoolCosts(prior_candidates((1, 2)), is_prior=True)
+    costs.learn(0, MeasuredCost(0.04, 1e-3, 0.0), 0.0)
+    two_s = costs.candidates[1].cost.predict_s(0, 2000)
+    for now_s in (1.0, 2.0, 3.0):
+        costs.observe(2, 0, 2000, 5 * two_s, now_s)
+    assert costs.scale == 5.0
+    assert not costs.learn(0, MeasuredCost(0.04, 1e-3, 0.0), 300.0)
+    assert costs.learn(0, MeasuredCost(0.04, 1e-3, 0.0), 304.0)
+    assert costs.candidates[1].cost.predict_s(0, 2000) == two_s
+
+
+def test_what_corrects_a_profile_is_kept() -> None:
+    costs = PoolCosts([SpCandidate(1, ONE)])
+    for _ in range(3):
+        costs.observe(1, 0, 100, 3 * ONE.predict_s(0, 100), 0.0)
+    assert not costs.learn(0, None, 1e6)
+    assert costs.scale == pytest.approx(3.0)

@@ -37,7 +37,7 @@ def test_short_prefills_and_overheads_cost_least_together(
 
     for factor in (1.01, 1.5, 4.0):
         assert delay_s(chosen_s) <= delay_s(chosen_s * factor) * (1 + 1e-9)
-        if chosen_s / factor >= 7 * (overhead_s + meeting_s):
+        if chosen_s / factor >= 4 * (overhead_s + meeting_s):
             assert delay_s(chosen_s) <= delay_s(chosen_s / factor) * (1 + 1e-9)
 
 
@@ -46,9 +46,9 @@ def test_the_bounds_hold(
     overhead_s: float, meeting_s: float, size: int, price: float, per_s: float, slo_s: float
 ) -> None:
     chosen_s = longest_chunk_s(overhead_s, size, price, ShortLoad(per_s, slo_s), meeting_s)
-    assert chosen_s >= 7 * overhead_s
-    assert chosen_s >= min(7 * (overhead_s + meeting_s), slo_s / 2)
-    assert chosen_s <= max(7 * overhead_s, slo_s / 2)
+    assert chosen_s >= 4 * overhead_s
+    assert chosen_s >= min(4 * (overhead_s + meeting_s), slo_s / 2)
+    assert chosen_s <= max(4 * overhead_s, slo_s / 2)
     assert longest_chunk_s(overhead_s, size, price + 1, ShortLoad(per_s, slo_s), meeting_s) >= chosen_s
     assert longest_chunk_s(overhead_s, size, price, ShortLoad(2 * per_s, slo_s), meeting_s) <= chosen_s
 
@@ -56,8 +56,8 @@ def test_the_bounds_hold(
 def test_where_members_meet_long_chunks_are_longer() -> None:
     """Batches follow each other on all members: many short chunks would take the group's time with meeting."""
     shorts = ShortLoad(40.0, 0.4)
-    assert longest_chunk_s(0.008, 8, 4.0, shorts) == 7 * 0.008
-    assert longest_chunk_s(0.008, 8, 4.0, shorts, 0.012) == 7 * 0.02
+    assert longest_chunk_s(0.008, 8, 0.0, shorts) == 4 * 0.008
+    assert longest_chunk_s(0.008, 8, 0.0, shorts, 0.012) == 4 * 0.02
     assert longest_chunk_s(0.008, 8, 4.0, shorts, 0.05) == 0.2
 
 

@@ -487,6 +487,21 @@ def test_chunks_are_longer_where_members_meet_long() -> None:
     assert tokens[1] > 2 * tokens[0]
 
 
+def test_a_chunk_that_takes_longer_than_predicted_is_no_meeting() -> None:
+    """Two chunks, each of which has taken 3 s from when the last member had come, where 0.1 s were predicted."""
+    tokens = []
+    for took_s in (None, 3.0):
+        one = coordinator(2)
+        for instance in (0, 1):
+            one.report(instance, MemberReport(0.0, 100_000, None, 20.0, 4.0), 0.0)
+        order = chunk_of(one.offer(offer(tokens=20_000), 0.0))
+        for now_s in (3.0, 6.0):
+            one.done(0, order.sequence, now_s, took_s=took_s)
+            order = chunk_of(one.done(1, order.sequence, now_s, took_s=took_s and took_s + 0.5))
+        tokens.append(sum(map(count_tokens, order.layout.new)))
+    assert tokens[0] > 2 * tokens[1], "without the members' word it looks as if they had met long"
+
+
 def test_a_prompt_that_is_best_alone_joins_its_owners_batches_however_long_it_is() -> None:
     one = coordinator(1)
     one.report(0, MemberReport(0.0, 100_000, None, 2.0, 0.8), 0.0)
