@@ -109,6 +109,14 @@ class RowPulls:
             and (prompts is None or any(part.prompt in prompts for part in pull.order.parts))
         ]
 
+    def reading(self, prompts: Collection[int]) -> list[int]:
+        """Return the pulls that read rows of these prompts, wherever these are."""
+        return [
+            number
+            for number, pull in self._under_way.items()
+            if any(part.prompt in prompts for part in pull.order.parts)
+        ]
+
     def overdue(self, now_s: float) -> list[int]:
         """Return the pulls that take far longer than they should."""
         return [

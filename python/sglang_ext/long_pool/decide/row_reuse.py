@@ -30,12 +30,19 @@ class RowReuse:
 
     def lose(self, instance: int, now_s: float) -> list[Order]:
         """An instance has gone, with all rows that it kept."""
-        return [*self.give_up(self.pulls.needing(instance), now_s), *_drops(self.kept.lose((instance,)))]
+        given_up = self.give_up(self.pulls.needing(instance), now_s)
+        return [*given_up, *self._forget(self.kept.lose((instance,)), now_s)]
 
     def lose_rows(self, instance: int, prompts: Collection[int], now_s: float) -> list[Order]:
         """An instance has freed the rows that it kept of these prompts."""
         given_up = self.give_up(self.pulls.needing(instance, prompts), now_s)
-        return [*given_up, *_drops(self.kept.lose_rows(instance, prompts))]
+        return [*given_up, *self._forget(self.kept.lose_rows(instance, prompts), now_s)]
+
+    def _forget(self, lost: Sequence[tuple[int, tuple[int, ...]]], now_s: float) -> list[Order]:
+        """Drop what is left of prompts of which rows are gone, and give up the pulls that read it: a pull may read the
+        beginning of a prompt whose end was somewhere else."""
+        given_up = self.give_up(self.pulls.reading({prompt for prompt, _ in lost}), now_s)
+        return [*given_up, *_drops(lost)]
 
     def make_room(self) -> list[Order]:
         """Drop kept rows where something else wants their memory."""

@@ -1572,6 +1572,20 @@ def test_a_prompt_whose_rows_do_not_come_goes_on_without_them(how: str) -> None:
         assert one.pulled(pull.target, pull.pull, 9.0) == [DropKept(pull.pull, (pull.target,))]
 
 
+@pytest.mark.parametrize("is_instance_lost", [True, False])
+def test_a_pull_ends_where_rows_behind_those_that_it_reads_are_gone(is_instance_lost: bool) -> None:
+    """The beginning of a prompt is pulled from 1; its end, which 2 holds, is no part of that."""
+    one = pool_that_keeps({1: (range(2000),), 2: (range(2000, 4000),)})
+    keep_busy(one, 1)
+    ticket = PromptTicket(-1, 2100, 0, 0.0, math.inf, PromptText((71,), (2000,)))
+    (pull,) = one.announce(ticket, 0.0)
+    assert pull == Pull(-1, 0, (1,), (KeptPrefix(7, 2000),))
+    orders = one.lose(2, 0.1) if is_instance_lost else one.kept_lost(2, (7,), 0.1)
+    assert orders[:2] == [DropKept(-1, (0, 1)), DropKept(7, (1,))]
+    assert isinstance(orders[-1], Bind)
+    assert one.pulled(0, -1, 0.2) == [DropKept(-1, (0,))]
+
+
 def test_an_instance_takes_part_in_one_pull_at_a_time() -> None:
     one = pool_that_keeps({1: (range(4000),)})
     keep_busy(one, 1)
