@@ -75,7 +75,7 @@ def profiled_candidates(profile: EngineProfile, sizes: Sequence[int]) -> tuple[S
 
 
 class _Ratio(NamedTuple):
-    """What a chunk took over what was predicted."""
+    """Describes by how much the time of one chunk differed from its prediction."""
 
     at_s: float
     size: int
@@ -87,8 +87,8 @@ class PoolCosts:
 
     A ratio to a prior that is too fast is that of what a chunk takes beyond its fixed cost. Where members have measured
     what a batch costs, each size is corrected by its own ratios: what a ring of two adds to that is not known before,
-    and a size that looks better than it is wastes instances. One that looks worse is not used, and would remain what it
-    was in its worst minute: ratios are forgotten after five minutes.
+    and a size that looks better than it is wastes instances. A size that looks worse is not used, and would
+    remain what it was in its worst minute: ratios are forgotten after five minutes.
 
     What members have found with short prefills alone counts until one has measured long ones. By that a single instance
     looks faster than it is, so that prompts go there and it is measured; ratios begin again then.

@@ -1,4 +1,4 @@
-"""What prompts take on each SP size where their chunks are bounded.
+"""The time of a prompt on each SP size where its chunks are bounded.
 
 A chunk of c seconds has a fixed cost of k: launching it, and half of the time until its members have met, as the last
 one does not wait. The rest of it, c - k, computes the prompt. A prompt whose computing takes W seconds beyond the fixed
@@ -21,7 +21,7 @@ from sglang_ext.long_pool.decide.price_planner import Placement, PrefillSnapshot
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost, TabulatedCost
 
 _WAITS = 0.5  # of a meeting, a member in the mean
-_LEAST_SHARE = 0.5  # of a chunk that computes the prompt, whatever its bound
+_LEAST_SHARE = 0.5  # of a chunk that computes the prompt, even where its bound is shorter
 _LEAST_CHANGE = 0.05
 
 
@@ -75,7 +75,7 @@ class ChunkedPlanner:
     def place(
         self, snapshot: PrefillSnapshot, waiting: Sequence[WaitingPrompt], others_price: float
     ) -> list[Placement]:
-        """As `PricePlanner.place`, but that `compute_s` is the computing of the placement, as of one chunk."""
+        """Return the places of `PricePlanner.place`; their `compute_s` leaves out what chunks cost again."""
         placements = self._planner.place(snapshot, waiting, others_price)
         if self._planner is self._of_chunks:
             return placements

@@ -1,4 +1,4 @@
-"""What prompts take in bounded chunks: against chunks that are added up, and places that keep what a chunk computes."""
+"""Times of prompts in bounded chunks: against chunks that are added up, and places that keep what a chunk computes."""
 
 from __future__ import annotations
 
