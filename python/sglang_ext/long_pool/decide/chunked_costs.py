@@ -1,13 +1,13 @@
-"""The time of a prompt on each SP size where its chunks are bounded.
+"""The time of a prompt on each SP size where its chunks are bounded: each is launched.
 
-A chunk of c seconds has a fixed cost of k: launching it, and half of the time until its members have met, as the last
-one does not wait. The rest of it, c - k, computes the prompt. A prompt whose computing takes W seconds beyond the fixed
-cost takes
+A chunk of c seconds takes k to launch, and computes the prompt in the rest, c - k. A prompt whose computing takes W
+seconds beyond one launch takes
 
     k + W c / (c - k)
 
-in such chunks. Groups meet, and a single instance does not: without this a size that computes a little faster looks
-better than it is.
+in such chunks. The launch of a group takes longer than that of one instance: without this a size that computes a
+little faster looks better than it is. Members also meet before each chunk, which is not counted: they compute their own
+batches until then.
 """
 
 from __future__ import annotations
@@ -15,32 +15,22 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from sglang_ext.long_pool.decide.price_planner import Placement, PrefillSnapshot, PricePlanner, WaitingPrompt
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost, TabulatedCost
 
-_WAITS = 0.5  # of a meeting, a member in the mean
 _LEAST_SHARE = 0.5  # of a chunk that computes the prompt, even where its bound is shorter
 _LEAST_CHANGE = 0.05
 
 
-class ChunkBound(NamedTuple):
-    """Chunks of one SP size."""
-
-    longest_s: float  # infinity: they may be as long as they like
-    meeting_s: float  # until the last of the members has come
-
-
-def in_chunks(cost: SpCost | TabulatedCost, bound: ChunkBound) -> SpCost | TabulatedCost:
-    """Return what a prompt takes in such chunks, where `cost` is that of a chunk without a meeting."""
+def in_chunks(cost: SpCost | TabulatedCost, longest_s: float) -> SpCost | TabulatedCost:
+    """Return what a prompt takes in chunks of at most this long, where `cost` is that of a single chunk."""
     launch_s = cost.predict_s(0, 0)
-    fixed_s = launch_s + _WAITS * bound.meeting_s
-    share = max(_LEAST_SHARE, 1.0 - fixed_s / bound.longest_s) if fixed_s else 1.0
+    share = max(_LEAST_SHARE, 1.0 - launch_s / longest_s) if launch_s else 1.0
     if isinstance(cost, TabulatedCost):
-        durations_s = tuple(max(0.0, fixed_s + (duration_s - launch_s) / share) for duration_s in cost.duration_s)
+        durations_s = tuple(launch_s + max(0.0, duration_s - launch_s) / share for duration_s in cost.duration_s)
         return TabulatedCost(cost.prompt_tokens, durations_s)
-    return SpCost(fixed_s, cost.b_s_per_token / share, cost.c_s_per_token2 / share, cost.d_s_per_token2 / share)
+    return SpCost(launch_s, cost.b_s_per_token / share, cost.c_s_per_token2 / share, cost.d_s_per_token2 / share)
 
 
 class ChunkedPlanner:
@@ -49,7 +39,7 @@ class ChunkedPlanner:
     def __init__(self, planner: PricePlanner) -> None:
         """`planner`: with the costs of chunks."""
         self._of_chunks = planner
-        self._bounds: Mapping[int, ChunkBound] = {}
+        self._longest_s: Mapping[int, float] = {}
         self._planner = planner
         self._chunk_costs = {candidate.size: candidate.cost for candidate in planner.options.candidates}
 
@@ -58,28 +48,23 @@ class ChunkedPlanner:
         """Return the planner with the costs of chunks."""
         return self._of_chunks
 
-    @property
-    def candidates(self) -> Sequence[SpCandidate]:
-        """Return what prompts take."""
-        return self._planner.options.candidates
-
-    def bound(self, bounds: Mapping[int, ChunkBound]) -> None:
-        """Expect chunks of these bounds, by SP size, from now on."""
-        if all(_are_alike(bound, self._bounds.get(size)) for size, bound in bounds.items()):
+    def bound(self, longest_s: Mapping[int, float]) -> None:
+        """Expect chunks of at most this long, by SP size, from now on; infinity: they have no bound."""
+        if all(_are_alike(bound_s, self._longest_s.get(size)) for size, bound_s in longest_s.items()):
             return
-        self._bounds = dict(bounds)
+        self._longest_s = dict(longest_s)
         options = self._of_chunks.options
-        costs = tuple(SpCandidate(one.size, in_chunks(one.cost, bounds[one.size])) for one in options.candidates)
+        costs = tuple(SpCandidate(one.size, in_chunks(one.cost, longest_s[one.size])) for one in options.candidates)
         self._planner = PricePlanner(replace(options, candidates=costs))
 
     def place(
         self, snapshot: PrefillSnapshot, waiting: Sequence[WaitingPrompt], others_price: float
     ) -> list[Placement]:
-        """Return the places of `PricePlanner.place`; their `compute_s` leaves out what chunks cost again."""
+        """Return the places of `PricePlanner.place`; their `compute_s` is that of a single chunk."""
         placements = self._planner.place(snapshot, waiting, others_price)
         if self._planner is self._of_chunks:
             return placements
-        expected = {candidate.size: candidate.cost for candidate in self.candidates}
+        expected = {candidate.size: candidate.cost for candidate in self._planner.options.candidates}
         placed = []
         for placement in placements:
             size, tokens = len(placement.group), placement.tokens
@@ -92,10 +77,7 @@ class ChunkedPlanner:
         return placed
 
 
-def _are_alike(one: ChunkBound, other: ChunkBound | None) -> bool:
-    if other is None:
-        return False
-    return all(
-        first == second or (max(first, second) < math.inf and abs(first - second) <= _LEAST_CHANGE * max(first, second))
-        for first, second in zip(one, other, strict=True)
-    )
+def _are_alike(one_s: float, other_s: float | None) -> bool:
+    if other_s is None or one_s == other_s:
+        return other_s is not None
+    return max(one_s, other_s) < math.inf and abs(one_s - other_s) <= _LEAST_CHANGE * max(one_s, other_s)

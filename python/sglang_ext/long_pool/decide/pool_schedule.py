@@ -21,7 +21,7 @@ from sglang_ext.long_pool.decide.chunk_length import (
     shorts_delayed,
     should_wait,
 )
-from sglang_ext.long_pool.decide.chunked_costs import ChunkBound, ChunkedPlanner
+from sglang_ext.long_pool.decide.chunked_costs import ChunkedPlanner
 from sglang_ext.long_pool.decide.on_time_order import OnTimeOptions, OnTimeOrder, OrderedPrefill, PendingPrefill
 from sglang_ext.long_pool.decide.pool_load import PoolLoad
 from sglang_ext.long_pool.decide.price_planner import Placement, PrefillSnapshot, PricePlanner, WaitingPrompt
@@ -117,7 +117,7 @@ class PoolSchedule:
         size = len(placement.group)
         cost = next(candidate.cost for candidate in options.candidates if candidate.size == size)
         overhead_s = cost.predict_s(0, 0)
-        budget_s = self._bound(size, overhead_s, shorts).longest_s
+        budget_s = self._longest_s(size, overhead_s, shorts)
         if chunk_s is not None:
             budget_s = min(budget_s, longest_chunk_s(overhead_s, size, self.price, ShortLoad(0.0, 2 * chunk_s)))
         if placement.compute_s <= budget_s:
@@ -128,11 +128,11 @@ class PoolSchedule:
         tokens = min(placement.tokens, max(options.min_chunk_tokens, fitting))
         return tokens, cost.predict_s(cached_tokens, tokens) * factor
 
-    def _bound(self, size: int, overhead_s: float, shorts: ShortLoad) -> ChunkBound:
-        """Return the bound of a chunk that takes `overhead_s` to launch."""
+    def _longest_s(self, size: int, overhead_s: float, shorts: ShortLoad) -> float:
+        """Return the longest time of a chunk that takes `overhead_s` to launch."""
         are_known = size > 1 and self._meetings_s
         meeting_s = sum(self._meetings_s) / len(self._meetings_s) if are_known else 0.0
-        return ChunkBound(longest_chunk_s(overhead_s, size, self.price, shorts, meeting_s), meeting_s)
+        return longest_chunk_s(overhead_s, size, self.price, shorts, meeting_s)
 
     def turns(
         self,
@@ -162,8 +162,10 @@ class PoolSchedule:
         self.price = max(options.min_price, (len(waiting) - 1 + others) / instances)
         if self._expected is None or self._expected.of_chunks is not self.planner:
             self._expected = ChunkedPlanner(self.planner)
-        bounds = {one.size: self._bound(one.size, one.cost.predict_s(0, 0), shorts) for one in options.candidates}
-        self._expected.bound(bounds)
+        overheads_s = {candidate.size: candidate.cost.predict_s(0, 0) for candidate in options.candidates}
+        self._expected.bound(
+            {size: self._longest_s(size, overhead_s, shorts) for size, overhead_s in overheads_s.items()}
+        )
         placements = self._expected.place(snapshot, waiting, others)
         turns = [PlacedPrefill(ordered[placed.prompt].prefill.key, placed) for placed in placements]
         if shorts == NO_SHORT_LOAD:

@@ -19,7 +19,7 @@ def test_arrivals_until_the_queue_has_gone() -> None:
     # 2 of 4 instances are busy with what comes: 10 instance-seconds take 5 s.
     assert load.arrivals_until_empty(now_s, 10.0, 4) == pytest.approx(50.0, rel=0.03)
     # Beyond its capacity a pool has no such time.
-    assert load.arrivals_until_empty(now_s, 10.0, 1) == pytest.approx(10 * 10 / 0.05, rel=0.02)
+    assert load.arrivals_until_empty(now_s, 10.0, 1) == pytest.approx(10 * 10 / 0.2, rel=0.02)
     assert load.arrivals_per_s(now_s + 600.0) < 0.06
 
 

@@ -97,10 +97,10 @@ def test_those_that_are_not_considered_count_as_waiting() -> None:
 
 
 def test_the_price_counts_the_short_prefills_that_wait_for_the_end_of_a_chunk() -> None:
-    """Eight arrive in a second, and each waits for half of a chunk of a fifth of a second."""
+    """Eight arrive in a second, each waits for half of a chunk of a fifth of a second, and counts six times."""
     one, snapshot = schedule(), PrefillSnapshot([0, 0], [0.0, 0.0], [10**6] * 2)
     one.turns(0.0, snapshot, [pending(0, 1000, 0.0)], 0.0, ShortLoad(8.0, 0.4, 0.05))
-    assert one.price == pytest.approx(0.8)
+    assert one.price == pytest.approx(4.8)
 
 
 def test_short_prefills_make_sizes_smaller() -> None:
@@ -113,7 +113,7 @@ def test_short_prefills_make_sizes_smaller() -> None:
 
 
 def test_who_has_begun_goes_on_with_busy_members_in_its_turn() -> None:
-    shorts = ShortLoad(1.0, 0.4, 0.1)
+    shorts = ShortLoad(0.15, 0.4, 0.1)
     snapshot = PrefillSnapshot([0] * 3, [0.3, 0.3, 0.0], [10**6] * 3)
     begun = pending(0, 1000, 1.0, 9.0, holders=(Holder(0, 100), Holder(1, 100)), is_started=True)
     one = schedule(UrgencyOrder(deadline))
