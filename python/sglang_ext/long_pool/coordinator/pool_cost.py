@@ -86,9 +86,9 @@ class PoolCosts:
     """Costs that follow what chunks take: all sizes times the median of the last 15 ratios of measured to predicted.
 
     A ratio to a prior that is too fast is that of what a chunk takes beyond its fixed cost. Where members have measured
-    what a batch costs, each size is corrected by its own ratios: what a ring of two adds to that is not known before,
-    and a size that looks better than it is wastes instances. A size that looks worse is not used, and would
-    remain what it was in its worst minute: ratios are forgotten after five minutes.
+    what a batch costs, that is what a single instance takes, and each size of a group is corrected by its own ratios:
+    what a ring of two adds is not known before, and a size that looks better than it is wastes instances. A size that
+    looks worse is not used, and would remain what it was in its worst minute: ratios are forgotten after five minutes.
 
     What members have found with short prefills alone counts until one has measured long ones. By that a single instance
     looks faster than it is, so that prompts go there and it is measured; ratios begin again then.
@@ -190,9 +190,11 @@ class PoolCosts:
         return True
 
     def _scale_of(self, size: int) -> float:
-        """Return the ratio of a size; where it was seldom run, the ratio of all groups, or of a single instance."""
+        """Return the ratio of a size; where it was seldom run, that of all groups. Members measure one instance."""
+        if self._single is not None and size == 1:
+            return 1.0
         own = [one.ratio for one in self._ratios if one.size == size]
-        like = [one.ratio for one in self._ratios if self._single is None or (one.size > 1) == (size > 1)]
+        like = [one.ratio for one in self._ratios if self._single is None or one.size > 1]
         ratios = own if self._single is not None and len(own) >= _LEAST_SAMPLES else like
         least_samples = 1 if self._is_guessed else _LEAST_SAMPLES
         return median(ratios[-_SAMPLES:]) if len(ratios) >= least_samples else 1.0

@@ -8,7 +8,7 @@ from collections import deque
 ROUTED_WINDOW_S = 10.0  # of the load by which prompts are routed, of which many come
 _LEAST_ARRIVALS = 32  # in the window: it is longer where fewer have come
 _DOUBTED_ARRIVALS = 8
-_HIGHEST_LOAD = 0.8  # beyond that the queue's end is no estimate: with its price a hundredth of work outweighs all
+_HIGHEST_LOAD = 0.8  # beyond that the queue's end is no estimate, and its price would outweigh every gain
 
 
 class PoolLoad:

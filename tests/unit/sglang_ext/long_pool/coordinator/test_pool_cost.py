@@ -129,12 +129,12 @@ def test_a_machine_that_is_faster_than_the_prior_also_launches_faster() -> None:
         assert after.predict_s(cached, new) == pytest.approx(before.predict_s(cached, new) / 4)
 
 
-def test_each_size_has_a_ratio_of_its_own_where_members_have_measured() -> None:
+def test_each_size_of_a_group_has_a_ratio_of_its_own_where_members_have_measured() -> None:
     costs = PoolCosts(prior_candidates((1, 2, 4)), is_prior=True)
     costs.learn(0, MeasuredCost(0.04, 1e-3, 0.0), 0.0)
     one, two, four = (candidate.cost.predict_s(0, 2000) for candidate in costs.candidates)
     for _ in range(3):
-        costs.observe(1, 0, 2000, one, 0.0)
+        assert not costs.observe(1, 0, 2000, 3 * one, 0.0), "members measure that by themselves"
     assert [costs.observe(2, 0, 2000, 1.5 * two, 0.0) for _ in range(3)] == [False, False, True]
     assert [candidate.cost.predict_s(0, 2000) for candidate in costs.candidates] == pytest.approx(
         [one, 1.5 * two, 1.5 * four]
