@@ -19,14 +19,16 @@ from dataclasses import replace
 from sglang_ext.long_pool.decide.price_planner import Placement, PrefillSnapshot, PricePlanner, WaitingPrompt
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost, TabulatedCost
 
-_LEAST_SHARE = 0.5  # of a chunk that computes the prompt, even where its bound is shorter
 _LEAST_CHANGE = 0.05
 
 
 def in_chunks(cost: SpCost | TabulatedCost, longest_s: float) -> SpCost | TabulatedCost:
-    """Return what a prompt takes in chunks of at most this long, where `cost` is that of a single chunk."""
+    """Return what a prompt takes in chunks of at most this long, where `cost` is that of a single chunk.
+
+    `longest_s`: several times a launch, as `longest_chunk_s` has it.
+    """
     launch_s = cost.predict_s(0, 0)
-    share = max(_LEAST_SHARE, 1.0 - launch_s / longest_s) if launch_s else 1.0
+    share = 1.0 - launch_s / longest_s if launch_s else 1.0
     if isinstance(cost, TabulatedCost):
         durations_s = tuple(launch_s + max(0.0, duration_s - launch_s) / share for duration_s in cost.duration_s)
         return TabulatedCost(cost.prompt_tokens, durations_s)

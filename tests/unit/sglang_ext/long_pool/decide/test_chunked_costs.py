@@ -54,10 +54,6 @@ def test_without_bounds_nothing_changes() -> None:
     assert plan({1: math.inf, 2: math.inf}).group == (0, 1)
 
 
-def test_a_chunk_is_never_all_launch() -> None:
-    assert in_chunks(ONE, 0.01).predict_s(0, 1000) == pytest.approx(0.05 + 2.0)
-
-
 def test_a_group_whose_chunks_are_mostly_launches_is_not_worth_its_gain() -> None:
     assert plan({1: 0.35, 2: 0.35}).group == (0, 1)
     assert plan({1: 0.35, 2: 0.14}).group == (0,)
