@@ -123,7 +123,8 @@ class PoolSchedule:
         if placement.compute_s <= budget_s:
             return placement.tokens, placement.compute_s
         factor = placement.compute_s / cost.predict_s(cached_tokens, placement.tokens)
-        part_s = placement.compute_s / math.ceil(placement.compute_s / budget_s)
+        # Without a fixed cost nothing bounds how short a chunk may be but its least length.
+        part_s = placement.compute_s / math.ceil(placement.compute_s / budget_s) if budget_s else 0.0
         fitting = tokens_within(cost, cached_tokens, placement.tokens, part_s / factor)
         tokens = min(placement.tokens, max(options.min_chunk_tokens, fitting))
         return tokens, cost.predict_s(cached_tokens, tokens) * factor

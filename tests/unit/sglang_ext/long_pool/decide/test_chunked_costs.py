@@ -59,6 +59,17 @@ def test_a_group_whose_chunks_are_mostly_launches_is_not_worth_its_gain() -> Non
     assert plan({1: 0.35, 2: 0.14}).group == (0,)
 
 
+def test_bounds_follow_the_latest_but_for_small_changes() -> None:
+    planner = ChunkedPlanner(PricePlanner(PriceOptions((SpCandidate(1, ONE), SpCandidate(2, TWO)))))
+    snapshot, waiting = PrefillSnapshot([0, 0], [0.0, 0.0], [10**6] * 2), [WaitingPrompt(4000, 0, math.inf)]
+    ends_s = []
+    for longest_s in (math.inf, 0.35, 0.36, 0.5):
+        planner.bound({1: longest_s, 2: longest_s})
+        ends_s.append(planner.place(snapshot, waiting, 0.0)[0].end_s)
+    kept = (math.inf, 0.35, 0.35, 0.5)
+    assert ends_s == pytest.approx([in_chunks(TWO, longest_s).predict_s(0, 4000) for longest_s in kept])
+
+
 def test_a_place_ends_with_all_chunks_and_names_the_computing_of_one() -> None:
     placed = plan({1: 0.35, 2: 0.35})
     assert placed.group == (0, 1)

@@ -20,7 +20,7 @@ from sglang_ext.long_pool.decide.pool_schedule import (
     min_work_s,
     tokens_within,
 )
-from sglang_ext.long_pool.decide.price_planner import Holder, PrefillSnapshot, PriceOptions, PricePlanner
+from sglang_ext.long_pool.decide.price_planner import Holder, Placement, PrefillSnapshot, PriceOptions, PricePlanner
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
 
 COSTS = (SpCandidate(1, SpCost(0.0, 1e-3, 0.0, 0.0)), SpCandidate(2, SpCost(0.1, 0.5e-3, 0.0, 0.0)))
@@ -110,6 +110,26 @@ def test_short_prefills_make_sizes_smaller() -> None:
         schedule().turns(0.0, snapshot, waiting, 0.0, ShortLoad(per_s, 0.4, 0.05 * per_s)) for per_s in (0.1, 40.0)
     )
     assert [len(turns[0].placement.group) for turns in (few, many)] == [2, 1]
+
+
+def test_short_chunks_make_sizes_smaller_for_their_launches() -> None:
+    """Both loads have the same price, and chunks of two are mostly launches where the objective is short."""
+    snapshot = PrefillSnapshot([0, 0], [0.0, 0.0], [10**6] * 2)
+    waiting = [pending(0, 1000, 0.0)]
+    sizes = []
+    for shorts in (ShortLoad(0.15, 4.0), ShortLoad(1.5, 0.4)):
+        one = schedule()
+        (turn,) = one.turns(0.0, snapshot, waiting, 0.0, shorts)
+        assert one.price == pytest.approx(0.9)
+        sizes.append(len(turn.placement.group))
+    assert sizes == [2, 1]
+
+
+def test_a_single_instance_meets_nobody_and_may_launch_in_no_time() -> None:
+    one = schedule()
+    one.record_meeting(0.5)
+    tokens, compute_s = one.cut(Placement(0, 4000, (0,), 0.0, 4.0, 4.0), 0, ShortLoad(1.0, 4.0), None)
+    assert (tokens, compute_s) == (512, pytest.approx(0.512)), "the least length of a chunk"
 
 
 def test_who_has_begun_goes_on_with_busy_members_in_its_turn() -> None:
