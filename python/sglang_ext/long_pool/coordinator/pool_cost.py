@@ -90,8 +90,10 @@ class PoolCosts:
     what a ring of two adds is not known before, and a size that looks better than it is wastes instances. A size that
     looks worse is not used, and would remain what it was in its worst minute: ratios are forgotten after five minutes.
 
-    What members have found with short prefills alone counts until one has measured long ones. By that a single instance
-    looks faster than it is, so that prompts go there and it is measured; ratios begin again then.
+    A pool learns what groups are worth from the single instance up. While its members have measured nothing, a group is
+    expected to take as long as one instance does: prompts go to one where they fit. What members have found with short
+    prefills alone counts until one has measured long ones; ratios begin again then. It is not certain for long prompts,
+    and what looks slow is not tried: groups that are faster than it admits show that one instance is, too.
     """
 
     def __init__(self, candidates: Sequence[SpCandidate], *, is_prior: bool = False) -> None:
@@ -101,6 +103,7 @@ class PoolCosts:
         self._measured: dict[int, MeasuredCost] = {}  # by member
         self._single: SpCost | None = None  # that the candidates are made of
         self._is_extrapolated = False  # it is of short prefills
+        self._is_being_measured = False  # by a member that does not know yet
         self._ratios: deque[_Ratio] = deque(maxlen=_KEPT)
         self._scales = {candidate.size: 1.0 for candidate in candidates}
 
@@ -112,10 +115,14 @@ class PoolCosts:
     @property
     def candidates(self) -> tuple[SpCandidate, ...]:
         """The costs to plan with."""
-        return tuple(
+        scaled = tuple(
             SpCandidate(candidate.size, self._scaled(candidate.cost, self._scales[candidate.size]))
             for candidate in self._candidates
         )
+        if self._is_guessed and self._is_being_measured:
+            smallest = min(scaled, key=lambda candidate: candidate.size)
+            return tuple(SpCandidate(candidate.size, smallest.cost) for candidate in scaled)
+        return scaled
 
     @property
     def _is_guessed(self) -> bool:
@@ -131,8 +138,12 @@ class PoolCosts:
     def learn(self, instance: int, cost: MeasuredCost | None, now_s: float) -> bool:
         """A member reports what its batches cost; whether the costs to plan with have changed by a tenth or more."""
         has_forgotten = self._forget_ratios(now_s) and self._rescale()
-        if not self._is_prior or cost is None:
+        if not self._is_prior:
             return has_forgotten
+        if cost is None:
+            is_news = self._single is None and not self._is_being_measured
+            self._is_being_measured = True
+            return has_forgotten or is_news
         before = self._measured.get(instance)
         if cost.is_extrapolated and before is not None and not before.is_extrapolated:
             return has_forgotten
@@ -191,13 +202,18 @@ class PoolCosts:
 
     def _scale_of(self, size: int) -> float:
         """Return the ratio of a size; where it was seldom run, that of all groups. Members measure one instance."""
-        if self._single is not None and size == 1:
-            return 1.0
-        own = [one.ratio for one in self._ratios if one.size == size]
-        like = [one.ratio for one in self._ratios if self._single is None or one.size > 1]
-        ratios = own if self._single is not None and len(own) >= _LEAST_SAMPLES else like
-        least_samples = 1 if self._is_guessed else _LEAST_SAMPLES
-        return median(ratios[-_SAMPLES:]) if len(ratios) >= least_samples else 1.0
+        if self._single is None:
+            return _median_of(self._ratios, 1 if self._is_guessed else _LEAST_SAMPLES)
+        groups = [one for one in self._ratios if one.size > 1]
+        if size == 1:
+            return min(1.0, _median_of(groups, _LEAST_SAMPLES)) if self._is_extrapolated else 1.0
+        own = [one for one in groups if one.size == size]
+        return _median_of(own if len(own) >= _LEAST_SAMPLES else groups, _LEAST_SAMPLES)
+
+
+def _median_of(ratios: Sequence[_Ratio], least_samples: int) -> float:
+    """Return the median of the latest ratios; 1 where there are too few."""
+    return median([one.ratio for one in ratios][-_SAMPLES:]) if len(ratios) >= least_samples else 1.0
 
 
 def _differ(one: SpCost, other: SpCost) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from sglang_ext.long_pool.coordinator.pool_cost import (
     profiled_candidates,
 )
 from sglang_ext.long_pool.decide.orders import MeasuredCost
+from sglang_ext.long_pool.decide.price_planner import PrefillSnapshot, PriceOptions, PricePlanner, WaitingPrompt
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost, TabulatedCost
 from sglang_ext.long_pool.decide.table1 import LATENCY_S, PROMPT_TOKENS
 
@@ -92,7 +94,6 @@ def test_what_tells_nothing_changes_nothing() -> None:
 
 def test_what_members_measure_counts_instead_of_a_prior() -> None:
     costs = PoolCosts(prior_candidates((1, 2)), is_prior=True)
-    assert not costs.learn(0, None, 0.0)
     for _ in range(3):
         costs.observe(1, 0, 4000, 60.0, 0.0)
     assert costs.scale > 10
@@ -168,6 +169,43 @@ def test_what_short_prefills_show_counts_until_a_member_has_measured_long_ones()
     assert costs.scale == 1.0, "what two take is compared with that anew"
     assert not costs.learn(0, MeasuredCost(0.9, 1e-3, 0.0, is_extrapolated=True), 2.0), "one knows better"
     assert not costs.learn(1, MeasuredCost(0.9, 1e-3, 0.0, is_extrapolated=True), 3.0), "it knew better"
+
+
+def test_prompts_go_to_one_instance_while_members_have_measured_nothing() -> None:
+    costs = PoolCosts(prior_candidates((1, 2, 4)), is_prior=True)
+    before = costs.candidates
+    assert costs.learn(0, None, 0.0), "it will measure: one instance is tried before groups"
+    assert not costs.learn(1, None, 0.0)
+    assert [candidate.size for candidate in costs.candidates] == [1, 2, 4]
+    assert [candidate.cost for candidate in costs.candidates] == [before[0].cost] * 3
+    planner = PricePlanner(PriceOptions(costs.candidates))
+    idle = PrefillSnapshot((0,) * 4, (0.0,) * 4, (100_000,) * 4)
+    for tokens, instances in ((90_000, 1), (150_000, 2), (390_000, 4)):
+        (placement,) = planner.place(idle, [WaitingPrompt(tokens, 0, inf)], 0.0)
+        assert len(placement.group) == instances, "a group where one has no room"
+    assert costs.learn(1, MeasuredCost(0.05, 1e-4, 1e-9), 1.0)
+    one, two, four = (candidate.cost.predict_s(0, 20_000) for candidate in costs.candidates)
+    assert four < two < one
+    assert not costs.learn(0, None, 2.0), "another one knows"
+
+
+def test_groups_that_are_faster_than_short_prefills_admit_show_that_one_instance_is_too() -> None:
+    costs = PoolCosts(prior_candidates((1, 2)), is_prior=True)
+    costs.learn(0, MeasuredCost(0.04, 1e-3, 0.0, is_extrapolated=True), 0.0)
+    one_s, two_s = (candidate.cost.predict_s(0, 4000) for candidate in costs.candidates)
+    for _ in range(12):
+        costs.observe(2, 0, 4000, 0.7 * two_s, 0.0)
+    assert [candidate.cost.predict_s(0, 4000) for candidate in costs.candidates] == pytest.approx(
+        [0.7 * one_s, 0.7 * two_s]
+    )
+    for _ in range(15):
+        costs.observe(2, 0, 4000, 1.5 * two_s, 0.0)
+    assert [candidate.cost.predict_s(0, 4000) for candidate in costs.candidates] == pytest.approx([one_s, 1.5 * two_s])
+    # What was measured with long ones holds.
+    costs.learn(0, MeasuredCost(0.04, 1e-3, 0.0), 1.0)
+    for _ in range(3):
+        costs.observe(2, 0, 4000, 0.7 * two_s, 1.0)
+    assert costs.candidates[0].cost.predict_s(0, 4000) == pytest.approx(one_s)
 
 
 def test_ratios_are_forgotten_so_that_a_size_that_was_slow_is_tried_again() -> None:
