@@ -15,8 +15,9 @@ what both instances can do, where each computes while the other does. Then, on o
 of 1,024 tokens: a follow-up to a document that has been read, every second while two unknown prompts of 7,000 tokens
 (one for each instance) are computed.
 
-The requests of one_pool are also simulated, at the costs that its coordinator knows in the end and with what surrounds
-the prefill of a chat prompt when all is idle: `simulated_over_real` for each class.
+The requests of one_pool are also simulated, at the costs that its coordinator and instances know at the end of each
+round, with batches that vary as they have measured, and with what surrounds the prefill of a chat prompt when all is
+idle: `simulated_over_real` for each class.
 
 `short` are chat prompts, `long` all turns of conversations; `…_over_best` is one_pool over the best of its peers. Every
 greedy answer is compared between the systems. `--full` takes a model of SmolLM2-135M's shape, with random weights, and
@@ -41,11 +42,13 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
 
+from sglang_ext.laps.decide.cost_model import CostCoefficients
 from sglang_ext.live.decide.instance_work import PREFILL, WORK_KEY, read_work
+from sglang_ext.long_pool.decide.sp_cost import SpCandidate
 from support.conversations import Answer, Client, draw_load, opening_s
 from support.engines import BenchEngine, EngineStartError, free_port
 from support.mixed_load import percentile
-from support.pool_simulation import batch_costs_of, costs_of, simulated_ttfts_s
+from support.pool_simulation import batch_costs_of, costs_of, paces_of, simulated_ttfts_s
 from support.processor_time import OtherLoad
 from support.random_model import RandomLlama, build_random_llama
 from support.result import give_up, machine, print_result, progress, versions
@@ -56,6 +59,7 @@ OUTPUT_TOKENS = 4
 BOUNDARY_TOKENS = 512
 LOAD = 0.6  # of both cores, where nothing is cached twice
 CHAT_SHARE = 0.2  # of the load
+SIMULATED_TIMES = 5  # each round, as batches do not always take the same
 COLD_TOKENS, WARM_TOKENS, IDLE_TOKENS = 7000, 2000, 60
 HANDSHAKE = ("--transfer-backend", "handshake")
 OWN_SCHEDULER = ("--laps-boundary-tokens", str(BOUNDARY_TOKENS))
@@ -96,6 +100,15 @@ class Served(NamedTuple):
 
     prefills: tuple[BenchEngine, BenchEngine]
     client: Client
+
+
+class Round(NamedTuple):
+    """What one_pool has answered in a round, and what was known at its end."""
+
+    answers: list[Answer]
+    costs: tuple[SpCandidate, ...]  # of chunks
+    batches: CostCoefficients
+    paces: tuple[float, ...]  # of batches: see `paces_of`
 
 
 def main() -> None:
@@ -163,7 +176,7 @@ class Bench:
         self._scratch, self._cores, self._plan, self._stack = scratch, cores, plan, stack
         self._model = scratch / "model"
         self._served: dict[str, Served] = {}
-        self._rounds: list[list[Answer]] = []  # of one_pool
+        self._rounds: list[Round] = []  # of one_pool
         self._pool_url = ""
         self._idle_overhead_s = 0.0  # around the prefill of a chat prompt on one_pool
 
@@ -201,7 +214,7 @@ class Bench:
                 answers = [answer.in_round(number) for answer in answers]
                 runs[system.name] += answers
                 if system.name == OURS:
-                    self._rounds.append(answers)
+                    self._rounds.append(self._round(answers))
         return runs
 
     def _together_s(self, tokens: int) -> float:
@@ -214,6 +227,13 @@ class Bench:
     def _queues(self, query: str = "") -> list[dict[str, Any]]:
         """Return the status of one_pool's instances."""
         return [json.loads(_get(f"{prefill.url}/laps{query}")) for prefill in self._served[OURS].prefills]
+
+    def _round(self, answers: list[Answer]) -> Round:
+        """Return a round that has just ended, with what the coordinator and the instances know of it."""
+        queues = self._queues()
+        return Round(
+            answers, costs_of(json.loads(_get(self._pool_url + "/status"))), batch_costs_of(queues), paces_of(queues)
+        )
 
     def _shortest_batch_s(self, tokens: int) -> float:
         """Return the shortest time that an instance of one_pool has taken for a batch of this many tokens."""
@@ -228,15 +248,16 @@ class Bench:
 
     def simulate(self) -> list[Answer]:
         """Return the answers of one_pool with the times that the simulator has for them."""
-        costs = costs_of(json.loads(_get(self._pool_url + "/status")))
-        batches = batch_costs_of(self._queues())
-        progress(
-            f"simulated with chunks of {costs}, batches of {batches}, and {self._idle_overhead_s:.3f} s around them"
-        )
         simulated = []
-        for answers in self._rounds:
-            ttfts_s = simulated_ttfts_s(answers, costs, batches, 2, BOUNDARY_TOKENS, self._idle_overhead_s)
-            simulated += [answer._replace(ttft_s=ttfts_s[answer.key]) for answer in answers]
+        for answers, costs, batches, paces in self._rounds:
+            progress(
+                f"simulated with chunks of {costs}, batches of {batches}, and {self._idle_overhead_s:.3f} s around them"
+            )
+            for seed in range(SIMULATED_TIMES):
+                ttfts_s = simulated_ttfts_s(
+                    answers, costs, batches, 2, BOUNDARY_TOKENS, self._idle_overhead_s, paces, seed
+                )
+                simulated += [answer._replace(ttft_s=ttfts_s[answer.key]) for answer in answers]
         return simulated
 
     def run_beside(self) -> dict[str, dict[str, float]]:

@@ -84,6 +84,11 @@ def batch_costs_of(statuses: Sequence[Mapping[str, Any]]) -> CostCoefficients:
     return CostCoefficients(*(mean(fit[name] for fit in fits) for name in names))
 
 
+def paces_of(statuses: Sequence[Mapping[str, Any]]) -> tuple[float, ...]:
+    """Return what the instances' latest batches took over what their fits expect, equally likely each."""
+    return tuple(pace for status in statuses for pace in status["fit"]["pace_quantiles"] or ())
+
+
 def simulated_ttfts_s(
     answers: Sequence[Answer],
     costs: Sequence[SpCandidate],
@@ -91,12 +96,15 @@ def simulated_ttfts_s(
     instances: int,
     boundary_tokens: int,
     overhead_s: float,
+    paces: Sequence[float] = (),
+    seed: int = 0,
 ) -> dict[tuple[int, int], float]:
     """Return each request's time to first token, by its key, had a simulated pool served it.
 
     `answers` are those of one round: chat prompts and first turns come when they came in reality, a later turn as long
     after the answer before it as in reality. `costs`: of the pool's chunks, `batches`: of an instance's own batches.
-    `overhead_s`: of what surrounds prefill, added to each.
+    `overhead_s`: of what surrounds prefill, added to each. `paces`: what batches and chunks may take over their costs,
+    equally likely each; drawn by `seed`.
     """
     limits = InstanceLimits(
         page_tokens=1, max_chunk_tokens=_CHUNK_TOKENS, max_batch_tokens=_CHUNK_TOKENS, max_requests=64
@@ -110,9 +118,8 @@ def simulated_ttfts_s(
     spec = InstancesSpec((Role.BOTH,) * instances, batches, _KV_TOKENS, boundary_tokens)
     loop = EventLoop()
     conversations = _Conversations(answers, loop, overhead_s)
-    stage = conversations.stage = OnePool(
-        loop, spec, costs, policy, OnePoolOptions(short_slo_s=options.short_ttft_slo_ms / 1e3), conversations, False
-    )
+    pool = OnePoolOptions(short_slo_s=options.short_ttft_slo_ms / 1e3, paces=tuple(paces), seed=seed)
+    stage = conversations.stage = OnePool(loop, spec, costs, policy, pool, conversations, False)
     feed(loop, conversations.openings, stage)
     loop.run()
     return conversations.ttft_s

@@ -7,7 +7,7 @@ import pytest
 from sglang_ext.laps.decide.cost_model import CostCoefficients
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate, SpCost
 from support.conversations import Answer
-from support.pool_simulation import batch_costs_of, costs_of, simulated_ttfts_s
+from support.pool_simulation import batch_costs_of, costs_of, paces_of, simulated_ttfts_s
 
 ONE = SpCost(0.05, 3e-4, 1e-7, 5e-8)
 TWO = SpCost(0.07, 1.6e-4, 5e-8, 2.5e-8)
@@ -82,3 +82,23 @@ def test_every_request_is_simulated_once() -> None:
 def test_a_turn_behind_one_that_failed_is_refused() -> None:
     with pytest.raises(AssertionError, match="ends with a turn that failed"):
         simulated(answer(1, 1, 6000, 0.0, None), answer(1, 2, 6200, 10.0))
+
+
+def test_batches_vary_as_the_instances_have_measured() -> None:
+    statuses = [{"fit": {"pace_quantiles": [0.5, 2.0]}}, {"fit": {"pace_quantiles": None}}]
+    paces = paces_of([*statuses, {"fit": {"pace_quantiles": [1.0]}}])
+    assert paces == (0.5, 2.0, 1.0)
+    chats = [answer(number, 0, 100, 10.0 * number) for number in range(60)]
+    alone_s = ONE.predict_s(0, 100)
+    drawn = {
+        key: (ttft_s - OVERHEAD_S) / alone_s
+        for key, ttft_s in simulated_ttfts_s(
+            chats, COSTS, BATCHES, 2, BOUNDARY_TOKENS, OVERHEAD_S, paces, seed=3
+        ).items()
+    }
+    for pace in paces:
+        assert 10 < sum(one == pytest.approx(pace, rel=0.05) for one in drawn.values()) < 30, pace
+    (document_s,) = simulated_ttfts_s(
+        [answer(1, 1, 6000, 0.0)], COSTS, BATCHES, 2, BOUNDARY_TOKENS, OVERHEAD_S, (2.0,)
+    ).values()
+    assert document_s == pytest.approx(2 * TWO.predict_s(0, 6000) + OVERHEAD_S, rel=0.1), "chunks, too"

@@ -133,6 +133,7 @@ _STANDARD_ERROR: Final = 0.3  # of a coefficient that is determined, relative to
 _PACE_SAMPLES: Final = 8  # the latest, by which predictions are scaled
 _PACE_WEIGHT: Final = 0.7  # of what they show, as a logarithm
 _MOST_PACE: Final = 4.0
+_PACE_QUANTILES: Final = 10
 _SOLVE_ALWAYS: Final = 64
 _SOLVE_EVERY: Final = 8
 # What the prior claims: the time of (new, cached) tokens of this many requests each.
@@ -168,6 +169,8 @@ class FitReport(NamedTuple):
     replayed_kappa_s: float | None
     error_p50: float | None  # relative error of the latest predictions, before they were learned from
     error_p90: float | None
+    # What the latest iterations took over what the fit expects: equally likely values in ascending order; None: few.
+    pace_quantiles: tuple[float, ...] | None
 
 
 class Determined(NamedTuple):
@@ -428,6 +431,7 @@ class CostFit:
             replayed_kappa_s=None if cost.replayed is None else cost.replayed.kappa_s,
             error_p50=errors[len(errors) // 2] if errors else None,
             error_p90=errors[min(len(errors) * 9 // 10, len(errors) - 1)] if errors else None,
+            pace_quantiles=self._pace_quantiles(),
         )
 
     def fixed_s(self) -> float:
@@ -458,6 +462,13 @@ class CostFit:
         fitted_s = [self._predicted_s(self.fitted, sample) for sample in self._latest]
         ratios = [sample.duration_s / max(1e-9, one_s) for sample, one_s in zip(self._latest, fitted_s, strict=True)]
         return min(_MOST_PACE, max(1 / _MOST_PACE, exp(_PACE_WEIGHT * log(max(1e-9, median(ratios))))))
+
+    def _pace_quantiles(self) -> tuple[float, ...] | None:
+        """Return the 5th, 15th, … and 95th percentile of measured over fitted times of the latest iterations."""
+        paces = sorted(exp(excess) for excess in self._recent_excess if excess < inf)
+        if len(paces) < 2 * _PACE_QUANTILES:
+            return None
+        return tuple(paces[(2 * number + 1) * len(paces) // (2 * _PACE_QUANTILES)] for number in range(_PACE_QUANTILES))
 
     def _noise(self) -> float:
         """One robust standard deviation of the samples from what was fitted."""

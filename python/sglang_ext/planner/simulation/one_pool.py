@@ -307,7 +307,8 @@ class OnePool:
 
     def _run(self, member: SimulatedMember, iteration: Iteration) -> None:
         now_s = self._loop.now_s
-        sample = iteration_sample(iteration, self._own_costs)
+        expected = iteration_sample(iteration, self._own_costs)
+        sample = expected._replace(duration_s=expected.duration_s * self._times.draw_pace())
         member.owes_batch = False
         if member.chunk is not None and member.number in member.chunk.ready_s:
             member.chunk.waited_s += now_s - member.chunk.ready_s.pop(member.number)
@@ -466,7 +467,8 @@ class OnePool:
         new = sum(map(count_tokens, layout.new))
         if shared.start_s is None and not shared.borrowed and cached:
             self._borrow(shared, order)
-        compute_s = max(self._times.chunk_s(layout.group, cached, new), self._times.move_s(layout.moves))
+        chunk_s = self._times.chunk_s(layout.group, cached, new) * self._times.draw_pace()
+        compute_s = max(chunk_s, self._times.move_s(layout.moves))
         held_before = dict(self._holdings.of(order.request))
         chunk = OrderedChunk(order, compute_s, set(layout.group), held_before)
         for number, history, part in zip(layout.group, layout.history, layout.new, strict=True):

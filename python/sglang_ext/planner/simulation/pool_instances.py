@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from random import Random
 
 from sglang_ext.laps.decide.cost_model import CostCoefficients, IterationSample
 from sglang_ext.long_pool.decide.orders import RunChunk
@@ -29,12 +30,17 @@ class OnePoolOptions:
     pulls_rows: bool = True  # they may be brought to one instance
     kv_bytes_per_token: int = 131_072
     link_bytes_per_s: float = 50e9  # from one instance to others
+    # What a batch or chunk may take over what it is expected to take, equally likely each; none: it takes that.
+    paces: tuple[float, ...] = ()
+    seed: int = 0  # of which it takes
 
     def __post_init__(self) -> None:
         for name in ("slo_s", "slo_stretch", "short_slo_s", "chunk_s", "per_node", "link_bytes_per_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name}: {value} is not above 0")
+        if not all(0 < pace < math.inf for pace in self.paces):
+            raise ValueError(f"paces: {self.paces} are not all finite numbers above 0")
 
 
 @dataclass(slots=True, eq=False)
@@ -140,6 +146,11 @@ class PoolTimes:
         self._costs = costs
         self._own = own_costs
         self._boundary_tokens = boundary_tokens
+        self._draws = Random(f"paces {options.seed}")
+
+    def draw_pace(self) -> float:
+        """Return by how much longer than expected the next batch or chunk takes, drawn anew each time."""
+        return self._draws.choice(self._options.paces) if self._options.paces else 1.0
 
     def item_s(self, new_tokens: int, cached_tokens: int) -> float:
         """Return how long new tokens of a prompt take in a batch, without what the batch itself costs."""

@@ -115,6 +115,7 @@ def test_without_samples_the_prior_holds() -> None:
     fit = CostFit(PRIOR)
     assert fit.coefficients == PRIOR
     assert fit.report().error_p50 is None
+    assert fit.report().pace_quantiles is None
     assert fit.boundary_tokens(1e-3, 0) is None
 
 
@@ -288,6 +289,22 @@ def test_what_passes_between_two_iterations_is_part_of_kappa() -> None:
     report = fit.report()
     assert report.error_p50 is not None
     assert report.error_p50 < 0.06
+
+
+def test_the_report_says_how_the_latest_iterations_vary() -> None:
+    random = Random(13)
+    fit = CostFit(PRIOR)
+    for _ in range(300):
+        fit.add(iteration(random))
+    for number in range(64):  # one in four is half as fast
+        sample = iteration(random)
+        fit.add(sample._replace(duration_s=sample.duration_s * (1 + (number % 4 == 0))))
+    paces = fit.report().pace_quantiles
+    assert paces is not None
+    assert len(paces) == 10
+    assert list(paces) == sorted(paces)
+    assert [0.9 < pace < 1.1 for pace in paces[1:7]] == [True] * 6
+    assert [1.7 < pace < 2.3 for pace in paces[8:]] == [True] * 2
 
 
 def test_predictions_follow_the_pace_of_the_machine() -> None:

@@ -317,6 +317,12 @@ def test_options_must_be_above_0(name: str) -> None:
         OnePoolOptions(**{name: 0})
 
 
+@pytest.mark.parametrize("pace", [0.0, -1.0, float("inf"), float("nan")])
+def test_paces_must_be_finite_and_above_0(pace: float) -> None:
+    with pytest.raises(ValueError, match="paces"):
+        OnePoolOptions(paces=(1.0, pace))
+
+
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
