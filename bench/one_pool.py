@@ -103,7 +103,7 @@ class Served(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What one_pool has answered in a round, and what was known at its end."""
+    """One_pool's answers of a round, and what was known at its end."""
 
     answers: list[Answer]
     costs: tuple[SpCandidate, ...]  # of chunks

@@ -103,7 +103,6 @@ class PoolCosts:
         self._measured: dict[int, MeasuredCost] = {}  # by member
         self._single: SpCost | None = None  # that the candidates are made of
         self._is_extrapolated = False  # it is of short prefills
-        self._is_being_measured = False  # by a member that does not know yet
         self._ratios: deque[_Ratio] = deque(maxlen=_KEPT)
         self._scales = {candidate.size: 1.0 for candidate in candidates}
 
@@ -119,7 +118,7 @@ class PoolCosts:
             SpCandidate(candidate.size, self._scaled(candidate.cost, self._scales[candidate.size]))
             for candidate in self._candidates
         )
-        if self._is_guessed and self._is_being_measured:
+        if self._is_guessed:
             smallest = min(scaled, key=lambda candidate: candidate.size)
             return tuple(SpCandidate(candidate.size, smallest.cost) for candidate in scaled)
         return scaled
@@ -138,12 +137,8 @@ class PoolCosts:
     def learn(self, instance: int, cost: MeasuredCost | None, now_s: float) -> bool:
         """A member reports what its batches cost; whether the costs to plan with have changed by a tenth or more."""
         has_forgotten = self._forget_ratios(now_s) and self._rescale()
-        if not self._is_prior:
+        if not self._is_prior or cost is None:
             return has_forgotten
-        if cost is None:
-            is_news = self._single is None and not self._is_being_measured
-            self._is_being_measured = True
-            return has_forgotten or is_news
         before = self._measured.get(instance)
         if cost.is_extrapolated and before is not None and not before.is_extrapolated:
             return has_forgotten

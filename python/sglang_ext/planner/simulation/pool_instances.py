@@ -149,7 +149,7 @@ class PoolTimes:
         self._draws = Random(f"paces {options.seed}")
 
     def draw_pace(self) -> float:
-        """Return by how much longer than expected the next batch or chunk takes, drawn anew each time."""
+        """Return by how much longer than expected the next batch or chunk takes; each call draws."""
         return self._draws.choice(self._options.paces) if self._options.paces else 1.0
 
     def item_s(self, new_tokens: int, cached_tokens: int) -> float:

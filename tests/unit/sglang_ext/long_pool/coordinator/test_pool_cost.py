@@ -114,10 +114,10 @@ def test_the_first_chunk_corrects_a_prior_that_is_too_fast_but_for_its_fixed_cos
     costs = PoolCosts(prior_candidates((1, 2)), is_prior=True)
     one, two = (candidate.cost for candidate in prior_candidates((1, 2)))
     assert costs.observe(2, 0, 1500, two.predict_s(0, 0) + 12 * (two.predict_s(0, 1500) - two.predict_s(0, 0)), 0.0)
-    for cost, before in zip([candidate.cost for candidate in costs.candidates], (one, two), strict=True):
-        assert cost.predict_s(0, 0) == before.predict_s(0, 0)
-        expected_s = before.predict_s(0, 0) + 12 * (before.predict_s(500, 4000) - before.predict_s(0, 0))
-        assert cost.predict_s(500, 4000) == pytest.approx(expected_s)
+    cost = costs.candidates[0].cost
+    assert cost.predict_s(0, 0) == one.predict_s(0, 0)
+    expected_s = one.predict_s(0, 0) + 12 * (one.predict_s(500, 4000) - one.predict_s(0, 0))
+    assert cost.predict_s(500, 4000) == pytest.approx(expected_s)
     assert costs.scale == pytest.approx(12)
 
 
@@ -173,11 +173,9 @@ def test_what_short_prefills_show_counts_until_a_member_has_measured_long_ones()
 
 def test_prompts_go_to_one_instance_while_members_have_measured_nothing() -> None:
     costs = PoolCosts(prior_candidates((1, 2, 4)), is_prior=True)
-    before = costs.candidates
-    assert costs.learn(0, None, 0.0), "it will measure: one instance is tried before groups"
-    assert not costs.learn(1, None, 0.0)
-    assert [candidate.size for candidate in costs.candidates] == [1, 2, 4]
-    assert [candidate.cost for candidate in costs.candidates] == [before[0].cost] * 3
+    assert not costs.learn(0, None, 0.0)
+    (alone,) = prior_candidates((1,))
+    assert costs.candidates == tuple(SpCandidate(size, alone.cost) for size in (1, 2, 4))
     planner = PricePlanner(PriceOptions(costs.candidates))
     idle = PrefillSnapshot((0,) * 4, (0.0,) * 4, (100_000,) * 4)
     for tokens, instances in ((90_000, 1), (150_000, 2), (390_000, 4)):
