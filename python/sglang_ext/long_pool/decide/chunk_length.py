@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 _SHARE_OF_OBJECTIVE = 0.5
 _OVERHEADS = 4.0
-_SHORT_WEIGHT = 6.0
+_SHORT_WEIGHT = 12.0
 _SPARE_TIME = 2.0  # times what is left of a prefill takes, until its deadline
 
 
@@ -59,9 +59,9 @@ def shorts_delayed(shorts: ShortLoad) -> float:
     """Return what a second of chunks on an instance costs its short prefills, in seconds of delay of a long one.
 
     They do not wait for the queue of long ones, but for the end of a chunk: half of the longest one on average. A
-    second of a short prefill counts as six of a long one, whose objective is longer. In a simulated pool of two
-    instances they wait a third less at the median than with a weight of one; with none, the goodput of eight is the
-    same or lower.
+    second of a short prefill counts as twelve of a long one, whose objective is longer. With six, two real instances at
+    60% of their load shared documents from which nobody gained (`bench/one_pool.py`). The simulated goodput of eight is
+    the same with six, twelve and 24, or higher with more.
     """
     if not 0 < shorts.slo_s < math.inf:
         return 0.0

@@ -475,7 +475,7 @@ def test_chunks_are_longer_where_members_meet_long() -> None:
     for meeting_s in (0.0, 0.3):
         one = coordinator(2)
         for instance in (0, 1):
-            one.report(instance, MemberReport(0.0, 100_000, None, 20.0, 4.0), 0.0)
+            one.report(instance, MemberReport(0.0, 100_000, None, 10.0, 2.0), 0.0)
         now_s = 0.0
         order = chunk_of(one.offer(offer(tokens=20_000), now_s))
         for _ in range(2):
@@ -493,7 +493,7 @@ def test_a_chunk_that_takes_longer_than_predicted_is_no_meeting() -> None:
     for took_s in (None, 3.0):
         one = coordinator(2)
         for instance in (0, 1):
-            one.report(instance, MemberReport(0.0, 100_000, None, 20.0, 4.0), 0.0)
+            one.report(instance, MemberReport(0.0, 100_000, None, 10.0, 2.0), 0.0)
         order = chunk_of(one.offer(offer(tokens=20_000), 0.0))
         for now_s in (3.0, 6.0):
             one.done(0, order.sequence, now_s, took_s=took_s)

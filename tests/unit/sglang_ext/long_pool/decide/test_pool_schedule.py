@@ -97,10 +97,10 @@ def test_those_that_are_not_considered_count_as_waiting() -> None:
 
 
 def test_the_price_counts_the_short_prefills_that_wait_for_the_end_of_a_chunk() -> None:
-    """Eight arrive in a second, each waits for half of a chunk of a fifth of a second, and counts six times."""
+    """Eight arrive in a second, each waits for half of a chunk of a fifth of a second, and counts twelve times."""
     one, snapshot = schedule(), PrefillSnapshot([0, 0], [0.0, 0.0], [10**6] * 2)
     one.turns(0.0, snapshot, [pending(0, 1000, 0.0)], 0.0, ShortLoad(8.0, 0.4, 0.05))
-    assert one.price == pytest.approx(4.8)
+    assert one.price == pytest.approx(9.6)
 
 
 def test_short_prefills_make_sizes_smaller() -> None:
@@ -117,7 +117,7 @@ def test_short_chunks_make_sizes_smaller_for_their_launches() -> None:
     snapshot = PrefillSnapshot([0, 0], [0.0, 0.0], [10**6] * 2)
     waiting = [pending(0, 1000, 0.0)]
     sizes = []
-    for shorts in (ShortLoad(0.15, 4.0), ShortLoad(1.5, 0.4)):
+    for shorts in (ShortLoad(0.075, 4.0), ShortLoad(0.75, 0.4)):
         one = schedule()
         (turn,) = one.turns(0.0, snapshot, waiting, 0.0, shorts)
         assert one.price == pytest.approx(0.9)
