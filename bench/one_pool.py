@@ -3,7 +3,7 @@
     python bench/one_pool.py [--full | --trial] [--out FOLDER]
 
 Two prefill instances on a core each; decode, routers and the client on both. Four systems serve the same rounds, one
-after the other in a changing order, each with instances and a router of its own:
+after the other, each with instances and a router of its own; of four rounds, each system is first in one:
 
 * **one_pool**: both instances batch short prompts (LAPS), share long ones, and keep their KV for the next turn;
 * **two_pools**: one instance for short prompts, one for long ones (`pool_spill` off);
@@ -119,7 +119,7 @@ def main() -> None:
     if len(cores) < 2:
         give_up("two cores are needed, one for each prefill instance")
     others = OtherLoad()
-    plan = Plan(SMOLLM2, 3, 240.0) if arguments.full else Plan(MODEL, 1 if arguments.trial else 3, 60.0)
+    plan = Plan(SMOLLM2, 4, 180.0) if arguments.full else Plan(MODEL, 1 if arguments.trial else 4, 50.0)
     progress(f"model: {plan.model}, float32; {plan.rounds} rounds of {plan.round_s:.0f} s")
     try:
         with tempfile.TemporaryDirectory(prefix="one-pool-") as scratch, ExitStack() as stack:
