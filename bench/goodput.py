@@ -602,7 +602,7 @@ def main() -> int:
         give_up(f"--data: {args.data} is not there")
     requests = args.requests or (4000 if args.full else 600)
     seeds = tuple(args.seeds or (0, 1, 2))
-    began_s = time.monotonic()
+    started, began_s = datetime.now(UTC), time.monotonic()
     tasks = [
         Task(Setting(trace, engine, host, instances), args.data, requests, seeds)
         for instances in (args.instances or ([8, 32] if args.full else [8]))
@@ -622,7 +622,7 @@ def main() -> int:
     summary = {
         "bench": "goodput",
         "command": f"python bench/goodput.py {shlex.join(sys.argv[1:])}".strip(),
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "started": started.isoformat(timespec="seconds"),
         "requests": requests,
         "seeds": list(seeds),
         **worst(results),
