@@ -319,7 +319,7 @@ def main() -> int:
     args = parser.parse_args()
     if not args.data.is_dir():
         give_up(f"--data: {args.data} is not there")
-    began_s = time.monotonic()
+    started, began_s = datetime.now(UTC), time.monotonic()
     machines = [
         Cell(fixed_s, token_s, request_s, load, 0.0, trace)
         for fixed_s, token_s, request_s, load, trace in product(FIXED_S, TOKEN_S, REQUEST_S, LOADS, traces(args.data))
@@ -341,7 +341,7 @@ def main() -> int:
     result: dict[str, object] = {
         "bench": "laps_grid",
         "command": f"python bench/laps_grid.py {shlex.join(sys.argv[1:])}",
-        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "started": started.isoformat(timespec="seconds"),
         "cells": len(rows),
         "cells_that_keep_aims": sum(bool(row["keeps_aims"]) for row in rows),
         "cells_that_keep_aims_by_one_stock_setting": sum(bool(row["stock_keeps_aims"]) for row in rows),
