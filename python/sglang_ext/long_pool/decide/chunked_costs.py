@@ -55,6 +55,9 @@ class ChunkedPlanner:
         if all(_are_alike(bound_s, self._longest_s.get(size)) for size, bound_s in longest_s.items()):
             return
         self._longest_s = dict(longest_s)
+        if min(longest_s.values()) == math.inf:
+            self._planner = self._of_chunks
+            return
         options = self._of_chunks.options
         costs = tuple(SpCandidate(one.size, in_chunks(one.cost, longest_s[one.size])) for one in options.candidates)
         self._planner = PricePlanner(replace(options, candidates=costs))

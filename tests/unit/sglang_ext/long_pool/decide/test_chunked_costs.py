@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -52,6 +53,24 @@ def test_without_bounds_nothing_changes() -> None:
     assert in_chunks(ONE, math.inf) == ONE
     assert in_chunks(SpCost(0.0, 1e-3, 0.0, 0.0), 0.0) == SpCost(0.0, 1e-3, 0.0, 0.0)
     assert plan({1: math.inf, 2: math.inf}).group == (0, 1)
+
+
+def test_without_bounds_the_planner_itself_decides() -> None:
+    """Also after there were some: it may place prompts by something else than costs."""
+
+    class Nowhere(PricePlanner):
+        def place(
+            self, snapshot: PrefillSnapshot, waiting: Sequence[WaitingPrompt], others_price: float
+        ) -> list[Placement]:
+            return []
+
+    planner = ChunkedPlanner(Nowhere(PriceOptions((SpCandidate(1, ONE), SpCandidate(2, TWO)))))
+    snapshot, waiting = PrefillSnapshot([0, 0], [0.0, 0.0], [10**6] * 2), [WaitingPrompt(4000, 0, math.inf)]
+    places = []
+    for longest_s in (math.inf, 0.35, math.inf):
+        planner.bound({1: longest_s, 2: longest_s})
+        places.append(len(planner.place(snapshot, waiting, 0.0)))
+    assert places == [0, 1, 0]
 
 
 def test_a_group_whose_chunks_are_mostly_launches_is_not_worth_its_gain() -> None:
