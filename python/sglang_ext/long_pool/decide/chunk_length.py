@@ -59,9 +59,9 @@ def shorts_delayed(shorts: ShortLoad) -> float:
     """Return what a second of chunks on an instance costs its short prefills, in seconds of delay of a long one.
 
     They do not wait for the queue of long ones, but for the end of a chunk: half of the longest one on average. A
-    second of a short prefill counts as twelve of a long one, whose objective is longer. With six, two real instances at
-    60% of their load shared documents from which nobody gained. The simulated goodput of eight is 0.6%
-    lower in the mean of the settings of `bench/goodput.py`, from 12% lower to 3% higher.
+    second of a short prefill counts as twelve of a long one, whose objective is longer. With six, short prompts
+    and follow-ups waited longer on two real instances at 60% of their load in one run, and as long in another. With
+    twelve, the simulated goodput of eight is 0.6% lower in the mean of the settings of `bench/goodput.py`.
     """
     if not 0 < shorts.slo_s < math.inf:
         return 0.0
