@@ -76,6 +76,7 @@ def test_without_bounds_the_planner_itself_decides() -> None:
 def test_a_group_whose_chunks_are_mostly_launches_is_not_worth_its_gain() -> None:
     assert plan({1: 0.35, 2: 0.35}).group == (0, 1)
     assert plan({1: 0.35, 2: 0.14}).group == (0,)
+    assert plan({1: math.inf, 2: 0.14}).group == (0,), "one size alone may have a bound"
 
 
 def test_bounds_follow_the_latest_but_for_small_changes() -> None:
