@@ -212,6 +212,8 @@ class Attempt:
                 rank.reserved_tokens -= request.prompt_tokens
                 rank.free_kv_tokens -= request.prompt_tokens
                 rank.awaiting_tokens = max(0, rank.awaiting_tokens - request.prompt_tokens)
+            if not request.prompt.is_stream or request.prompt.sequence_count == 1:
+                self._release_prefill()  # it has ended, although its own reply may come later than decode's
         if is_relayed:
             now_s = services.loop.time()
             goes_on = record.first_byte_s is not None  # the client has the beginning of its stream

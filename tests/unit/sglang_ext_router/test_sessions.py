@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from sglang_ext.types import LengthClass, Role
 from sglang_ext_router.request.prompt import measure
 from support.router_process import Cluster, cluster
-from support.scripted_engine import status
+from support.scripted_engine import event, reply, status, stream
 from unit.sglang_ext_router.request.test_routing import Pools
 
 SHORT, LONG, DECODE = Role.SHORT, Role.LONG, Role.DECODE
@@ -71,6 +72,38 @@ async def test_a_conversation_leaves_an_instance_that_fails() -> None:
         first.plan(status(500))
         others = [await prefill_of(served, "/v1/chat/completions", CHAT, headers) for _ in range(3)]
         assert home not in others
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_known"), [({}, True), ({"stream": True}, True), ({"n": 2}, True), ({"n": 2, "stream": True}, False)]
+)
+async def test_a_reply_says_that_prefill_has_ended(fields: dict[str, Any], *, is_known: bool) -> None:
+    """Prefill's own reply may come later: a turn after decode's reply must not take the instance for busy.
+
+    The first byte of a stream of two sequences says that of one of them alone.
+    """
+    async with cluster(short=2, long=0) as served:
+        release = asyncio.Event()
+
+        async def play(turn: Any) -> None:
+            await release.wait()
+            await reply({})(turn)
+
+        for engine in served.short:
+            engine.script = play
+        if "stream" in fields:
+            for engine in served.decode:
+                engine.script = stream(event({"choices": [{"delta": {"content": "a"}}]}))
+        body = {**CHAT, **fields}
+        try:
+            homes = {await prefill_of(served, "/v1/chat/completions", body, {"x-session-id": "s"}) for _ in range(3)}
+            pending = [served.worker(engine.url).pending_tokens for engine in served.short]
+            assert sum(served.worker(engine.url).in_flight for engine in served.short) == 3
+            assert (pending == [0, 0]) == is_known
+            assert not is_known or len(homes) == 1
+        finally:
+            release.set()
+        await served.until_idle()
 
 
 def route(pools: Pools, text: str, tokens: int, session: int = 1) -> Any:
