@@ -58,19 +58,27 @@ def wait_for_chunks(coordinator: Coordinator, count: int) -> dict[str, Any]:
 
 def test_short_requests_are_answered_between_chunks(pool: list[Pair], coordinator: Coordinator) -> None:
     free = [free_tokens(pair) for pair in pool]
-    long = pool[0].send(LONG, seed=700)
-    wait_for_chunks(coordinator, 1)
-    short = [pair.send(100, seed=710 + number, new_tokens=1) for number, pair in enumerate(pool)]
-    for one in short:
-        one.replies.result(timeout=WAIT_S)
-    (under_way,) = coordinator.status()["requests"]
-    assert long.is_exact()
-    assert all(len(one.tokens()) == 1 for one in short)
-    (record,) = coordinator.settled()["recent"]
-    assert record["outcome"] == "streamed"
-    chunks = chunks_of(record)
-    assert FIRST_CHUNKS < len(chunks) > len(chunks_of(under_way)), "they were not answered at its end"
-    assert all(step["new_tokens"] < FIRST_TOKENS for step in chunks[:FIRST_CHUNKS])
+    records = []
+    # On a busy machine the long prompt may have ended before it is known that short ones are answered.
+    for attempt in range(10):
+        long = pool[0].send(LONG, seed=700 + attempt)
+        wait_for_chunks(coordinator, 1)
+        short = [pair.send(100, seed=710 + number, new_tokens=1) for number, pair in enumerate(pool)]
+        for one in short:
+            one.replies.result(timeout=WAIT_S)
+        under_way = coordinator.status()["requests"]
+        assert long.is_exact()
+        assert all(len(one.tokens()) == 1 for one in short)
+        records.append(coordinator.settled()["recent"][-1])
+        if under_way:
+            break
+    else:
+        raise AssertionError("short requests were answered only when the long one had ended")
+    assert all(record["outcome"] == "streamed" for record in records)
+    assert len(chunks_of(records[-1])) > len(chunks_of(under_way[0]))
+    first = chunks_of(records[0])
+    assert len(first) > FIRST_CHUNKS
+    assert all(step["new_tokens"] < FIRST_TOKENS for step in first[:FIRST_CHUNKS])
     check_clean(pool, free)
 
 
