@@ -31,8 +31,8 @@ A router or chunk is best that has the highest goodput. Then every system runs o
 highest goodput of a system other than `one`, or of that of `one` where no other system is good at any load (then
 `goodput_over_best` is null). `..._over_best` is ours over the lowest of any other system's there.
 Ablations run at the highest of these loads: `without_sharing` (each prompt on one instance), `without_prefixes`,
-`without_kept_rows` (of shared prompts), `without_pulls` (of these to one instance), `without_bounded_chunks`,
-`without_packing` (batches of one class), `moves_at_10_gb_per_s`.
+`without_kept_rows` (of shared prompts), `without_gathering` (of these before the next turn comes), `without_pulls` (to
+one instance at all), `without_bounded_chunks`, `without_packing` (batches of one class), `moves_at_10_gb_per_s`.
 
 The last line is `RESULT {json}`.
 """
@@ -276,6 +276,7 @@ def ablations() -> dict[str, Variant]:
         "without_sharing": _one_pool(largest_size=1),
         "without_prefixes": _one_pool(has_prefixes=False),
         "without_kept_rows": _one_pool(options=replace(plain, keeps_rows=False)),
+        "without_gathering": _one_pool(options=replace(plain, gathers_rows=False)),
         "without_pulls": _one_pool(options=replace(plain, pulls_rows=False)),
         "without_bounded_chunks": _one_pool(options=replace(plain, short_slo_s=math.inf)),
         "without_packing": _one_pool(composition=SEPARATE),

@@ -22,6 +22,7 @@ BLOCK_TOKENS = 32
 PAGE_TOKENS = 16
 STEP_TIMEOUT_S = 5.0  # of `long_member`
 PAGES = ("--page-size", str(PAGE_TOKENS))
+SPREAD = ("--set", "pool.kept_rows=spread")
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +32,11 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 @contextmanager
-def served(threads: ThreadPoolExecutor, name: str, *member_arguments: str) -> Iterator[tuple[list[Pair], Coordinator]]:
-    with Coordinator.running("--sp-sizes", "1,2", "--min-chunk-tokens", "64") as coordinator:
+def served(
+    threads: ThreadPoolExecutor, name: str, *member_arguments: str, options: tuple[str, ...] = ()
+) -> Iterator[tuple[list[Pair], Coordinator]]:
+    """`options`: of the coordinator."""
+    with Coordinator.running("--sp-sizes", "1,2", "--min-chunk-tokens", "64", *options) as coordinator:
         arguments = (*PAGES, *member_arguments)
         specs = [long_member(coordinator, f"{name}{number}", arguments, HANDSHAKE) for number in range(2)]
         *members, decode = FLEET.get(*specs, EngineSpec(Role.DECODE, arguments=PAGES, worker_options=HANDSHAKE))
@@ -44,7 +48,7 @@ def served(threads: ThreadPoolExecutor, name: str, *member_arguments: str) -> It
 
 @pytest.fixture(scope="module")
 def pool(threads: ThreadPoolExecutor) -> Iterator[tuple[list[Pair], Coordinator]]:
-    with served(threads, "keeps") as one:
+    with served(threads, "keeps", options=SPREAD) as one:
         yield one
 
 
@@ -152,7 +156,7 @@ def test_a_member_is_killed_while_it_is_kept(threads: ThreadPoolExecutor) -> Non
 @pytest.mark.parametrize("how", ["killed", "hangs"])
 def test_a_holder_fails_while_its_rows_are_used_in_place(threads: ThreadPoolExecutor, how: str) -> None:
     """The next turn is to be computed by both holders, and one of them does nothing any more."""
-    with served(threads, f"keeps-{how}") as (pairs, coordinator):
+    with served(threads, f"keeps-{how}", options=SPREAD) as (pairs, coordinator):
         free = [free_tokens(pair) for pair in pairs]
         first = pairs[0].send(LONG, seed=360)
         assert first.is_exact()

@@ -81,11 +81,13 @@ def await_coordinator(router: RunningRouter) -> None:
 
 
 @contextmanager
-def served(folder: Path, name: str, *member_arguments: str) -> Iterator[Pool]:
+def served(folder: Path, name: str, *member_arguments: str, kept_rows: str = "spread") -> Iterator[Pool]:
+    """A pool whose kept rows come to one member when a prompt needs them, or, if `gathered`, before."""
     profile = folder / f"{name}.json"
     profile.write_text(json.dumps(SP_COSTS))
+    options = ("--sp-sizes", "1,2", "--min-chunk-tokens", "64", "--set", f"pool.kept_rows={kept_rows}")
     with (
-        Coordinator.running("--sp-sizes", "1,2", "--min-chunk-tokens", "64", "--profile", str(profile)) as coordinator,
+        Coordinator.running(*options, "--profile", str(profile)) as coordinator,
         ThreadPoolExecutor(16) as threads,
     ):
         specs = [long_member(coordinator, f"{name}{number}", member_arguments, HANDSHAKE) for number in range(2)]
@@ -123,6 +125,23 @@ def test_the_next_turn_is_computed_where_all_rows_have_come_to(tmp_path: Path, a
         assert (tokens, cached_tokens) == (greedy_reference(third, NEW_TOKENS), (LONG + FOLLOW_UP) // 32 * 32)
         assert pool.is_exact([*first, *random_prompt(FOLLOW_UP, seed=403)])
         assert pool.settle()["prompts_pulled"] == 1
+        check_clean(pool.pairs, free)
+        pool.settle(lambda status: status["prompts_kept"] == 0)
+
+
+def test_rows_are_at_one_instance_before_the_next_turn_comes(tmp_path: Path) -> None:
+    with served(tmp_path, "gathers", "--page-size", "16", kept_rows="gathered") as pool:
+        free = [free_tokens(pair) for pair in pool.pairs]
+        first = random_prompt(LONG, seed=405)
+        assert pool.is_exact(first)
+        status = pool.settle(lambda status: status["prompts_pulled"] == 1)
+        assert (status["prompts_kept"], sorted(pool.kept_tokens())) == (1, [0, LONG])
+        second = [*first, *random_prompt(FOLLOW_UP, seed=406)]
+        tokens, cached_tokens = pool.ask(second).result()
+        assert (tokens, cached_tokens) == (greedy_reference(second, NEW_TOKENS), LONG)
+        status = pool.settle(lambda status: status["prompts_kept"] == 2)
+        assert [len(step["members"]) for step in status["recent"][-1]["steps"]] == [1]
+        assert (status["prompts_pulled"], sorted(pool.kept_tokens())) == (1, [0, (LONG + FOLLOW_UP) // 32 * 32])
         check_clean(pool.pairs, free)
         pool.settle(lambda status: status["prompts_kept"] == 0)
 

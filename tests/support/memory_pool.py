@@ -28,6 +28,7 @@ from sglang_ext.long_pool.messages import (
     AddressedMessage,
     FromMember,
     Hello,
+    PullOrder,
     ToMember,
     Welcome,
 )
@@ -232,6 +233,7 @@ class MemoryPool:
         self.members = members
         self._has_ended = threading.Event()
         self.errors: list[BaseException] = []
+        self.pulled: dict[int, int] = {}  # by pull: the prompt whose rows it brings to one member
         for one in members:
             report = MemberReport(0.0, one.pool.free_tokens)
             addresses = (PeerAddress("nowhere", 1),) * one.ranks_count
@@ -279,4 +281,7 @@ class MemoryPool:
 
     def _deliver(self, out: Sequence[AddressedMessage]) -> None:
         for instance, message in out:
+            if isinstance(message, PullOrder):
+                prompt = message.pull.parts[-1].prompt
+                self.pulled[message.pull.pull] = self.pulled.get(prompt, prompt)
             self.members[instance].link.inbox.append(message)

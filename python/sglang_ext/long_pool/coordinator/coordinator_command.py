@@ -34,6 +34,7 @@ from sglang_ext.shared_key import KeyFileError, read_key_file
 logger = logging.getLogger(__name__)
 
 _STREAMED, _COLLECTED = "streamed", "collected"
+_GATHERED, _SPREAD = "gathered", "spread"
 _LEAST_TIMEOUT_MS = 100.0
 
 
@@ -71,6 +72,14 @@ SETTINGS = (
         "without its KV at its own instance; or that KV is collected there first, and kept in its prefix cache, which "
         "takes the time and the memory for it",
         (_STREAMED, _COLLECTED),
+    ),
+    _POOL(
+        "kept_rows",
+        str,
+        _GATHERED,
+        "what becomes of KV that several instances keep of a prompt: one of them gets all of it before the next turn "
+        "comes; or it stays where it was computed, and each next turn decides",
+        (_GATHERED, _SPREAD),
     ),
     _POOL(
         "cross_node_factor",
@@ -166,6 +175,7 @@ def options_from(arguments: argparse.Namespace) -> CoordinatorOptions:
         None if arguments.max_chunk_ms is None else _seconds("pool.max_chunk_ms", arguments.max_chunk_ms, 1.0),
         ttft_slo_s=_seconds("--ttft-slo-ms", arguments.ttft_slo_ms, 1.0),
         slo_stretch=arguments.slo_stretch,
+        gathers_rows=arguments.kept_rows == _GATHERED,
     )
     return CoordinatorOptions(
         arguments.host,

@@ -28,6 +28,7 @@ class PoolSettings(NamedTuple):
     block_tokens: int = 32  # of a prompt, that are found there or not; or the next multiple that is whole pages
     ttft_slo_s: float = 1.0  # of an announced prompt that brings none of its own, or
     slo_stretch: float = 5.0  # this many times its time on an idle pool if that is more
+    gathers_rows: bool = True  # that several members keep of a prompt, before its next turn comes
 
     @property
     def stuck_s(self) -> float:
@@ -63,6 +64,7 @@ def new_coordinator(settings: PoolSettings, identity: Identity, planner: PricePl
         kv_token_bytes=identity.kv_token_bytes,
         ttft_slo_s=settings.ttft_slo_s,
         slo_stretch=settings.slo_stretch,
+        gathers_rows=settings.gathers_rows,
     )
     return Coordinator(PoolSchedule(planner), fixed)
 

@@ -30,3 +30,4 @@ class CoordinationSettings(NamedTuple):
     kept_share: float = 0.75  # of a member's memory, at most
     kv_token_bytes: int = KV_TOKEN_BYTES  # of one token on one rank
     pulls_rows: bool = True  # kept rows may be brought to one instance, where that is better than to use them in place
+    gathers_rows: bool = True  # nor do those of several members stay spread until the next turn comes

@@ -355,7 +355,8 @@ class Coordinator:
         """Order everything that can start now. Called by every event; call it also when reports have changed."""
         self._room.freed_s = min(self._room.freed_s, now_s)
         overdue = self._rows.give_up_overdue(now_s)
-        return [*overdue, *self._rows.make_room(), *self._plan_prefills(now_s)]
+        orders = [*overdue, *self._rows.make_room(), *self._plan_prefills(now_s)]
+        return [*orders, *self._rows.gather(self._promised(), now_s)] if self._rows.may_gather else orders
 
     def _plan_prefills(self, now_s: float) -> list[Order]:
         orders: list[Order] = []
@@ -378,9 +379,7 @@ class Coordinator:
         may_go_on = any(map(self._may_go_on, groups))
         if not (ignores_backlog or may_go_on or self._members.any_idle(now_s, kept)):
             return [*orders, *self._bind_next(pending, now_s)]
-        promised = reserved_tokens(self._requests.values(), self._settings.page_tokens)
-        for instance, tokens in self._rows.pulls.room_tokens().items():
-            promised[instance] = promised.get(instance, 0) + tokens
+        promised = self._promised()
         snapshot = self._members.snapshot(now_s, kept, promised, counts_backlog=not ignores_backlog)
         turns = self._turns(pending, kept, promised, snapshot, now_s)
         # What no group can hold comes last, the least urgent first: without it there may be room for the others.
@@ -393,6 +392,13 @@ class Coordinator:
             elif turn.key in self._requests:
                 orders += self._start(self._requests[turn.key], turn.placement, snapshot, now_s)
         return orders
+
+    def _promised(self) -> dict[int, int]:
+        """Return the memory that is promised to what has begun, by instance."""
+        promised = reserved_tokens(self._requests.values(), self._settings.page_tokens)
+        for instance, tokens in self._rows.pulls.room_tokens().items():
+            promised[instance] = promised.get(instance, 0) + tokens
+        return promised
 
     def _may_go_on(self, group: Sequence[int]) -> bool:
         return bool(group) and all(instance in self._members for instance in group) and self._members.are_ready(group)
@@ -716,7 +722,7 @@ class Coordinator:
             )
             for instance, segments in prefill.held.items()
         }
-        kept = self.kept.keep(request, blocks, held, prefill.text)
+        kept = self._rows.keep(request, blocks, held, prefill.text)
         dropped = self._forget(prefill)
         if not kept:
             return dropped

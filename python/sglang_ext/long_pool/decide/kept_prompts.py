@@ -157,6 +157,11 @@ class KeptPrompts:
                 return KeptPrefix(prompt.key, tokens) if tokens else None
         return None
 
+    def whole(self, key: int) -> KeptPrefix | None:
+        """Return all of a kept prompt; None where it is not kept any more."""
+        prompt = self._prompts.get(key)
+        return None if prompt is None else KeptPrefix(key, prompt.end_tokens)
+
     def parts(self, prefix: KeptPrefix) -> tuple[KeptPrefix, ...]:
         """Return whose rows make up a prefix, and up to where, from its start to its end."""
         parts = []

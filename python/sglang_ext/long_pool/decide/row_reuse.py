@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from sglang_ext.long_pool.decide.coordination_settings import CoordinationSettings
-from sglang_ext.long_pool.decide.kept_prompts import KeptPrefix, KeptPrompts
+from sglang_ext.long_pool.decide.kept_prompts import KeptPrefix, KeptPrompts, PromptBlocks, PromptText
 from sglang_ext.long_pool.decide.orders import DropKept, Order
 from sglang_ext.long_pool.decide.pool_members import PoolMembers
 from sglang_ext.long_pool.decide.pool_requests import AnnouncedPrompt, tokens_held
 from sglang_ext.long_pool.decide.pool_schedule import PoolSchedule
 from sglang_ext.long_pool.decide.price_planner import Placement, PrefillSnapshot
-from sglang_ext.long_pool.decide.row_pulls import RowPulls, cheapest_pull
+from sglang_ext.long_pool.decide.row_pulls import Pull, RowPulls, cheapest_pull
+from sglang_ext.long_pool.decide.sharding import KvSegment, Positions
 from sglang_ext.long_pool.decide.sp_cost import SpCandidate
 
 
@@ -25,8 +26,23 @@ class RowReuse:
         self._schedule = schedule
         self._settings = settings
         self._waiting: dict[int, AnnouncedPrompt] = {}  # by the pull that it waits for
+        self._spread: set[int] = set()  # kept prompts to gather
+
+    @property
+    def may_gather(self) -> bool:
+        """Return whether there are kept prompts that `gather` looks at."""
+        return bool(self._spread)
 
     # -- what is kept ------------------------------------------------------------------------------------------------
+
+    def keep(
+        self, request: int, blocks: PromptBlocks, held: Mapping[int, Positions], text: PromptText | None
+    ) -> dict[int, Positions]:
+        """As `KeptPrompts.keep`."""
+        kept = self.kept.keep(request, blocks, held, text)
+        if kept and self._settings.pulls_rows and self._settings.gathers_rows:
+            self._spread.add(request)
+        return kept
 
     def lose(self, instance: int, now_s: float) -> list[Order]:
         """An instance has gone, with all rows that it kept."""
@@ -152,7 +168,7 @@ class RowReuse:
             [
                 self.pulls.may_join((instance,))
                 and free_tokens >= ticket.tokens
-                and prefix.tokens <= settings.kept_share * self._members[instance].max_free_tokens
+                and self._may_keep(instance, prefix.tokens)
                 for instance, free_tokens in zip(self._members, snapshot.free_kv_tokens, strict=True)
             ],
             self.pulls,
@@ -162,12 +178,46 @@ class RowReuse:
             return []
         if now_s + placement.end_s <= prompt.deadline_s < now_s + plan.end_s:
             return []  # what others gain does not make it late
-        parts = self.kept.parts(prefix)
-        self.kept.lock(parts)
-        order = self.pulls.begin(list(self._members)[plan.target], sorted(rows), parts, plan.moved_tokens, now_s)
+        order = self._begin_pull(prefix, rows, list(self._members)[plan.target], now_s)
         prompt.pull = order.pull
         self._waiting[order.pull] = prompt
         return [order]
+
+    def gather(self, promised: Mapping[int, int], now_s: float) -> list[Order]:
+        """Have kept prompts whose rows are spread brought to one of their holders, before their next turn comes.
+
+        That turn takes neither a group nor a pull then. A prompt waits here while its holders take part in other pulls,
+        and stays where it is where none has the room. `promised`: memory that others will need, by instance.
+        """
+        orders: list[Order] = []
+        for prompt in sorted(self._spread):
+            prefix = self.kept.whole(prompt)
+            rows = {} if prefix is None else self.kept.rows(prefix)
+            if prefix is not None and len(rows) > 1 and not self.pulls.may_join(rows):
+                continue
+            self._spread.discard(prompt)
+            if prefix is None or len(rows) < 2:
+                continue
+            targets = [
+                instance
+                for instance in rows
+                if self._may_keep(instance, prefix.tokens)
+                and self._members[instance].free_tokens - promised.get(instance, 0) >= prefix.tokens
+            ]
+            if targets:
+                orders.append(self._begin_pull(prefix, rows, min(targets, key=self.kept.tokens_on), now_s))
+        return orders
+
+    def _may_keep(self, instance: int, tokens: int) -> bool:
+        """Return whether a member is large enough to keep a prefix by itself."""
+        return tokens <= self._settings.kept_share * self._members[instance].max_free_tokens
+
+    def _begin_pull(
+        self, prefix: KeptPrefix, rows: Mapping[int, tuple[KvSegment, ...]], target: int, now_s: float
+    ) -> Pull:
+        parts = self.kept.parts(prefix)
+        self.kept.lock(parts)
+        return self.pulls.begin(target, sorted(rows), parts, prefix.tokens - tokens_held(rows, target), now_s)
 
     def pulled(self, instance: int, pull: int, now_s: float) -> list[Order]:
         """All rows of a pull have come to its target, `instance`, which keeps them."""

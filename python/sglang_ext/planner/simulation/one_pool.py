@@ -119,6 +119,7 @@ class OnePool:
             keeps_rows=options.keeps_rows,
             kv_token_bytes=options.kv_bytes_per_token,
             pulls_rows=options.pulls_rows,
+            gathers_rows=options.gathers_rows,
         )
         self.coordinator = Coordinator(PoolSchedule(planner, OnTimeOrder(OnTimeOptions())), settings)
         self._load = PoolLoad(ROUTED_WINDOW_S)  # of batches

@@ -28,6 +28,7 @@ class OnePoolOptions:
     per_node: int = 8  # instances
     keeps_rows: bool = True  # rows of a shared prompt stay where they were computed, as a prefix cache
     pulls_rows: bool = True  # they may be brought to one instance
+    gathers_rows: bool = True  # and are, before the next turn comes
     kv_bytes_per_token: int = 131_072
     link_bytes_per_s: float = 50e9  # from one instance to others
     # What a batch or chunk may take over what it is expected to take, equally likely each; none: it takes that.

@@ -1279,7 +1279,7 @@ def test_any_history_of_pulls_ends(seeds: range) -> None:
 
 
 def test_rows_are_kept_until_something_else_wants_the_memory() -> None:
-    one = coordinator(2, keeps_rows=True)
+    one = coordinator(2, keeps_rows=True, pulls_rows=False)
     blocks = PromptBlocks(500, tuple(range(8)))
     first = offer(1)._replace(is_streamed=True, blocks=blocks)
     order = chunk_of(one.offer(first, 0.0))
@@ -1621,3 +1621,93 @@ def test_room_for_rows_on_their_way_is_not_given_to_others() -> None:
     keep_busy(one, 1)
     assert isinstance(one.announce(follow_up(-1), 0.0)[0], Pull)
     assert one.announce(PromptTicket(-2, 2000, 0, 0.0, math.inf), 0.0) == []
+
+
+# ---- rows that are gathered ----
+
+
+def compute_and_keep(one: Coordinator, request: int = 1, at_s: float = 0.0) -> list[Order]:
+    """All instances compute 4,000 tokens; return what follows once they are at decode."""
+    blocks = PromptBlocks(500, tuple(range(1000 * request, 1000 * request + 8)))
+    order = chunk_of(one.offer(offer(request)._replace(is_streamed=True, blocks=blocks), at_s))
+    assert len(order.layout.group) == len(one.members)
+    for instance in order.layout.group:
+        one.done(instance, order.sequence, at_s + 1.0)
+    return one.transferred(request, at_s + 1.1)
+
+
+def test_rows_of_several_members_are_gathered_before_the_next_turn_comes() -> None:
+    one = coordinator(2, keeps_rows=True)
+    pull = Pull(-1, 0, (0, 1), (KeptPrefix(1, 4000),))
+    assert compute_and_keep(one) == [Keep(1, (0, 1), 0, 4000), pull]
+    assert [one.kept.locked_on(instance) for instance in (0, 1)] == [2000, 2000]
+    assert one.pulled(0, -1, 2.0) == [DropKept(1, (0, 1))]
+    assert [one.kept.tokens_on(instance) for instance in (0, 1)] == [4000, 0]
+    # The next turn needs no other member.
+    keep_busy(one, 1)
+    longer = PromptBlocks(500, (*range(1000, 1008), 8))
+    borrow, run = one.offer(offer(2, tokens=4500)._replace(is_streamed=True, blocks=longer), 3.0)
+    assert borrow == Borrow(2, (0,), (KeptPrefix(-1, 4000),), 0)
+    assert isinstance(run, RunChunk)
+    assert run.layout.group == (0,)
+
+
+def test_rows_are_gathered_where_the_fewest_are_kept() -> None:
+    one = coordinator(2, keeps_rows=True)
+    one.kept.keep(7, PromptBlocks(500, (77,)), {0: (range(500),)})
+    *_, pull = compute_and_keep(one)
+    assert isinstance(pull, Pull)
+    assert pull.target == 1
+
+
+def test_rows_of_one_member_stay_there() -> None:
+    one = coordinator(2, keeps_rows=True)
+    one._rows.keep(7, PromptBlocks(500, tuple(range(8))), {1: (range(4000),)}, None)
+    assert one.plan(0.0) == []
+
+
+def test_rows_are_gathered_when_other_pulls_of_their_holders_have_ended() -> None:
+    one = coordinator(2, keeps_rows=True)
+    *_, first = compute_and_keep(one)
+    assert compute_and_keep(one, 2, 2.0) == [Keep(2, (0, 1), 0, 4000)]
+    assert isinstance(first, Pull)
+    *_, second = one.pulled(first.target, first.pull, 4.0)
+    assert second == Pull(-2, 1, (0, 1), (KeptPrefix(2, 4000),))
+
+
+@pytest.mark.parametrize("how", ["failed", "late", "target lost", "rows lost"])
+def test_rows_that_cannot_be_gathered_stay_where_they_are(how: str) -> None:
+    """It is not tried again: the next turn uses them in place, or has them pulled."""
+    one = coordinator(2, keeps_rows=True)
+    *_, pull = compute_and_keep(one)
+    assert isinstance(pull, Pull)
+    match how:
+        case "failed":
+            one.pull_failed(pull.pull, 2.0)
+        case "late":
+            one.plan(100.0)
+        case "target lost":
+            one.lose(pull.target, 2.0)
+        case _:
+            one.kept_lost(1, (1,), 2.0)
+    assert all(one.kept.locked_on(instance) == 0 for instance in one.members)
+    assert len(one.kept) == (1 if how in ("failed", "late") else 0)
+    assert not any(isinstance(order, Pull) for order in one.plan(101.0))
+
+
+def test_rows_are_gathered_only_where_there_is_room_for_all_of_them() -> None:
+    one = coordinator(2, keeps_rows=True)
+    for instance in one.members:
+        one.report(instance, MemberReport(0.0, 3900), 0.0)
+    assert compute_and_keep(one) == [Keep(1, (0, 1), 0, 4000)]
+
+
+def test_room_that_is_promised_to_what_has_begun_is_not_taken_by_gathered_rows() -> None:
+    one = coordinator(2, keeps_rows=True, chunk_s=0.1)
+    order = chunk_of(one.offer(offer(5, tokens=90_000)._replace(is_streamed=True), 0.0))
+    one.kept.keep(1, PromptBlocks(500, tuple(range(8))), {0: (range(2000),), 1: (range(2000, 4000),)})
+    one._rows._spread.add(1)
+    for instance in order.layout.group:
+        one.report(instance, MemberReport(0.0, 46_000), 0.5)
+    assert one._promised()
+    assert not any(isinstance(order, Pull) for order in one.plan(0.6))

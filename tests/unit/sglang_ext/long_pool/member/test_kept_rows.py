@@ -76,7 +76,6 @@ class Conversations:
         self.pool = MemoryPool(self.protocol, self.members, self.page)
         self.rooms = 0
         self.prompts: dict[int, tuple[tuple[int, ...], int]] = {}  # by room: token ids, and what decode has
-        self.pulled: dict[int, tuple[int, ...]] = {}  # by pull: token ids
 
     def offer(self, owner: StreamingMember, token_ids: tuple[int, ...], cached_tokens: int = 0) -> None:
         self.rooms += 1
@@ -101,7 +100,7 @@ class Conversations:
     def token_ids(self) -> dict[int, tuple[int, ...]]:
         """Return token ids by the number under which rows are kept."""
         offered = {request: ids for one in self.members for request, (ids, _) in one.offered.items()}
-        return offered | self.pulled
+        return offered | {pull: offered[prompt] for pull, prompt in self.pool.pulled.items()}
 
     def pull(self) -> None:
         """Any kept prompt comes to any member, as if the coordinator had found that worth while."""
@@ -115,7 +114,6 @@ class Conversations:
         parts = core.kept.parts(prefix)
         core.kept.lock(parts)
         order = core._rows.pulls.begin(target, sorted(core.kept.rows(parts[-1])), parts, 1, now_s)
-        self.pulled[order.pull] = self.token_ids()[prefix.prompt]
         self.pool._deliver(self.protocol._carry_out([order], now_s))
 
     def run(self) -> None:

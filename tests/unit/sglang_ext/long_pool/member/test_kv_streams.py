@@ -220,10 +220,11 @@ def test_prompts_of_several_members_arrive_whatever_fails(make: Make, decode: De
         time.sleep(0.01)
     assert [one.pool.free_tokens for one in members] == [POOL_TOKENS] * 3
     assert not any(one.ending for one in members)
+    offered = {request: ids for member in members for request, (ids, _) in member.offered.items()}
     for one in members:
         for request, logits in one.logits.items():
             torch.testing.assert_close(logits, logits_of(one.offered[request][0]), atol=1e-4, rtol=0)
-        check_kept(one, {request: ids for member in members for request, (ids, _) in member.offered.items()})
+        check_kept(one, offered | {pull: offered[prompt] for pull, prompt in pool.pulled.items()})
     assert decode.pool.free_tokens == 4096
     assert decode.endpoint.totals().unsettled_permits == 0
     if protocol.history.steps_failed == 0:
