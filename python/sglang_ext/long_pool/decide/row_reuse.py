@@ -26,7 +26,7 @@ class RowReuse:
         self._schedule = schedule
         self._settings = settings
         self._waiting: dict[int, AnnouncedPrompt] = {}  # by the pull that it waits for
-        self._spread: set[int] = set()  # kept prompts to gather
+        self._spread: dict[int, tuple[int, ...]] = {}  # who hold rows of kept prompts that are to be gathered
 
     @property
     def may_gather(self) -> bool:
@@ -40,8 +40,11 @@ class RowReuse:
     ) -> dict[int, Positions]:
         """As `KeptPrompts.keep`."""
         kept = self.kept.keep(request, blocks, held, text)
-        if kept and self._settings.pulls_rows and self._settings.gathers_rows:
-            self._spread.add(request)
+        whole = self.kept.whole(request)
+        if whole is not None and self._settings.pulls_rows and self._settings.gathers_rows:
+            holders = tuple(self.kept.rows(whole))
+            if len(holders) > 1:
+                self._spread[request] = holders
         return kept
 
     def lose(self, instance: int, now_s: float) -> list[Order]:
@@ -190,14 +193,14 @@ class RowReuse:
         and stays where it is where none has the room. `promised`: memory that others will need, by instance.
         """
         orders: list[Order] = []
-        for prompt in sorted(self._spread):
+        for prompt, holders in [*self._spread.items()]:
+            if not self.pulls.may_join(holders):
+                continue
+            del self._spread[prompt]
             prefix = self.kept.whole(prompt)
-            rows = {} if prefix is None else self.kept.rows(prefix)
-            if prefix is not None and len(rows) > 1 and not self.pulls.may_join(rows):
+            if prefix is None:
                 continue
-            self._spread.discard(prompt)
-            if prefix is None or len(rows) < 2:
-                continue
+            rows = self.kept.rows(prefix)
             targets = [
                 instance
                 for instance in rows

@@ -1706,7 +1706,7 @@ def test_room_that_is_promised_to_what_has_begun_is_not_taken_by_gathered_rows()
     one = coordinator(2, keeps_rows=True, chunk_s=0.1)
     order = chunk_of(one.offer(offer(5, tokens=90_000)._replace(is_streamed=True), 0.0))
     one.kept.keep(1, PromptBlocks(500, tuple(range(8))), {0: (range(2000),), 1: (range(2000, 4000),)})
-    one._rows._spread.add(1)
+    one._rows._spread[1] = (0, 1)
     for instance in order.layout.group:
         one.report(instance, MemberReport(0.0, 46_000), 0.5)
     assert one._promised()
