@@ -190,8 +190,8 @@ class Bench:
         document_s = self._together_s(4000)
         chat_s = self._together_s(IDLE_TOKENS)
         ours = self._served[OURS].client
-        idle_short_s = min(ours.ask(ours.tokens(IDLE_TOKENS, 9 + number)).ttft_s or 1e9 for number in range(4))
-        self._idle_overhead_s = idle_short_s - self._shortest_batch_s(IDLE_TOKENS)
+        idle_short_s = median(ours.ask(ours.tokens(IDLE_TOKENS, 9 + number)).ttft_s or inf for number in range(9))
+        self._idle_overhead_s = idle_short_s - self._batch_s(IDLE_TOKENS)
         load_cores = LOAD * len(self._cores[:2])
         begun_s = (1 - CHAT_SHARE) * load_cores * opening_s(self._plan.round_s)
         conversations = max(2, round(begun_s / (document_s + 2 * chat_s)))
@@ -235,10 +235,10 @@ class Bench:
             answers, costs_of(json.loads(_get(self._pool_url + "/status"))), batch_costs_of(queues), paces_of(queues)
         )
 
-    def _shortest_batch_s(self, tokens: int) -> float:
-        """Return the shortest time that an instance of one_pool has taken for a batch of this many tokens."""
+    def _batch_s(self, tokens: int) -> float:
+        """Return the median time that an instance of one_pool has taken for a batch of this many tokens."""
         works = (read_work(status[WORK_KEY]) for status in self._queues("?since=0"))
-        return min(
+        return median(
             record.end_s - record.start_s
             for work in works
             if work is not None
