@@ -95,6 +95,7 @@ def has_open_step(status: dict[str, Any]) -> bool:
 @contextmanager
 def long_pool(setting: Setting, name: str, threads: ThreadPoolExecutor) -> Iterator[LongPool]:
     options = ("--sp-sizes", "1,2,3", "--min-chunk-tokens", "64", "--set", f"pool.interleaving={setting.interleaving}")
+    options += ("--set", "pool.kept_rows=spread")  # what members send goes to decode
     pages = ("--page-size", str(setting.page_tokens))
     with Coordinator.running(*options) as coordinator:
         specs = [member(coordinator, f"{name}{number}", setting.transport, *pages) for number in range(3)]
