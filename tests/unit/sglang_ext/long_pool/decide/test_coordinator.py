@@ -1702,6 +1702,11 @@ def test_rows_are_gathered_only_where_there_is_room_for_all_of_them() -> None:
     assert compute_and_keep(one) == [Keep(1, (0, 1), 0, 4000)]
 
 
+def test_rows_that_no_member_may_keep_by_itself_are_not_gathered() -> None:
+    one = coordinator(2, keeps_rows=True, kept_share=3000 / IDLE.free_kv_tokens)
+    assert compute_and_keep(one) == [Keep(1, (0, 1), 0, 4000)]
+
+
 def test_room_that_is_promised_to_what_has_begun_is_not_taken_by_gathered_rows() -> None:
     one = coordinator(2, keeps_rows=True, chunk_s=0.1)
     order = chunk_of(one.offer(offer(5, tokens=90_000)._replace(is_streamed=True), 0.0))
